@@ -1,9 +1,9 @@
-"""Accelerate's loop on several ranks: DDP, rank 0's engine generates, and every rank trains on its share of each batch.
+"""Training loop with Accelerate and DDP on several ranks. Rank 0's engine generates. Every rank trains on its share.
 
     torchrun --nproc-per-node 2 examples/accelerate_loop.py [--steps 30]
-    accelerate launch examples/accelerate_loop.py           # on GPUs, as `accelerate config` has it
+    accelerate launch examples/accelerate_loop.py           # on GPUs, with the settings of `accelerate config`
 
-It runs on CPUs over gloo: a tiny model with random weights learns to answer with digits.
+The program runs on CPUs over gloo: a tiny model with random weights learns to answer with digits.
 """
 
 import argparse
@@ -18,14 +18,14 @@ from inflight.engine.shapes import shape_config
 
 
 def reward(rollout: inflight.Rollout) -> float:
-    """The share of digits in the answer. It is called on rank 0 alone."""
+    """Return the share of digits in the answer. Only rank 0 calls this."""
     return sum(char.isdigit() for char in rollout.text) / max(1, len(rollout.text))
 
 
 def main(steps: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())  # before the engine: it makes the process group
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())  # before the engine: this makes the process group
     rank, size = accelerator.process_index, accelerator.num_processes
     model = AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=torch.float32)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -33,13 +33,13 @@ def main(steps: int) -> None:
     rewards: list[float] = []
 
     with inflight.launch("tiny", threads=1) as engine:  # rank 0 launches it, and the others attach to it
-        publisher = engine.publisher(model)  # after prepare(), which may wrap, spread or move the model
+        publisher = engine.publisher(model)  # after prepare(): it can wrap, shard or move the model
         publisher.publish()
-        prompts = iter([f"Number {i}: " for i in range(8 * steps)][rank::size])  # each rank submits its own
+        prompts = iter([f"Number {i}: " for i in range(8 * steps)][rank::size])  # each rank submits a share
         engine.submit(islice(prompts, 16 // size), params)
         for batch in engine.stream.batches(rollouts=64, score=reward):
             engine.submit(islice(prompts, 8 // size), params)
-            loss, _ = inflight.policy_loss(model, batch.to(accelerator.device))  # averaged gradients are the batch's
+            loss, _ = inflight.policy_loss(model, batch.to(accelerator.device))  # averaging gives the batch's gradients
             accelerator.backward(loss)
             inflight.clip_and_step(optimizer)  # no step is taken if the gradient is not finite
             publisher.publish()

@@ -1,10 +1,10 @@
-"""DeepSpeed ZeRO-3 on several ranks: it spreads the model, rank 0's engine generates, and every rank trains on its
-share of each batch.
+"""Training loop with DeepSpeed ZeRO-3 on several ranks. DeepSpeed shards the model, and rank 0's engine generates.
+Every rank trains on its share of each batch.
 
     torchrun --nproc-per-node 2 examples/deepspeed_zero3.py [--steps 30]
     deepspeed --num_gpus 2 examples/deepspeed_zero3.py
 
-It runs on CPUs over gloo: a tiny model with random weights learns to answer with digits.
+The program runs on CPUs over gloo: a tiny model with random weights learns to answer with digits.
 """
 
 import argparse
@@ -17,14 +17,14 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 if not torch.cuda.is_available():
-    os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it when it is imported
+    os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads this when it is imported
 import deepspeed
 
 import inflight
 from inflight.engine.shapes import shape_config
 
 CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,  # not read: batches are those of the stream
+    "train_micro_batch_size_per_gpu": 1,  # unused: the stream makes the batches
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": 3},
     "zero_allow_untested_optimizer": True,
@@ -33,7 +33,7 @@ CONFIG = {
 
 
 def reward(rollout: inflight.Rollout) -> float:
-    """The share of digits in the answer. It is called on rank 0 alone."""
+    """Return the share of digits in the answer. Only rank 0 calls this."""
     return sum(char.isdigit() for char in rollout.text) / max(1, len(rollout.text))
 
 
@@ -42,8 +42,8 @@ def main(steps: int) -> None:
     torch.manual_seed(0)
     if not torch.cuda.is_available():
         ops: Any = deepspeed.ops
-        ops.__compatible_ops__ = {}  # else it compiles its own all_reduce first, for more than a minute
-    deepspeed.init_distributed()  # before the engine, whom ranks find over the process group
+        ops.__compatible_ops__ = {}  # avoids compiling its all_reduce for over a minute
+    deepspeed.init_distributed()  # before the engine: ranks find it over the process group
     rank, size = dist.get_rank(), dist.get_world_size()
     module = AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=torch.float32)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
@@ -53,13 +53,13 @@ def main(steps: int) -> None:
     rewards: list[float] = []
 
     with inflight.launch("tiny", threads=1) as engine:  # rank 0 launches it, and the others attach to it
-        publisher = engine.publisher(model, check_finite=True)  # after initialize(), which spreads the model
+        publisher = engine.publisher(model, check_finite=True)  # after initialize(): it shards the model
         publisher.publish()
-        prompts = iter([f"Number {i}: " for i in range(8 * steps)][rank::size])  # each rank submits its own
+        prompts = iter([f"Number {i}: " for i in range(8 * steps)][rank::size])  # each rank submits a share
         engine.submit(islice(prompts, 16 // size), params)
         for batch in engine.stream.batches(rollouts=64, score=reward):
             engine.submit(islice(prompts, 8 // size), params)
-            loss, _ = inflight.policy_loss(model, batch.to(device))  # averaged gradients are the batch's
+            loss, _ = inflight.policy_loss(model, batch.to(device))  # averaging gives the batch's gradients
             model.backward(loss)
             model.step()
             publisher.publish()

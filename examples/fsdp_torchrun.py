@@ -1,9 +1,9 @@
-"""A training loop on several ranks: FSDP2 spreads the model, rank 0's engine generates, and every rank trains on its
-share of each batch.
+"""Training loop with FSDP2 on several ranks. FSDP2 shards the model, and rank 0's engine generates. Every rank trains
+on its share of each batch.
 
     torchrun --nproc-per-node 2 examples/fsdp_torchrun.py [STEPS]
 
-It runs on CPUs over gloo: a tiny model with random weights learns to answer with digits.
+The program runs on CPUs over gloo: a tiny model with random weights learns to answer with digits.
 """
 
 import sys
@@ -19,7 +19,7 @@ from inflight.engine.shapes import shape_config
 
 
 def reward(rollout: inflight.Rollout) -> float:
-    """The share of digits in the answer. It is called on rank 0 alone."""
+    """Return the share of digits in the answer. Only rank 0 calls this."""
     return sum(char.isdigit() for char in rollout.text) / max(1, len(rollout.text))
 
 
@@ -38,12 +38,12 @@ def main(steps: int = 30) -> None:
     with inflight.launch("tiny", threads=1) as engine:  # rank 0 launches it, and the others attach to it
         publisher = engine.publisher(model)
         publisher.publish()
-        prompts = iter([f"Number {i}: " for i in range(8 * steps)][rank::size])  # each rank submits its own
+        prompts = iter([f"Number {i}: " for i in range(8 * steps)][rank::size])  # each rank submits a share
         engine.submit(islice(prompts, 16 // size), params)
         rewards: list[float] = []
         for batch in engine.stream.batches(rollouts=64, score=reward):
             engine.submit(islice(prompts, 8 // size), params)
-            loss, _ = inflight.policy_loss(model, batch)  # of this rank's share; averaged gradients are the batch's
+            loss, _ = inflight.policy_loss(model, batch)  # of this rank's share; averaging gives the batch's gradients
             loss.backward()
             inflight.clip_and_step(optimizer)
             publisher.publish()

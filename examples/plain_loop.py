@@ -1,10 +1,10 @@
-"""The ten lines of the README, for real: a training loop of one's own with a generator that never stops.
+"""Custom training loop with a generator that never stops: the ten lines of the README as a whole program.
 
     python examples/plain_loop.py [MODEL [LOGGER]]
 
 MODEL is a directory, a Hugging Face hub id or a built-in shape (default: tiny, random weights, trained from scratch
-to answer with digits, so that it runs anywhere in half a minute). LOGGER is jsonl, tensorboard, wandb or trackio: where
-the numbers of every step go, under runs/plain_loop.
+to answer with digits, so that it runs anywhere in half a minute). LOGGER is jsonl, tensorboard, wandb or trackio. It
+stores the metrics of every step under runs/plain_loop.
 """
 
 import sys
@@ -19,7 +19,7 @@ from inflight.observability.loggers import Logger, LoggerName
 
 
 def reward(rollout: inflight.Rollout) -> float:
-    """The share of digits in the answer."""
+    """Return the share of digits in the answer."""
     return sum(char.isdigit() for char in rollout.text) / max(1, len(rollout.text))
 
 
@@ -29,7 +29,7 @@ def main(name: str = "tiny", logger: LoggerName = "jsonl") -> None:
 
 
 def train(name: str, log: Logger) -> None:
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the other half of the cores is the generator's
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the generator uses the other half of the cores
     torch.manual_seed(0)
     if name in SHAPES:
         model = AutoModelForCausalLM.from_config(shape_config(name), dtype=torch.float32)

@@ -1,11 +1,11 @@
-"""A judge that takes its time, and an evaluation beside training: neither stops the generator or the trainer.
+"""Slow judge, and evaluation during training: neither stops the generator or the trainer.
 
     python examples/slow_reward.py [MODEL [LOGGER]]
 
-Every answer is judged by an `async` function that waits 200 ms, as one that asks another service would. Held-out
-prompts are answered greedily by every tenth version while training goes on. MODEL is a directory, a Hugging Face hub id
-or a built-in shape (default: tiny, random weights, trained from scratch to answer with digits; half a minute on two
-cores). LOGGER is jsonl, tensorboard, wandb or trackio: where the numbers of every step go, under runs/slow_reward.
+An `async` function judges every answer. It waits 200 ms, like a call to another service. Every tenth version answers
+held-out prompts greedily while training continues. MODEL is a directory, a Hugging Face hub id or a built-in shape
+(default: tiny, random weights, trained from scratch to answer with digits; half a minute on two cores). LOGGER is
+jsonl, tensorboard, wandb or trackio. It stores the metrics of every step under runs/slow_reward.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ def share_of_digits(rollout: inflight.Rollout) -> float:
 
 
 def main(name: str = "tiny", logger: LoggerName = "jsonl") -> None:
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the other half of the cores is the generator's
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the generator uses the other half of the cores
     torch.manual_seed(0)
     if name in SHAPES:
         model = AutoModelForCausalLM.from_config(shape_config(name), dtype=torch.float32)
@@ -46,7 +46,7 @@ def main(name: str = "tiny", logger: LoggerName = "jsonl") -> None:
 
     with (
         inflight.open_logger(logger, "runs/slow_reward") as log,
-        inflight.launch(name, threads=torch.get_num_threads(), slots=3) as engine,  # the third keeps a pinned version
+        inflight.launch(name, threads=torch.get_num_threads(), slots=3) as engine,  # the third holds a pinned version
     ):
         publisher = engine.publisher(model)
         version = publisher.publish()

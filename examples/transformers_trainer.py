@@ -1,10 +1,12 @@
-"""Transformers' Trainer: its batches are those of an engine's stream, and a callback publishes after each step.
+"""Training with Transformers' Trainer. It reads batches from an engine's stream.
+
+A callback publishes after each step.
 
     python examples/transformers_trainer.py [--max_steps 40]
     torchrun --nproc-per-node 2 examples/transformers_trainer.py      # DDP: each rank trains on its share
 
-All TrainingArguments are options, `--deepspeed CONFIG.json` too. It runs on CPUs: a tiny model with random weights
-learns to answer with digits.
+All TrainingArguments are options, including `--deepspeed CONFIG.json`. The program runs on CPUs: a tiny model with
+random weights learns to answer with digits.
 """
 
 import tempfile
@@ -21,12 +23,12 @@ from inflight.integrations.transformers import PublishCallback
 
 
 def reward(rollout: inflight.Rollout) -> float:
-    """The share of digits in the answer."""
+    """Return the share of digits in the answer."""
     return sum(char.isdigit() for char in rollout.text) / max(1, len(rollout.text))
 
 
 class PolicyTrainer(Trainer):
-    """A Trainer of what the engine draws."""
+    """Trainer that trains on rollouts of the engine."""
 
     engine: inflight.Engine
 
@@ -54,7 +56,7 @@ def main(args: TrainingArguments) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=torch.float32)
-    with inflight.launch("tiny", threads=1) as engine:  # after TrainingArguments, which make the process group
+    with inflight.launch("tiny", threads=1) as engine:  # after TrainingArguments: they make the process group
         trainer = PolicyTrainer(model=model, args=args, callbacks=[PublishCallback(engine.publisher)])
         trainer.engine = engine
         trainer.train()

@@ -1,8 +1,10 @@
-"""TRL's own AsyncGRPOTrainer, with inflight in its process: no server, no vLLM, and nothing stops while weights change.
+"""Training with TRL's AsyncGRPOTrainer and inflight in one process, without a server or vLLM.
+
+Training and generation continue while weights change.
 
     python examples/trl_async_grpo.py [MODEL_DIRECTORY] [--steps 40]
 
-Without a model it makes a tiny one with random weights, and takes about a minute on a CPU.
+Without a model the program makes a tiny one with random weights, and takes about a minute on a CPU.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from inflight.integrations.trl_async import EngineTransfer, EngineWorker
 
 
 def digits(completions: list[str], **_: object) -> list[float]:
-    """The share of digits in each completion."""
+    """Return the share of digits in each completion."""
     return [sum(char.isdigit() for char in text) / max(1, len(text)) for text in completions]
 
 
@@ -36,7 +38,7 @@ def make_tiny_model(directory: str) -> str:
 
 def main(path: str, steps: int) -> list[dict]:
     cuda = torch.cuda.is_available()
-    if not cuda:  # two things that TRL asks of CUDA have stand-ins
+    if not cuda:  # replacements for two CUDA features that TRL uses
         from inflight.integrations.trl_cpu import run_on_cpu
 
         run_on_cpu()

@@ -1,8 +1,8 @@
-"""TRL's own GRPOTrainer, generating with inflight.
+"""Training with TRL's GRPOTrainer and generation with inflight.
 
     python examples/trl_grpo.py [MODEL_DIRECTORY]
 
-Without a model it makes a tiny one with random weights, and runs 20 steps on a CPU in about half a minute.
+Without a model the program makes a tiny one with random weights, and runs 20 steps on a CPU in about half a minute.
 """
 
 import os
@@ -23,7 +23,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is experi
 
 
 def reward(completions: list[str], **_: object) -> list[float | None]:
-    """The share of digits in each completion."""
+    """Return the share of digits in each completion."""
     return [sum(char.isdigit() for char in text) / max(1, len(text)) for text in completions]
 
 
@@ -58,9 +58,9 @@ def main(path: str, steps: int = 20) -> list[dict]:
             ),
             train_dataset=Dataset.from_dict({"prompt": [f"Number {i}: " for i in range(256)]}),
             processing_class=engine.tokenizer,
-            rollout_func=EngineRollouts(engine, ahead=1),  # the generator draws the next batch meanwhile
+            rollout_func=EngineRollouts(engine, ahead=1),  # the generator draws the next batch during a step
         )
-        with engine.publisher(model) as publisher:  # after the trainer, which may move the model
+        with engine.publisher(model) as publisher:  # after the trainer: it can move the model
             trainer.add_callback(PublishCallback(publisher))
             trainer.train()
         print("swaps:", engine.status().num_swaps)

@@ -1,9 +1,9 @@
-"""TRL's AsyncGRPOTrainer with a tool, over HTTP: its own worker calls the tool and draws every turn from inflight.
+"""Training with TRL's AsyncGRPOTrainer and a tool, over HTTP. TRL's worker calls the tool and requests turns.
 
     python examples/trl_tools.py [--steps 20]
 
-A tiny model first learns from examples how to write a call, with wrong numbers in half of them. Then TRL trains it to
-call the tool with the right ones. Takes about a minute on a CPU.
+inflight draws every turn. A tiny model first learns from examples how to write a call, with wrong numbers in half of
+them. Then TRL trains it to call the tool with the right ones. The program takes about a minute on a CPU.
 """
 
 import argparse
@@ -46,7 +46,7 @@ RESPONSE = {
         "content": {"close": "<|endoftext|>"},
     },
 }
-"""How TRL's worker reads an answer. TRL knows this itself for the chat templates of common models."""
+"""Format in which TRL's worker parses an answer. TRL has built-in formats for the chat templates of common models."""
 
 
 def multiply(a: int, b: int) -> int:
@@ -60,7 +60,7 @@ def multiply(a: int, b: int) -> int:
 
 
 def right_answer(completions: list[list[dict]], product: list[int], **_: object) -> list[float]:
-    """1 for the product as the last message."""
+    """Return 1 for each completion whose last message is the product, else 0."""
     return [float(messages[-1]["content"] == str(right)) for messages, right in zip(completions, product, strict=True)]
 
 

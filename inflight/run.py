@@ -1,4 +1,4 @@
-"""What a training run is besides its model and optimizer, in a file: a trainer that was killed goes on from there."""
+"""Saves the state of a training run, without model and optimizer, to a file, so that a killed trainer can continue."""
 
 import logging
 import os
@@ -44,7 +44,7 @@ class _Group(msgspec.Struct, frozen=True):
 
 
 class _Clock(msgspec.Struct, frozen=True):
-    """The clocks at the time of saving. CLOCK_MONOTONIC begins anew when a machine starts."""
+    """The clocks at the time of saving. CLOCK_MONOTONIC begins again when a machine starts."""
 
     boot_id: str
     monotonic_ns: int
@@ -55,18 +55,18 @@ class _Clock(msgspec.Struct, frozen=True):
         return cls(Path("/proc/sys/kernel/random/boot_id").read_text().strip(), now_ns(), time.time_ns())
 
     def shift_to(self, now: "_Clock") -> int:
-        """What is added to times of then to have them on the monotonic clock of now, in ns."""
+        """Return the offset, in ns, that moves times of this clock to the monotonic clock of `now`."""
         if self.boot_id == now.boot_id:
             return 0
         return (now.monotonic_ns - now.since_epoch_ns) - (self.monotonic_ns - self.since_epoch_ns)
 
 
 class _EngineState(msgspec.Struct, frozen=True):
-    """What rank 0 holds of the engine."""
+    """The part of a run that rank 0 saves: published versions and outstanding groups."""
 
     fingerprint: str
     published: list[tuple[int, int]]
-    """Versions, and when each was published."""
+    """Versions, each with the time of its publication."""
     groups: list[_Group]
     next_ids: Ids
 
@@ -76,7 +76,7 @@ class _File(msgspec.Struct, frozen=True):
     clock: _Clock
     progress: dict[str, Any]
     engine: _EngineState | None
-    """None: another rank than 0 wrote it."""
+    """None if another rank than 0 wrote the file."""
 
     @property
     def rollouts(self) -> list[RolloutHeader]:
@@ -85,30 +85,31 @@ class _File(msgspec.Struct, frozen=True):
 
 @named()
 class Run:
-    """Saves and loads what a training run is besides model, optimizer and the like, which its trainer saves itself.
+    """Saves and loads the state of a training run. The trainer itself saves model, optimizer and the like.
 
-    That is: what was submitted and not handed out, with every token that has come of it; the number of the weights'
-    version; the state of the random number generators; and `progress`. Under torchrun every rank has its Run.
+    The state consists of the submitted prompts whose groups were not taken, with every token that has arrived; the
+    number of the weights' version; the state of the random number generators; and `progress`. Under torchrun every rank
+    has its Run.
     """
 
     def __init__(self, engine: "Engine | AttachedEngine", publisher: "Publisher | ShardSender | FollowingPublisher"):
         self._engine, self._publisher = engine, publisher
         self.progress: dict[str, Any] = {}
-        """What the trainer notes beside it; JSON-like. `grpo` notes under "grpo" how far it has come."""
+        """Notes of the trainer, saved with the run; JSON-like. `grpo` stores its own progress under "grpo"."""
 
     def save(self, directory: str | Path) -> None:
         """Write a file into the directory. It appears whole or not at all. Generation continues.
 
         Call it between two steps: yielded rollouts are recorded as trained on. With several ranks call it after
-        `publish`: the weights are recorded as published. Save model and optimizer into the directory first: then all of
-        it is there if this file is. All ranks call it, and wait for each other. Raises RunFileError if it cannot be
-        written, or InvalidRequestError for metadata or progress that is not JSON-like.
+        `publish`: the weights are recorded as published. Save model and optimizer into the directory first: then the
+        checkpoint is complete if this file exists. All ranks call it, and wait for each other. Raises RunFileError if
+        it cannot be written, or InvalidRequestError for metadata or progress that is not JSON-like.
         """
         self._meet()
         path, engine = self._path(directory), self._engine
         version = self._publisher.version
         if isinstance(engine, Engine) and not engine.is_shared and engine.staleness.unpublished_steps:
-            version += 1  # steps were taken since: what `load` publishes is not what drew the tokens of this version
+            version += 1  # steps were taken since: `load` publishes other weights than this version's tokens are from
         header = _File(version, _Clock.read(), self.progress, None)
         arrays: list[Arrays] = []
         if isinstance(engine, Engine):
@@ -118,13 +119,13 @@ class Run:
         self._meet()
 
     def load(self, directory: str | Path, weights: "Weights | None" = None) -> None:
-        """Go on where `save` was called, with another engine of the same model to which nothing was submitted.
+        """Continue where `save` was called, with another engine of the same model to which nothing was submitted.
 
-        Load the model first: its weights are published under the number that they had, and then the engine goes on
-        with what was unfinished. weights: those of a publisher without a model. Groups that were pinned to older
-        weights, which are gone, end with finish_reason "error". Where the machine has been started again in between,
-        times are moved to its new clock by the time of day. Raises RunFileError, naming what is wrong with the file,
-        LayoutMismatchError if it is of another model, and what `publish` raises.
+        Load the model first: its weights are published under their old number, and then the engine continues the
+        unfinished groups. weights: the weights to publish if the publisher has no model. Groups that were pinned to
+        older weights end with finish_reason "error", since those weights are lost. If the machine was restarted in
+        between, times are moved to its new clock by the time of day. Raises RunFileError, naming the fault of the file,
+        LayoutMismatchError if it is of another model, and the errors of `publish`.
         """
         header, arrays, random_arrays = _read(self._path(directory))
         engine = self._engine
@@ -168,7 +169,7 @@ class Run:
 
 def _describe(engine: Engine) -> tuple[_EngineState, list[Arrays]]:
     ledger = engine.stream.ledger
-    with ledger.lock:  # so that all is of one moment
+    with ledger.lock:  # so that groups and ids are of one moment
         saved, next_ids = ledger.snapshot(), ledger.next_ids
     described = _EngineState(
         fingerprint=engine.info.layout.fingerprint,
@@ -207,7 +208,7 @@ def _write(path: Path, header: _File, arrays: Sequence[Arrays]) -> None:
 
 
 def _read(path: Path) -> tuple[_File, list[Arrays], Arrays]:
-    """The header, the arrays of its rollouts, and those of the random state."""
+    """Return the header, the arrays of its rollouts, and the arrays of the random state."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -3,10 +3,10 @@
 Client → engine: Hello, Call; publisher → engine: Attach, SlotRequest, Prepare, Fill, SlotReady, Detach.
 Engine → client: Welcome, Result, Failed; engine → publisher: Attached, SlotFree, Done, Failed.
 
-What a client may ask of an engine is a verb, which a Call names (`inflight/engine/verbs.py`). A request carries a
-`ticket` that its answer repeats; 0 asks for no answer. A slot has one owner at a time, and ownership moves only by
-SlotFree (engine → publisher) and SlotReady (publisher → engine). Where the publisher cannot write to the slot itself,
-it has the engine fill it (Fill, Done) before it announces it as it would announce any other.
+A Call names a verb of the engine (`inflight/engine/verbs.py`). A request carries a `ticket` that its response repeats;
+0 requests no response. A slot has one owner at a time, and ownership moves only by SlotFree (engine → publisher) and
+SlotReady (publisher → engine). If the publisher cannot write to the slot itself, it has the engine fill it (Fill, Done)
+before it announces the slot as usual.
 """
 
 from typing import Any, TypeVar
@@ -22,11 +22,10 @@ from inflight.core.version import PACKAGE, __version__
 
 LIVE_VERSION = -1
 PROTOCOL = 8
-"""Version of these messages and of frames. Raise it with every change after which two versions do not understand each
-other."""
+"""Version of these messages and of frames. Raise it with every incompatible change."""
 MAX_MESSAGE_BYTES = 32 << 20
 MAX_TEXT = 2000
-"""Most characters of an error message on the wire and in a log."""
+"""Maximum number of characters of an error message on the wire and in a log."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -66,12 +65,12 @@ SlotDescriptor = SharedMemoryDescriptor | CudaIpcDescriptor
 
 
 class Hello(_Message, frozen=True):
-    """Asks for Welcome, or for Failed if the model could not be loaded or the asker is of another version."""
+    """Requests Welcome, or Failed if the model could not be loaded or the client has another version."""
 
     version: str = __version__
     protocol: int = PROTOCOL
     package: str = PACKAGE
-    """Where the asker's inflight lies."""
+    """Path of the client's inflight package."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -79,95 +78,96 @@ class Prompt(msgspec.Struct, frozen=True):
     params: SamplingParams
     metadata: dict[str, Any] = {}
     version: int | None = None
-    """The weight version that draws all of its tokens (LIVE_VERSION: the one live when it is accepted). A slot keeps
-    that version until the request ends. None: whichever version is live at each token."""
+    """The weight version that draws all of its tokens (LIVE_VERSION: the version that is live when the request is
+    accepted). A slot keeps that version until the request ends. None: the live version at each token."""
     adapter: str | None = None
     """Name of the adapter that draws its tokens; None: the weights alone."""
 
 
 class Ids(msgspec.Struct, frozen=True, array_like=True):
-    """What a group is called; its requests have the ids first_request_id, first_request_id + 1, …"""
+    """Ids of a group; its requests have the ids first_request_id, first_request_id + 1, …"""
 
     group_id: Count
     first_request_id: Count
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """A group that another engine began, and how far its samples are."""
+    """A group that another engine began, with the progress of its samples."""
 
     group_id: Count
     prompt: Prompt
-    """What was submitted; its params have the seed of the group."""
+    """Submitted prompt; its params contain the seed of the group."""
     first_request_id: Count | None = None
-    """None: nothing is known but that it was accepted."""
+    """None: it is only known that the group was accepted."""
     drawn: dict[Count, list[TokenId]] = {}
     """Maps the ids of unfinished requests to their tokens so far; the others have ended."""
     forked_from: tuple[int, int] | None = None
 
 
 class Call(_Message, frozen=True):
-    """Asks for the Result of a verb."""
+    """Requests the Result of a verb."""
 
     verb: str
     arguments: msgspec.Raw
-    """A map from parameter names to values, which the verb reads as the types of its parameters."""
+    """A map from parameter names to values, which the verb converts to the types of its parameters."""
 
 
 class Attach(_Message, frozen=True):
-    """A publisher asks to publish tensors of this layout (its own dtypes; it casts)."""
+    """A publisher requests to publish tensors of this layout (its own dtypes; it casts)."""
 
     layout: WeightLayout
     transport: str
-    """Name of the transport, one of those that the engine accepts."""
+    """Name of the transport, one of the names that the engine accepts."""
     adapters: bool = False
-    """It publishes adapters, and not weights."""
+    """True for adapters, False for weights."""
     aliases: bool = False
-    """It asks for the other names of the tensors."""
+    """True to request the other names of the tensors."""
     lock_token: str = ""
-    """What the publisher wrote into `Welcome.publisher_lock` when it had locked it; "" if it is on another machine."""
+    """Token that the publisher wrote into `Welcome.publisher_lock` when it had locked it; "" if it is on another
+    machine."""
 
 
 class SlotRequest(_Message, frozen=True):
-    """The publisher has a version to write and no slot to write it to; with one slot, the engine hands over its own."""
+    """The publisher has a version to write and no slot to write it to. An engine with one slot passes that slot."""
 
 
 class Prepare(_Message, frozen=True):
-    """Get the engine's side of the transport ready for versions."""
+    """Requests the engine's side of the transport to prepare for versions."""
 
     setup: msgspec.Raw
-    """A struct of the transport's."""
+    """A struct of the transport."""
 
 
 class Fill(_Message, frozen=True):
-    """Write a version to a slot that is lent to the publisher."""
+    """Requests the engine to write a version to a slot that the publisher owns."""
 
     slot: int
     version: Count
     fingerprint: str
     origin: msgspec.Raw
-    """A struct of the transport's, which says where the version comes from."""
+    """A struct of the transport with the origin of the version."""
     base: int | None
-    """What comes is the difference to this version; None: it is whole."""
+    """Base version of a delta; None: the version is whole."""
     checksum: int
-    """The checksum of the slot once it is filled."""
+    """Checksum of the filled slot."""
 
 
 class SlotReady(_Message, frozen=True):
-    """The slot holds a whole version now, its copy done on the device, and belongs to the engine again."""
+    """The slot contains a whole version, copied on the device, and belongs to the engine again."""
 
     slot: int
     version: Count
     fingerprint: str
     published_ns: Count
     checksum: int | None = None
-    """The checksum of the slot, which is compared before anything is drawn with it."""
+    """Checksum of the slot. The engine compares it before it draws tokens with this version."""
 
 
 class Detach(_Message, frozen=True):
-    """The publisher goes, and gives back what it has."""
+    """The publisher detaches and returns its slots."""
 
     written: list[int] = []
-    """Slots that it may have written to, and does not announce."""
+    """Unannounced slots that the publisher might have written to."""
 
 
 # ---- engine → client --------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Welcome(_Message, frozen=True):
     stream_endpoint: str
     layout: WeightLayout
     adapter_layout: WeightLayout | None
-    """The layout of the slots of adapters; tensors are named ADAPTER.MODULE.lora_A and …lora_B."""
+    """Layout of the adapter slots; tensors are named ADAPTER.MODULE.lora_A and …lora_B."""
     device: str
     device_uuid: str
     """"" for a CPU."""
@@ -191,39 +191,39 @@ class Welcome(_Message, frozen=True):
     attention: str
     """Name of the attention backend."""
     fused: bool
-    """The decoder runs with fused kernels, and not as Transformers runs it."""
+    """True if the decoder runs with fused kernels, False if it runs as in Transformers."""
     num_graphs: int
-    """CUDA graphs that were recorded."""
+    """Number of recorded CUDA graphs."""
     publisher_lock: str
     """File that a publisher locks before it attaches; the kernel frees the lock when the publisher dies."""
     alive_lock: str
-    """File that the engine holds a lock on; the kernel frees it when the engine dies."""
+    """File that the engine locks; the kernel frees the lock when the engine dies."""
     tcp_endpoint: str = ""
-    """Where the control socket listens for clients on other machines; "" if it does not."""
+    """Endpoint of the control socket for clients on other machines; "" if there is none."""
     tcp_stream_port: int = 0
-    """The port of the stream for them, at the address by which they reach the control socket."""
+    """Port of the stream for these clients, at the address by which they reach the control socket."""
     version: str = ""
     protocol: int = 0
     package: str = ""
-    """Where the engine's inflight lies."""
+    """Path of the engine's inflight package."""
     next_ids: Ids = Ids(0, 0)
-    """Groups that are submitted later need these ids, or larger ones."""
+    """Smallest ids for groups that are submitted later."""
     no_kernels: str = ""
-    """Why an engine on the CPU runs without the C kernels; "" if it has them."""
+    """Reason why an engine on the CPU runs without the C kernels; "" if it has them."""
 
     def execution(self) -> dict[str, Any]:
-        """Says how forward passes run, for records of measurements."""
+        """Describe how forward passes run, for records of measurements."""
         return {"attention": self.attention, "fused": self.fused, "num_graphs": self.num_graphs}
 
 
 class Result(_Message, frozen=True):
-    """What a verb returned."""
+    """The result of a verb."""
 
     value: msgspec.Raw
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of an engine, and what it is doing now."""
+    """Counters and current state of an engine."""
 
     version: int
     step: int
@@ -236,32 +236,32 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     paused: bool
     asleep: bool
     versions: list[int]
-    """The versions that slots hold whole, live or pinned, which requests may be pinned to."""
+    """Versions that are whole in slots, live or pinned. Requests can be pinned to them."""
     num_preemptions: int
-    """How often a sequence gave its KV blocks back to others and was computed again."""
+    """Number of times a sequence returned its KV blocks and was computed again."""
     kv_blocks_used: int
     kv_blocks: int
     num_reused_tokens: int
-    """Prompt tokens that the prefix cache spared."""
+    """Number of prompt tokens from the prefix cache."""
     num_unacknowledged_bytes: int
     """Bytes of frames in the engine's memory that the trainer has not acknowledged."""
     num_spilled_bytes: int
     """Bytes of such frames beyond the bound on that memory, in files."""
     seconds_by_state: dict[str, float] = {}
-    """For how long it has done what since it began: "generating", "idle", … (`RolloutStream.state` has them all)."""
+    """Maps states ("generating", …; `RolloutStream.state` lists all) to the seconds in each since the start."""
 
 
 class Digests(msgspec.Struct, frozen=True):
-    """What a version of the weights consists of."""
+    """Digests of the tensors of one weight version."""
 
     version: int
     tensors: dict[str, str]
-    """Maps names, which are Hugging Face's, to the SHA-256 of the tensor's bytes, in hex:
+    """Maps Hugging Face names to the SHA-256 of the tensor's bytes, in hex:
     `hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()`."""
 
 
 class Failed(_Message, frozen=True):
-    """`kind` is the name of an error class in `inflight.core.errors`."""
+    """An error. `kind` is the name of an error class in `inflight.core.errors`."""
 
     kind: str
     message: str
@@ -272,9 +272,9 @@ class Attached(_Message, frozen=True):
     """The layout of the slots."""
     slots: list[SlotDescriptor]
     free: list[int]
-    """Slots that belong to the publisher from now on."""
+    """Slots that now belong to the publisher."""
     version: int
-    """Newest version that the engine holds; the next publish must be above it."""
+    """Newest version of the engine; the next publish must be above it."""
     aliases: list[Alias] = []
     """The other names of the tensors, if the publisher asked for them."""
 
@@ -284,8 +284,8 @@ class SlotFree(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """The engine did what Prepare or Fill asked. A slot that was filled holds the version, whole, and still belongs to
-    the publisher, who announces it."""
+    """The engine did what Prepare or Fill requested. A filled slot contains the whole version and still belongs to the
+    publisher, which announces it."""
 
 
 ToEngine = Hello | Call | Attach | SlotRequest | Prepare | Fill | SlotReady | Detach
@@ -298,7 +298,7 @@ _FROM_ENGINE = msgpack_decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """Raises InvalidRequestError for a message that is too large."""
+    """Encode a message. Raises InvalidRequestError if it is too large."""
     data = _ENCODER.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
         raise InvalidRequestError(_too_large(len(data)))
@@ -306,8 +306,8 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def to_raw(value: Any, what: str) -> msgspec.Raw:
-    """Encode the arguments of a Call or the value of a Result. Raises InvalidRequestError, which calls it `what`, if no
-    message can hold it."""
+    """Encode the arguments of a Call or the value of a Result. Raises InvalidRequestError, with the name `what`, if no
+    message can contain it."""
     try:
         return msgspec.Raw(_ENCODER.encode(value))
     except (TypeError, ValueError, OverflowError) as error:
@@ -315,26 +315,26 @@ def to_raw(value: Any, what: str) -> msgspec.Raw:
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """Raises ProtocolError."""
+    """Decode a message to an engine. Raises ProtocolError."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(_too_large(len(data)))
     return read(_TO_ENGINE, data)
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """Raises ProtocolError."""
+    """Decode a message from an engine. Raises ProtocolError."""
     return read(_FROM_ENGINE, data)
 
 
 def expect(answer: FromEngine, kind: type[Answer]) -> Answer:
-    """The answer, if it is of this kind. Raises ProtocolError."""
+    """Return the answer if it is of this kind. Raises ProtocolError."""
     if not isinstance(answer, kind):
         raise ProtocolError(f"expected {kind.__name__} from the engine, got {type(answer).__name__}")
     return answer
 
 
 def read(decoder: msgspec.msgpack.Decoder, data: bytes | msgspec.Raw) -> Any:
-    """Decode a message or a part of one. Raises ProtocolError, saying where in it something is wrong."""
+    """Decode a message or a part of one. Raises ProtocolError with the location of the error."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -342,7 +342,7 @@ def read(decoder: msgspec.msgpack.Decoder, data: bytes | msgspec.Raw) -> Any:
 
 
 def check_same_version(version: str, protocol: int, package: str, *, who: str) -> None:
-    """Raises VersionMismatchError if another process does not run this version of inflight."""
+    """Raise VersionMismatchError if another process does not run this version of inflight."""
     if (version, protocol) != (__version__, PROTOCOL):
         raise VersionMismatchError(
             f"{who} runs inflight {shorten(version, 60) or '?'} with protocol {protocol} from {shorten(package, 300)}, "
@@ -351,7 +351,7 @@ def check_same_version(version: str, protocol: int, package: str, *, who: str) -
 
 
 def shorten(text: str, most: int = MAX_TEXT) -> str:
-    """A text that somebody else had a say in, at most so long."""
+    """Cut a text from another process to at most `most` characters."""
     return text if len(text) <= most else f"{text[: most - 40]}… ({len(text):,} characters in all)"
 
 

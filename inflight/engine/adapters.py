@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA) beside the weights: every request draws with its own, or with none.
+"""Low-rank adapters (LoRA) next to the weights. Every request draws with its own adapter, or with none.
 
-All adapters of an engine lie side by side in a slot of their own, of which there are two, and change hands as the slots
-of the weights do: a publish fills the idle one, and the next forward pass reads it. Both are parts of one allocation,
-so that a row's adapter is a number and a CUDA graph can go on reading the same addresses.
+All adapters of an engine are adjacent in an adapter slot. There are two such slots, and they work like the slots of the
+weights: a publish fills the idle slot, and the next forward pass reads it. Both are parts of one allocation, so that a
+row's adapter is a number and a CUDA graph can keep its addresses.
 """
 
 from collections.abc import Sequence
@@ -39,18 +39,18 @@ class Lora:
     widths: tuple[int, ...]
 
     def add(self, y_TN: torch.Tensor, x_TK: torch.Tensor) -> None:
-        """Add to the rows of y what their adapters make of the rows of x."""
+        """Add the adapters' output for the rows of x to the rows of y."""
         if self.bank.active:
             add_lora(y_TN, x_TK, self.a_SPK, self.b_SNR, self.widths, self.bank.rows[: len(x_TK)])
 
 
 class AdapterBank:
-    """Adapters by name, of one rank, on the projections of attention and MLP in every layer; zero to begin with. Raises
-    UnsupportedModelError if the model has no such projections."""
+    """Adapters by name, of one rank, on the projections of attention and MLP in every layer. They are zero at first.
+    Raises UnsupportedModelError if the model has no such projections."""
 
     def __init__(self, model: PreTrainedModel, options: EngineOptions, device: torch.device, backend: AttentionBackend):
         """Uses adapters, lora_rank, cuda_graphs and the numbers of sequences and prompt tokens in a pass. With CUDA
-        graphs adapters are computed in passes that need none, too."""
+        graphs, adapters are also computed in passes that need none."""
         names, rank = options.adapters, options.lora_rank
         targets = _targets(model)
         self._num_adapters = len(names)
@@ -59,7 +59,7 @@ class AdapterBank:
         self.slot_table = SlotTable(self.layout, memory.split(SLOTS))
         max_tokens = options.max_sequences + options.max_prefill_tokens
         self.rows = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
-        """The adapter, and its slot, that each token of the pass under way uses; −1 for none."""
+        """The adapter, and its slot, that each token of the pass in progress uses; −1 for none."""
         self.active = self._always = options.cuda_graphs and isinstance(backend, GraphBackend)
         self._num_rows = 0
         words = memory.buffer.view(next(iter(targets.values())).weight.dtype)
@@ -74,16 +74,16 @@ class AdapterBank:
             self._loras[name] = Lora(self, a_SPK, b_SNR, (outputs,))
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Let the projections of a module over some slot find their adapters: those that run as Transformers runs
-        them by a hook, fused ones by `lora_of`."""
+        """Attach adapters to the projections of a module over some slot. Projections that run as in Transformers get a
+        hook; fused projections find them by `lora_of`."""
         for name, module in model.named_modules():
             if name in self._loras:
                 setattr(module, _ATTRIBUTE, self._loras[name])
                 module.register_forward_hook(_add)
 
     def select(self, adapters: np.ndarray, counts: np.ndarray) -> None:
-        """Before a pass: the place of each sequence's adapter, i32[S], −1 for none, of which the live slot is read, and
-        the number of its tokens, i64[S]."""
+        """Select the adapters of a pass. adapters: i32[S], the place of each sequence's adapter in the live slot, −1
+        for none; counts: i64[S], the number of its tokens."""
         self.active = self._always or bool((adapters >= 0).any())
         if not self.active and not self._num_rows:
             return
@@ -97,7 +97,7 @@ class AdapterBank:
 
 
 def adapter_layout(model: nn.Module, options: EngineOptions) -> WeightLayout:
-    """Where the tensors of all adapters lie in a slot. Raises UnsupportedModelError."""
+    """Return the layout of the tensors of all adapters in a slot. Raises UnsupportedModelError."""
     rank = options.lora_rank
     return WeightLayout.build(
         (f"{name}.{target}.lora_{part}", shape, dtype_name(module.weight.dtype))
@@ -108,7 +108,7 @@ def adapter_layout(model: nn.Module, options: EngineOptions) -> WeightLayout:
 
 
 def _targets(model: nn.Module) -> dict[str, nn.Linear]:
-    """The projections that adapters are on, by their names. Raises UnsupportedModelError if there are none."""
+    """Return the projections that have adapters, by their names. Raises UnsupportedModelError if there are none."""
     targets = {
         name: module
         for name, module in model.named_modules()
@@ -120,12 +120,13 @@ def _targets(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def lora_of(module: nn.Module) -> Lora | None:
-    """The adapters of a projection, if the engine has any."""
+    """Return the adapters of a projection, if the engine has any."""
     return getattr(module, _ATTRIBUTE, None)
 
 
 def merge_lora(parts: Sequence[Lora | None]) -> Lora | None:
-    """The adapters of projections that are computed as one. They lie one after another, as their weights do."""
+    """Return the adapters of projections that are computed as one. They are adjacent in memory, like the weights of the
+    projections."""
     loras = [lora for lora in parts if lora is not None]
     if not loras:
         return None

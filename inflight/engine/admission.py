@@ -1,4 +1,5 @@
-"""When the engine admits nothing new because the trainer is behind; bounds that the user sets, and none by default."""
+"""Admission control: the engine starts no new sequences while the trainer is too far behind. The user sets the bounds.
+By default there are none."""
 
 from inflight.engine.backend import Backend
 from inflight.stream.wire import Held
@@ -6,10 +7,10 @@ from inflight.stream.writer import StreamWriter
 
 
 def may_begin(engine: Backend, stream: StreamWriter) -> bool:
-    """Whether sequences that have not begun may begin, from what the trainer's acknowledgements tell.
+    """Return True if sequences that have not started are allowed to start, according to the trainer's acknowledgements.
 
-    Tokens are never dropped: what runs goes on. A trainer that waits for rollouts is not behind by what it holds, so
-    that no bound can keep a batch from filling up.
+    Tokens are never dropped: running sequences continue. While a trainer waits for rollouts, the rollouts that it holds
+    do not count, so that no bound can prevent a batch from filling up.
     """
     options, kept, trainer = engine.options, stream.kept, stream.trainer
     held = Held() if trainer.waits else trainer

@@ -1,7 +1,7 @@
-"""Checks that the engine computes what a model does: in fp32, on a twin of it, and on its own weights if it is small.
+"""Checks that the engine computes the same as a model: in fp32, on a twin of it, and on its own weights if it is small.
 
-Logits of Transformers' eager attention, sequence by sequence, are held against those of the same module with our
-attention over a paged cache, which must agree, and those of the fused decoder, which is not used if it differs.
+Logits of Transformers' eager attention, sequence by sequence, are the reference. The same module with our attention
+over a paged cache must agree with them. The fused decoder is not used if it differs.
 """
 
 import copy
@@ -30,13 +30,13 @@ from inflight.weights.tensors import fill, layout_of, published_tensors, slot_vi
 logger = logging.getLogger("inflight.engine")
 
 _SMALL = 8_000_000
-"""Parameters of a model that is tried itself, beside its twin."""
+"""Maximum number of parameters of a model that is tested itself, in addition to its twin."""
 _LARGEST = 1_000_000_000
-"""Parameters of a model without a twin that is tried itself."""
+"""Maximum number of parameters of a model without a twin that is tested itself."""
 
 
 def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKind] = ()) -> str | None:
-    """Return why the model is not to be fused, or None. kinds: as for `classify_layers`. Raises UnsupportedModelError
+    """Return the reason not to fuse the model, or None. kinds: as for `classify_layers`. Raises UnsupportedModelError
     if the model cannot be run at all."""
     name = type(model).__name__
     reason = None if fused else "asked for"
@@ -50,7 +50,7 @@ def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKin
             raise UnsupportedModelError(f"{name} is no causal decoder: what a token gives depends on those behind it")
         try:
             packed = twin.with_attention(ATTENTION_NAME)
-        except Exception as error:  # a foreign class may raise anything
+        except Exception as error:  # a foreign class can raise anything
             raise UnsupportedModelError(
                 f"{name} does not take its attention from Transformers' attention interface: {first_line(error)}"
             ) from error
@@ -69,14 +69,14 @@ def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKin
 @torch.inference_mode()
 def check_weights(model: PreTrainedModel, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
     """Compare a module over its slot with itself under Transformers' own attention, in the dtype and on the device that
-    serve it, for a batch of one sequence. Returns its logits [M, V]. Raises UnsupportedModelError if they differ by
-    more than rounding does."""
+    serve it, for a batch of one sequence. Return its logits [M, V]. Raises UnsupportedModelError if they differ by more
+    than rounding."""
     memory.begin(batch)
     ours = run_packed(model, batch, memory)
     try:
         model.set_attn_implementation("eager")
         theirs = model(input_ids=batch.token_ids[None], use_cache=False).logits[0, batch.rows]
-    except Exception as error:  # eager attention is not there for every quantization and device
+    except Exception as error:  # eager attention is not available for every quantization and device
         logger.info("%s is not compared over its own weights: %s", type(model).__name__, first_line(error))
         return ours
     finally:
@@ -90,21 +90,21 @@ def check_weights(model: PreTrainedModel, batch: ForwardBatch, memory: KVMemory)
 
 
 def agrees_with(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True if two tensors of logits [M, V], of whatever dtype, differ by no more than rounding in the `dtype` of the
-    weights, at most rows: in 16 bits rounding sends some tokens to other experts. Wrong kernels make all rows differ by
-    their size; what is closer is told apart in fp32 (`check_model`)."""
+    """Return True if most rows of two tensors of logits [M, V], of any dtype, differ at most by rounding in the `dtype`
+    of the weights. In 16 bits rounding sends some tokens to other experts. Wrong kernels make all rows differ by their
+    size. Smaller differences are detected in fp32 (`check_model`)."""
     tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.2
     return bool(row_errors(ours, theirs).median() < tolerance)
 
 
 def why_unfused(agrees: Callable[[], bool]) -> str | None:
-    """Why fused decoders are not used: `agrees`, which makes and runs some, returns False or raises. None if they
-    are."""
+    """Return the reason why fused decoders are not used. `agrees` makes and runs some; it returned False or raised.
+    None if they are used."""
     try:
         return None if agrees() else "the fused decoder and the Transformers model give different logits"
     except UnknownPartError as error:
         return str(error)
-    except Exception as error:  # what is right as Transformers runs it does not fail because it cannot be fused
+    except Exception as error:  # a model that runs correctly in Transformers must not fail because it cannot be fused
         return f"fusing it failed ({type(error).__name__}: {first_line(error)})"
 
 
@@ -181,7 +181,7 @@ def _logits(
     run: Callable[[ForwardBatch], torch.Tensor],
     passes: Iterable[list[_Chunk]],
 ) -> torch.Tensor:
-    """Logits [sum of T, V] of all tokens, computed in these passes."""
+    """Return logits [sum of T, V] of all tokens, computed in these passes."""
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
     for chunks in passes:
         batch = make_batch(sequences, chunks, memory)
@@ -193,7 +193,7 @@ def _logits(
 
 
 def _passes(lengths: list[int]) -> Iterator[list[_Chunk]]:
-    """Three passes, with the chunks of one token first: a part of each prompt, one token of each, the rest."""
+    """Yield three passes, with the chunks of one token first: a part of each prompt, one token of each, the rest."""
     middles = [max(1, length * 2 // 5) for length in lengths]
     bounds = [[0, middle, min(middle + 1, length), length] for middle, length in zip(middles, lengths, strict=True)]
     for step in range(3):
@@ -203,8 +203,8 @@ def _passes(lengths: list[int]) -> Iterator[list[_Chunk]]:
 
 
 def make_batch(sequences: list[torch.Tensor], chunks: list[_Chunk], memory: KVMemory) -> ForwardBatch:
-    """Chunks of token ids i64[T]. Sequence i has the i-th run of `max_blocks` blocks of every group, and
-    state 1 + i."""
+    """Return a batch of chunks of token ids i64[T]. Sequence i has the i-th run of `max_blocks` blocks of every group,
+    and state 1 + i."""
     size, per_sequence, device = memory.block_size, memory.max_blocks, memory.device
     tables = np.array([[1 + i * per_sequence + block for block in range(per_sequence)] for i, _, _ in chunks], np.int32)
     positions = torch.cat([torch.arange(start, end, device=device) for _, start, end in chunks])

@@ -1,8 +1,8 @@
-"""Other names of a model's tensors: those of tied tensors, and those under which checkpoints hold them.
+"""Other names of a model's tensors: names of tied tensors, and names in checkpoints.
 
-Transformers gives some tensors of a checkpoint other names when it loads them, and puts others together: the experts of
-a layer become one tensor. What it does to a model's tensors when it saves them says which part of which tensor goes by
-which name; it is run here on tensors without values, whose views tell where they begin and how they lie.
+Transformers renames some tensors of a checkpoint when it loads them, and merges others: the experts of a layer become
+one tensor. Its conversion for saving shows the checkpoint name of each part of each tensor. That conversion runs here
+on tensors without values, and the resulting views have the offset and the strides of each part.
 """
 
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger("inflight.engine")
 
 
 def aliases_of(model: PreTrainedModel) -> list[Alias]:
-    """All names of the model's tensors, and of parts of them, that are not those of its layout."""
+    """Return all names of the model's tensors, and of parts of them, that are not in its layout."""
     tensors = published_tensors(model)
     own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
@@ -36,12 +36,12 @@ def _in_checkpoints(model: PreTrainedModel, own: dict[str, torch.Tensor]) -> lis
 
         with _Views():
             saved = revert_weight_conversion(model, own)
-    except Exception as error:  # of whatever version of Transformers is installed
+    except Exception as error:  # depends on the installed version of Transformers
         logger.warning("weights can be published under the model's own names alone: %r", error)
         return []
     aliases = []
     for name, part in saved.items():
-        tensor = names.get(id(part)) or names.get(id(part._base))  # none for what is put together of several tensors
+        tensor = names.get(id(part)) or names.get(id(part._base))  # none for tensors that are joined from several
         if name not in own and tensor is not None:
             aliases.append(_alias(name, tensor, part))
     return aliases
@@ -52,7 +52,7 @@ def _alias(name: str, tensor: str, part: torch.Tensor) -> Alias:
 
 
 class _Views(TorchFunctionMode):
-    """What is split off a tensor stays a view of it: nothing is made contiguous."""
+    """Keeps parts that are split off a tensor as views of it: nothing is made contiguous."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))

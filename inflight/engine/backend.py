@@ -1,7 +1,7 @@
-"""The seam below the engine process: what it needs of whatever generates tokens in it.
+"""The interface between the engine process and the generator of its tokens.
 
-`Engine` is ours; `VllmEngine` steps vLLM. Both take requests as `Requests` knows them, swap weights between two steps
-as their `SlotTable` says, and tell of each step in one `TokenFrame`.
+`Engine` is the built-in backend; `VllmEngine` steps vLLM. Both take requests from `Requests`, swap weights from their
+`SlotTable` between two steps, and report each step in one `TokenFrame`.
 """
 
 import uuid
@@ -30,21 +30,21 @@ from inflight.weights.engine.slot_table import SlotTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How a backend computes, which stays as it is, by the names of `Welcome`."""
+    """The constant properties of a backend's computation, under the field names of `Welcome`."""
 
     attention: str
-    """Name of what computes attention."""
+    """Name of the attention backend."""
     fused: bool
-    """The decoder runs with fused kernels, and not as Transformers runs it."""
+    """The decoder runs with fused kernels instead of Transformers' own."""
     num_graphs: int
-    """CUDA graphs that were recorded."""
+    """Number of recorded CUDA graphs."""
     kv_cache_bytes: int
     kv_cache_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How much a backend has to do at the moment, and what it had to do again, by the names of `Status`."""
+    """The current load of a backend and its repeated work, under the field names of `Status`."""
 
     num_waiting: int
     num_running: int
@@ -52,24 +52,24 @@ class Load:
     kv_blocks: int
     kv_blocks_used: int
     num_reused_tokens: int
-    """Prompt tokens that the prefix cache spared."""
+    """Prompt tokens that the prefix cache saved."""
 
 
 class Backend(ABC):
-    """Generates tokens; `step()` returns the frame of one forward pass, between which new weights go live.
+    """Generates tokens. `step()` returns the frame of one forward pass, and new weights go live between two passes.
 
-    The verbs are what clients may call. What a backend cannot do it refuses with BackendError, by name.
+    Clients can call the verbs. A backend raises BackendError for an unsupported feature and names the feature.
     """
 
     device: torch.device
     vocab_size: int
     execution: Execution
     aliases: list[Alias]
-    """Other names under which trainers and checkpoints hold the weights."""
+    """Other names of the weights, in trainers and checkpoints."""
     requests: Requests
     scheduler: Schedules
     slot_table: SlotTable
-    """Where weights arrive."""
+    """The slots where weights arrive."""
     paused = False
     asleep = False
     step_count = 0
@@ -83,18 +83,19 @@ class Backend(ABC):
         self.engine_id = uuid.uuid4().hex[:12]
         self.max_sequences, self.max_context = options.max_sequences, options.max_context
         self.stall_clock = StallClock()
-        """Measures what swaps cost; whoever handles messages about slots tells it."""
+        """Measures the cost of swaps. The handler of messages about slots reports to it."""
         self._untold_swap: Swap | None = None
-        """A swap of which no frame has told yet."""
+        """A swap that no frame has reported yet."""
         self._num_frames = 0
 
     # ---- verbs --------------------------------------------------------------------------------------------------
 
     @verb(brings_work=True)
     def submit(self, prompts: Seq[Prompt], ids: Seq[Ids] | None = None) -> list[int]:
-        """Queue prompts and return a group id for each; all are accepted or none. Raises InvalidRequestError.
+        """Queue prompts and return a group id for each. All are accepted or none. Raises InvalidRequestError.
 
-        ids: one for each prompt, which nobody else has; None: the engine counts them."""
+        ids: one for each prompt, not in use elsewhere; None: the engine counts them.
+        """
         return self.requests.submit(prompts, ids)
 
     @verb(brings_work=True)
@@ -106,29 +107,29 @@ class Backend(ABC):
         metadata: Mapping[str, Any] | None = None,
         ids: Ids | None = None,
     ) -> int:
-        """Start a group whose prompt is that of an unfinished request and the first `at` tokens that it drew (None:
-        all so far); it shares their keys and values. Returns its group id. Raises InvalidRequestError.
+        """Start a group whose prompt is the prompt of an unfinished request and the first `at` tokens that it drew
+        (None: all so far). The group shares their keys and values. Return its group id. Raises InvalidRequestError.
 
-        params: None takes those of the request, with another seed. ids: as for `submit`.
+        params: None takes the request's parameters, with another seed. ids: as for `submit`.
         """
         return self.requests.fork(request_id, at, params, metadata, ids)
 
     @verb(brings_work=True)
     def adopt(self, groups: Seq[Unfinished], next_group_id: int, next_request_id: int) -> dict[int, str]:
-        """Go on with groups of another engine, under their ids; their tokens so far stay. The next ones are those that
-        it would have drawn, where draws depend on (seed, position) alone. Groups and requests that are accepted later
-        get ids from these two on. Returns why groups are refused, by their ids. Raises InvalidRequestError for ids that
-        are taken."""
+        """Continue groups of another engine under their ids, with their tokens so far. The next tokens are the same as
+        on that engine, if draws depend on (seed, position) alone. Groups and requests that are accepted later get ids
+        from these two on. Return the reasons of refused groups, by group id. Raises InvalidRequestError for ids in
+        use."""
         return self.requests.adopt(groups, next_group_id, next_request_id)
 
     @verb()
     def cancel(self, group_ids: Seq[int], request_ids: Seq[int] = ()) -> None:
-        """End every unfinished request of these groups, and these requests; what ended already is left alone."""
+        """End every unfinished request of these groups, and these requests. Requests that have ended are ignored."""
         self.requests.cancel(group_ids, request_ids)
 
     @verb()
     def pause(self) -> None:
-        """Run no forward pass from the next boundary on, until `resume()`. Weights still arrive."""
+        """Stop forward passes at the next boundary, until `resume()`. Weights still arrive."""
         self.paused = True
 
     @verb()
@@ -139,69 +140,70 @@ class Backend(ABC):
     @verb()
     @abstractmethod
     def sleep(self) -> None:
-        """Give the memory of the KV cache back, until `wake()`. Unfinished sequences keep their tokens, and are
-        computed again afterwards."""
+        """Free the memory of the KV cache until `wake()`. Unfinished sequences keep their tokens and are computed again
+        afterwards."""
 
     @verb()
     @abstractmethod
     def wake(self) -> None:
-        """Take the memory of the KV cache again. Raises DeviceMemoryError if it is not there any more."""
+        """Allocate the memory of the KV cache again. Raises DeviceMemoryError if it is not available."""
 
     @verb()
     @abstractmethod
     def digests(self, least: int) -> list[Digests]:
-        """SHA-256 of every tensor of a live version from `least` on, or nothing yet: ask again. Raises BackendError if
-        the backend cannot tell."""
+        """Return SHA-256 of every tensor of a live version from `least` on, or an empty list if it is not ready: ask
+        again. Raises BackendError if the backend has no digests."""
 
     @verb()
     @abstractmethod
     def checksums(self, asked: ChecksumRequest) -> list[Digests]:
-        """Checksums of the weights, or nothing yet: ask again. Raises BackendError if the backend has none."""
+        """Return checksums of the weights, or an empty list if they are not ready: ask again. Raises BackendError if
+        the backend has none."""
 
-    # ---- what the process asks ----------------------------------------------------------------------------------
+    # ---- interface for the process ------------------------------------------------------------------------------
 
     @property
     def adapter_slots(self) -> SlotTable | None:
-        """Where adapters arrive; None: nowhere."""
+        """The slots where adapters arrive, or None."""
         return None
 
     @property
     def slot_tables(self) -> list[SlotTable]:
-        """The slots where weights arrive, and those where adapters do."""
+        """The slots where weights arrive, and the slots where adapters arrive."""
         return [self.slot_table] if self.adapter_slots is None else [self.slot_table, self.adapter_slots]
 
     @property
     def version(self) -> int:
-        """The newest live version; versions count publishes of weights and of adapters."""
+        """The newest live version. Versions count publishes of weights and of adapters."""
         return max(slot_table.version for slot_table in self.slot_tables)
 
     @property
     def newest_version(self) -> int:
-        """The newest version that the engine holds whole, live or not."""
+        """The newest version that the engine holds completely, live or not."""
         return max(slot_table.newest_version for slot_table in self.slot_tables)
 
     def admit(self, *, may_begin: bool) -> None:
-        """Whether sequences that have not begun may begin, from the next step on."""
+        """Allow or forbid sequences that have not started to start, from the next step on."""
         self.scheduler.admits = may_begin
 
     @property
     def has_work(self) -> bool:
-        """There are sequences to advance, or news to send."""
+        """True if there are sequences to advance, or starts or ends of requests to report."""
         return self.scheduler.has_work or self.requests.has_news
 
     @property
     def blocked(self) -> bool:
-        """No forward pass can run: the engine is paused, asleep, or lacks weights."""
+        """True if no forward pass can run: the engine is paused, asleep, or lacks weights."""
         return self.paused or self.asleep
 
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """`step()` would do nothing until a message comes."""
+        """True if `step()` would do nothing until a message arrives."""
 
     @property
     def state(self) -> str:
-        """What it is doing, in a word or two."""
+        """The current activity, in a few words."""
         if self.asleep or self.paused:
             return "asleep" if self.asleep else "paused"
         if not self.has_work:
@@ -212,23 +214,24 @@ class Backend(ABC):
 
     @abstractmethod
     def load(self) -> Load:
-        """How much it has to do."""
+        """Return the current load."""
 
     @abstractmethod
     def describe(self) -> str:
-        """One line that says where it runs, how, and how much fits."""
+        """Return one line about the device, the mode of execution and the capacity."""
 
     @abstractmethod
     def step(self) -> TokenFrame | None:
-        """One forward pass over running sequences and the prompts that join them. Returns a frame, or None if there is
-        nothing to tell. No frame may be dropped: their sequence numbers have no gaps."""
+        """Run one forward pass over running sequences and the prompts that join them. Return a frame, or None if there
+        is nothing to report. Every frame must be sent, because frame numbers have no gaps."""
 
     def slot_in_use(self, slot_table: SlotTable) -> int | None:
-        """The slot that a pass under way may still read, though its version is not live any more."""
+        """Return the slot of a version that is not live any longer, if a pass in progress might still read it."""
         return None
 
     def close(self) -> None:
-        """Give the slots' names back; their memory goes with the last process that maps it. Safe to call twice."""
+        """Remove the slots' names. Their memory is freed when the last process that maps it ends. Safe to call
+        twice."""
         for slot_table in self.slot_tables:
             for slot in slot_table.slots:
                 slot.unlink()
@@ -239,10 +242,11 @@ class Backend(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- what frames tell ---------------------------------------------------------------------------------------
+    # ---- contents of frames -------------------------------------------------------------------------------------
 
     def _note_swap(self, slot_table: SlotTable, ready: SlotReady, began_ns: int, num_in_flight: int) -> None:
-        """A version went live just now, with so many sequences under way. The frame of the next pass tells of it."""
+        """Record a swap that just finished, with this number of sequences in progress. The frame of the next pass
+        reports it."""
         self.num_swaps += 1
         self.num_swaps_in_flight += num_in_flight > 0
         cost_ns = self.stall_clock.swapped(slot_table, began_ns)
@@ -258,7 +262,7 @@ class Backend(ABC):
         starts: Seq[Sequence] = (),
         taken_over: Seq[TakenOver] = (),
     ) -> FrameHeader:
-        """The next frame's, with all that there is to tell of requests."""
+        """Return the header of the next frame, with all unreported starts and ends of requests."""
         groups, finishes = self.requests.take_news()
         header = FrameHeader(
             engine_id=self.engine_id,

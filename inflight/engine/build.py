@@ -1,4 +1,4 @@
-"""From options to the parts of an engine."""
+"""Builds the parts of an engine from its options."""
 
 import logging
 
@@ -49,11 +49,11 @@ logger = logging.getLogger("inflight.engine")
 
 _PREFILL_TOKENS = {"cuda": 2048, "cpu": 256}
 _MOST_RANGES = 1024
-"""Most ranges of banned ids that the announcement of a group lists, some 10 bytes each."""
+"""Maximum number of ranges of banned ids in the announcement of a group, some 10 bytes each."""
 
 
 class Parts:
-    """What an engine is made of."""
+    """The parts of an engine."""
 
     def __init__(self, options: EngineOptions):
         """Load the model, check that it can be run, and make all parts for it. Raises ModelLoadError,
@@ -78,7 +78,7 @@ class Parts:
         unfused_reason = check_model(model, fused=options.fused, kinds=kinds)
         text_config = model.config.get_text_config()
         self.options = options = _resolved(options, text_config, self.device)
-        """The options asked for, with numbers in place of the zeros that stand for a default."""
+        """The options, with numbers in place of the zeros that stand for a default."""
 
         layout = layout_of(model)
         slots = [make_slot(layout.total_bytes, self.device) for _ in range(options.slots)]
@@ -93,7 +93,7 @@ class Parts:
         modules = [module_over(model, layout, slot.buffer) for slot in slots]
         del model
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the weights as they were loaded; what is free now is the KV cache's
+            torch.cuda.empty_cache()  # frees the loaded copy of the weights; all free memory is for the KV cache
         if self.adapters is not None:
             for module in modules:
                 self.adapters.attach(module)
@@ -119,7 +119,7 @@ class Parts:
         self.stop = StopCondition(eos_ids, tokenizer)
         self.vocab_size = int(text_config.vocab_size)
         banned: list[int] = []
-        if options.model not in SHAPES:  # whose tokenizer of bytes is there to have some
+        if options.model not in SHAPES:  # its tokenizer of bytes has ids without tokens on purpose
             banned = [token for token in ids_without_token(tokenizer, self.vocab_size) if token not in eos_ids]
         if banned:
             logger.info("%d ids of the model's vocabulary are not in the tokenizer and are never drawn", len(banned))
@@ -133,7 +133,7 @@ class Parts:
         )
         own_columns = load_columns(options.columns, vocab_size=self.vocab_size, device=self.device)
         self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns, banned)
-        # Logits that are changed before a draw are in fp32, and so are all of a fused model (fused.py).
+        # Logits that are changed before a draw are fp32, and so are all logits of a fused model (fused.py).
         drawn_from = {torch.float32} | ({modules[0].dtype} if self.runner.unfused_reason is not None else set())
         warm_up(drawn_from, self.vocab_size, self.memory)
         self.routed_experts: RoutedExpertsRecorder | None = None
@@ -142,8 +142,8 @@ class Parts:
 
 
 def _resolved(options: EngineOptions, config: PretrainedConfig, device: torch.device) -> EngineOptions:
-    """The options with the numbers that the model and the device give where 0 was asked for, and without what recorded
-    experts rule out. Raises UnsupportedModelError if the model does not allow what was asked for."""
+    """Return the options with the model's and the device's numbers where an option is 0, and without features that
+    recorded experts exclude. Raises UnsupportedModelError if the model does not support an option."""
     prefill_tokens = options.max_prefill_tokens or _PREFILL_TOKENS[device.type]
     records = options.record_routed_experts
     return msgspec.structs.replace(
@@ -156,7 +156,7 @@ def _resolved(options: EngineOptions, config: PretrainedConfig, device: torch.de
 
 
 def _announced(banned: list[int]) -> tuple[tuple[int, int], ...]:
-    """Ranges of these ids, in order, for the trainer. None, with a warning, if they are too many for a frame."""
+    """Return ranges of these ids, in order, for the trainer. None, with a warning, if they are too many for a frame."""
     ranges = ranges_of(banned)
     if len(ranges) <= _MOST_RANGES:
         return ranges
@@ -174,7 +174,7 @@ def _custom_backend(name: str, layers: list[LayerShape], device: torch.device) -
         backend = load_by_name(name)(layers, device)
     except UnsupportedModelError:
         raise
-    except Exception as error:  # a module of the user's may raise anything
+    except Exception as error:  # a user's module can raise anything
         raise ModelLoadError(
             f"attention={name!r} cannot be made in the engine ({type(error).__name__}: {error}); it names a class that "
             "takes a list of LayerShape and a device"

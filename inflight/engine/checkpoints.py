@@ -1,9 +1,9 @@
-"""Loads checkpoints by Transformers, and refuses those whose tensors are not the model's.
+"""Loads checkpoints by Transformers, and refuses checkpoints whose tensors do not match the model.
 
 Transformers gives random values to tensors that a checkpoint lacks, and ignores tensors that the model lacks. Here the
-first is an error, and so is the second if it would change the model's output: a bias, scale or adapter in a layer
-that the model has, or a layer beyond the last one. Parts of other models (vision towers, layers for multi-token
-prediction, value heads) are ignored with a warning. Attention masks that old checkpoints hold are ignored, too.
+first is an error, and so is the second if it would change the model's output: a bias, scale or adapter in a layer that
+the model has, or a layer beyond the last one. Parts of other models (vision towers, layers for multi-token prediction,
+value heads) are ignored with a warning. Attention masks in old checkpoints are ignored, too.
 """
 
 import copy
@@ -132,7 +132,7 @@ def check_names(
 
 
 def model_class(config: PretrainedConfig) -> str:
-    """The name of the class of causal language models that Transformers makes of a config."""
+    """Return the name of the class of causal language models that Transformers makes of a config."""
     if brings_its_model(config):
         return config.auto_map["AutoModelForCausalLM"]
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -140,17 +140,19 @@ def model_class(config: PretrainedConfig) -> str:
 
 
 def brings_its_model(config: PretrainedConfig) -> bool:
-    """True if the class of a config is code of the model's repository. The class of the model is then, too."""
+    """Return True if the class of a config is code of the model's repository. The class of the model is then, too."""
     return type(config).__module__.startswith("transformers_modules.") and "AutoModelForCausalLM" in config.auto_map
 
 
 def _quantisation(config: PretrainedConfig) -> dict[str, Any]:
-    """How the weights of a checkpoint are quantised, as its config.json says; empty if they are not."""
+    """Return the quantisation of a checkpoint's weights, as in its config.json. It is empty if they are not
+    quantised."""
     return getattr(config, "quantization_config", None) or {}
 
 
 def _dequantised(config: PretrainedConfig) -> PretrainedConfig:
-    """The config. It requests dequantised weights if its checkpoint is quantised and Transformers can dequantise it."""
+    """Return the config. It requests dequantised weights if its checkpoint is quantised and Transformers can dequantise
+    it."""
     quantised = _quantisation(config)
     kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(quantised.get("quant_method", ""))
     if kind is None or "dequantize" not in inspect.signature(kind).parameters:
@@ -161,7 +163,8 @@ def _dequantised(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _unscaled(model: str) -> list[str]:
-    """Names of 8-bit floats without a scale in a checkpoint's safetensors files. Transformers would take it for 1."""
+    """Return the names of 8-bit floats without a scale in a checkpoint's safetensors files. Transformers would use 1 as
+    their scale."""
     config = cached_file(model, CONFIG_NAME)
     names: set[str] = set()
     floats: list[str] = []
@@ -175,22 +178,22 @@ def _unscaled(model: str) -> list[str]:
 
 
 def _is_inside(name: str, model: PreTrainedModel) -> bool:
-    """True if a tensor's name belongs to a layer, or to a module with weights, that the model has."""
+    """Return True if a tensor's name belongs to a layer, or to a module with weights, that the model has."""
     module, path, _ = _walk(name, model)
     inside = any(part.isdigit() for part in path) or any(True for _ in module.parameters(recurse=False))
     return inside and not _MASK.search(name)
 
 
 def _beyond_the_last_layer(names: Collection[str], model: PreTrainedModel) -> list[str]:
-    """The tensors of layers that a list of the model lacks, but for layers that predict several tokens."""
+    """Return the tensors of layers that a list of the model lacks, except layers that predict several tokens."""
     predict = tuple({found[1] for name in names if (found := _PREDICTS_MORE.match(name))})
     walks = ((name, *_walk(name, model)) for name in names if not name.startswith(predict))
     return [name for name, module, _, after in walks if isinstance(module, nn.ModuleList) and after.isdigit()]
 
 
 def _walk(name: str, model: PreTrainedModel) -> tuple[nn.Module, list[str], str]:
-    """The innermost module of a tensor's name, its path, and the next part of the name. The name can lack the prefix
-    of the model's body."""
+    """Return the innermost module of a tensor's name, its path, and the next part of the name. The name can lack the
+    prefix of the model's body."""
     first, *_ = parts = name.split(".")
     module: nn.Module = model if first in dict(model.named_children()) else model.base_model
     path: list[str] = []
@@ -203,7 +206,7 @@ def _walk(name: str, model: PreTrainedModel) -> tuple[nn.Module, list[str], str]
 
 
 def _explanation(missing: Collection[str], unexpected: Collection[str]) -> str:
-    """Advice if the names of checkpoint and model differ by a prefix or by a wrapper; else ""."""
+    """Return advice if the names of checkpoint and model differ by a prefix or by a wrapper; else ""."""
     if not missing or not unexpected:
         return ""
     wrappers = Counter(
@@ -227,7 +230,7 @@ def _explanation(missing: Collection[str], unexpected: Collection[str]) -> str:
 
 
 def _prefix(short: Collection[str], long: Collection[str]) -> str:
-    """The prefix that makes most of the names in `short` names of `long`; "" if there is none."""
+    """Return the prefix that makes most of the names in `short` names of `long`; "" if there is none."""
     by_end: dict[str, list[str]] = {}
     for name in long:
         by_end.setdefault(_end(name), []).append(name)

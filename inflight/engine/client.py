@@ -28,9 +28,10 @@ Value = TypeVar("Value")
 class EngineClient:
     """Calls the verbs of one engine over its control socket. Safe to use from several threads at once.
 
-    A thread of its own owns the socket; callers wait for a future. `check_engine` raises EngineDiedError if the engine
-    is known to be dead; it is called while waiting for an answer. Every call raises EngineHungError if the engine lives
-    and does not answer within `answer_timeout_s` seconds, EngineDiedError if it has ended, and what the engine raises.
+    A dedicated thread owns the socket, and callers wait for a future. While waiting for an answer, the client calls
+    `check_engine`. That function raises EngineDiedError if the engine is known to be dead. Every call raises
+    EngineHungError if the engine lives and does not answer within `answer_timeout_s` seconds, EngineDiedError if it has
+    ended, and the exceptions of the engine.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class EngineClient:
         self._thread.start()
 
     def hello(self, *, timeout_s: float) -> Welcome:
-        """Wait until the engine has loaded its model. Raises the error that kept it from doing so."""
+        """Wait until the engine has loaded its model. Raises the error that prevented this."""
         answer = self._connection.send(Hello(ticket=self._connection.ticket()))
         answered = self._wait_for(
             answer, "has not loaded its model", timeout_s, "launch with timeout_s for another bound"
@@ -66,10 +67,11 @@ class EngineClient:
         *,
         timeout_s: float | None = None,
     ) -> Value:
-        """Call a verb of the engine and return what it returns, which must be of type `returns`.
+        """Call a verb of the engine and return its value. The value must be of type `returns`.
 
-        timeout_s: a bound for this call; None: `answer_timeout_s`. Raises what the engine raises, InvalidRequestError
-        for arguments that cannot be sent, and ProtocolError for an unknown verb or arguments that do not fit it.
+        timeout_s: a bound for this call; None: `answer_timeout_s`. Raises the exceptions of the engine,
+        InvalidRequestError for arguments that cannot be sent, and ProtocolError for an unknown verb or arguments that
+        do not fit it.
         """
         return self.start_call(verb, arguments, returns, timeout_s=timeout_s)()
 
@@ -81,7 +83,7 @@ class EngineClient:
         *,
         timeout_s: float | None = None,
     ) -> Callable[[], Value]:
-        """Send a call at once, and return a function that waits for its value. Both raise what `call` raises."""
+        """Send a call at once, and return a function that waits for its value. Both raise the same as `call`."""
         answer, bound_s = self.call_soon(verb, arguments), self.answer_timeout_s if timeout_s is None else timeout_s
 
         def value() -> Value:
@@ -95,13 +97,13 @@ class EngineClient:
         return self._connection.send(Call(ticket=self._connection.ticket(), verb=verb, arguments=raw))
 
     def close(self) -> None:
-        """Let the socket go; whoever still waits for an answer gets an InflightError. Safe to call twice."""
+        """Close the socket. Pending calls get an InflightError. Safe to call twice."""
         self._closing = True
         self._connection.wake()
         self._thread.join()
 
     def _wait_for(self, answer: Answer, what: str, bound_s: float, reason: str) -> FromEngine:
-        """Wait until the answer is there. Raises EngineDiedError, or EngineHungError after so many seconds.
+        """Wait for the answer and return it. Raises EngineDiedError, or EngineHungError after `bound_s` seconds.
 
         what: completes "the engine …", as in "did not answer pause". reason: a possible reason for the silence.
         """
@@ -110,7 +112,7 @@ class EngineClient:
             concurrent.futures.wait([answer], timeout=_CHECK_S)
             if answer.done():
                 return answer.result()
-            if dead is not None:  # since the last time, and it did not say why before it ended
+            if dead is not None:  # dead since the last check, and no answer gave the reason
                 raise dead
             try:
                 self._check_engine()
@@ -129,14 +131,14 @@ class EngineClient:
         try:
             while not self._closing:
                 self._connection.pump()
-        except Exception as error:  # told to everybody who waits
+        except Exception as error:  # all pending calls get this error
             logger.exception("the connection to the engine at %s failed", self.endpoint)
             self._connection.fail_all(InflightError(f"the connection to the engine failed: {error!r}"))
         finally:
             self._connection.close()
 
     def _take_unasked(self, message: FromEngine | InflightError) -> None:
-        if isinstance(message, InflightError):  # nobody knows whose answer it is
+        if isinstance(message, InflightError):  # an error that belongs to no particular call
             self._connection.fail_all(message)
 
 

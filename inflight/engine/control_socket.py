@@ -30,7 +30,7 @@ _MAX_UNREAD = 16
 _MAX_UNSENT = 10_000
 """Answers that a client can leave unread. More are dropped."""
 _CHECK_EVERY_NS = 100_000_000
-"""Interval of checks for clients that have gone. A check sends a message to each client."""
+"""Interval of checks for clients that have ended. A check sends a message to each client."""
 _MESSAGES_PER_STEP = 16
 
 Handlers = Mapping[type, Callable[[bytes, Any], FromEngine | None]]
@@ -42,14 +42,14 @@ class ControlSocket:
     """Messages of any number of clients, each with the address of its sender. Only `wake` is safe in other threads."""
 
     def __init__(self, endpoint: str, *, max_clients: int = 1024, context: zmq.Context | None = None):
-        """context: ZeroMQ's context, if it is not that of the process."""
+        """context: ZeroMQ's context, if it is not the context of the process."""
         self._max_clients = max_clients
         self._clients: set[bytes] = set()
-        """Addresses of clients, some of which might have gone."""
+        """Addresses of clients, some of which might have ended."""
         self._checked_ns = 0
         self._socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
         self._socket.sndhwm, self._socket.rcvhwm, self._socket.maxmsgsize = _MAX_UNSENT, _MAX_UNREAD, _MAX_WIRE_BYTES
-        self._socket.router_mandatory = True  # Sending to a client that has gone fails, so that its end is noticed.
+        self._socket.router_mandatory = True  # Sending to a client that has ended fails, so that its end is noticed.
         self._socket.linger = 2000
         self._socket.bind(endpoint)
         self._woken = os.eventfd(0)
@@ -68,7 +68,7 @@ class ControlSocket:
             os.eventfd_read(self._woken)
 
     def wake(self) -> None:
-        """End a wait. From any thread."""
+        """End a wait. Can be called from any thread."""
         os.eventfd_write(self._woken, 1)
 
     def serve(
@@ -136,7 +136,7 @@ class ControlSocket:
         return self.send(client, Done())
 
     def send(self, to: bytes, message: FromEngine) -> bool:
-        """Send a message. Return False if the receiver has gone. A receiver that reads nothing loses messages beyond
+        """Send a message. Return False if the receiver has ended. A receiver that reads nothing loses messages beyond
         its queue."""
         try:
             self._socket.send_multipart([to, encode(message)], zmq.NOBLOCK)

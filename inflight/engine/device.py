@@ -1,4 +1,4 @@
-"""The device that an engine computes on: its name, the memory that is left on it, and the way of values to it."""
+"""The device that an engine computes on: its name, its free memory, and copies of values to it."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,8 @@ from inflight.core.errors import DeviceMemoryError, ModelLoadError
 
 
 def resolve_device(name: str) -> torch.device:
-    """cpu, or a GPU with its index; "auto" is the first GPU where there is one. Raises ModelLoadError."""
+    """Return the device: cpu, or a GPU with its index. "auto" is the first GPU if there is one. Raises
+    ModelLoadError."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
@@ -25,7 +26,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def memory_left(device: torch.device) -> int:
-    """Bytes of the device's memory that nobody uses."""
+    """Return the number of unused bytes of the device's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as file:
@@ -36,14 +37,14 @@ def memory_left(device: torch.device) -> int:
 
 
 def reachable(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Values of the host where a copy to `device` need not wait for it. A GPU reads them from pinned memory, which
-    PyTorch hands out again only after that, while the host goes on."""
+    """Return values of the host in memory from which a copy to `device` need not wait. A GPU reads them from pinned
+    memory while the host continues. PyTorch reuses that memory only after the copy."""
     return values.pin_memory() if device.type == "cuda" else values
 
 
 def to_device(
     values: torch.Tensor | Sequence[float], device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Values of the host as a tensor on `device`, without waiting for it."""
+    """Copy values of the host to a tensor on `device`, without waiting for the device."""
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,7 +1,7 @@
 """The temporary directory of an engine: its sockets, its locks and its log.
 
-Launcher and engine hold a lock on a file in it together; the kernel frees it when both are gone, however they went. The
-next launch, or `inflight doctor`, removes a directory whose lock is free.
+Launcher and engine together hold a lock on a file in it. The kernel frees the lock when both have ended, for any
+reason. The next launch, or `inflight doctor`, removes a directory whose lock is free.
 """
 
 import fcntl
@@ -22,12 +22,12 @@ MAX_LOG_BYTES = 8 << 20
 _KEPT_BYTES = 1 << 20
 _MAX_PER_SECOND = 20
 _MAKING_S = 60.0
-"""An empty directory that is older belongs to nobody any more."""
+"""Maximum age of an empty directory that a process might still be creating."""
 
 
 def make_directory() -> tuple[Path, int]:
-    """A new directory whose path leaves room for a socket's name (Unix allows 107 bytes in all), and the open file that
-    holds the lock on it, for this process and for the child that is given it."""
+    """Make a directory whose path leaves room for a socket's name (Unix allows 107 bytes in all). Return it and the
+    open file that holds the lock on it, for this process and for the child that inherits the file."""
     while True:
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
         if len(os.fsencode(directory)) > 90:
@@ -35,45 +35,46 @@ def make_directory() -> tuple[Path, int]:
             directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
         try:
             file = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # somebody who removes orphans took it for one
+        except FileNotFoundError:  # a process that removes orphans removed it
             continue
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:
             return directory, file
-        os.close(file)  # it was removed with its directory meanwhile
+        os.close(file)  # it was removed with its directory before it was locked
 
 
 def alive_lock(directory: Path) -> Path:
-    """The file that an engine holds a lock on while it lives, so that publishers see its end."""
+    """Return the file that an engine holds a lock on while it lives, so that publishers see its end."""
     return directory / "alive.lock"
 
 
 def declare_alive(directory: Path) -> None:
-    """Lock that file for as long as this process lives."""
+    """Lock the file of `alive_lock` for the lifetime of this process."""
     file = os.open(alive_lock(directory), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def remove_orphan_directories() -> int:
-    """Remove the directories of engines that are gone and whose launchers are; returns how many those were."""
+    """Remove the directories whose engines and launchers have ended. Return the number of these directories."""
     removed = 0
     for directory in {path for base in (tempfile.gettempdir(), "/tmp") for path in Path(base).glob(_PREFIX + "*")}:
         try:
             info = directory.lstat()
-            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():  # somebody else's
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():  # another user's
                 continue
-            if time.time() - info.st_mtime > _MAKING_S and not any(directory.iterdir()):  # killed as it was made
+            # Its process was killed while making it.
+            if time.time() - info.st_mtime > _MAKING_S and not any(directory.iterdir()):
                 directory.rmdir()
                 removed += 1
                 continue
             file = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # gone by now, or just being made
+        except OSError:  # removed already, or still being made
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory, ignore_errors=True)
             removed += not directory.exists()
-        except BlockingIOError:  # one of the two lives
+        except BlockingIOError:  # the engine or the launcher lives
             continue
         finally:
             os.close(file)
@@ -81,7 +82,7 @@ def remove_orphan_directories() -> int:
 
 
 class _Flood(logging.Filter):
-    """Holds back what comes in a second after its first records, and says how many those were."""
+    """Drops all but the first records of each second, and logs the number of dropped records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,14 +101,14 @@ class _Flood(logging.Filter):
 
 
 def log_to_stderr() -> None:
-    """Where the launcher has put the log."""
+    """Send the log to standard error. The launcher has redirected it to a file."""
     handler = logging.StreamHandler()
     handler.addFilter(_Flood())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", handlers=[handler])
 
 
 def trim_log(directory: Path) -> None:
-    """Cut a log that has become too long down to its end; standard error appends to it."""
+    """Shorten a log that has become too long to its end. Standard error appends to it."""
     path = directory / LOG_NAME
     try:
         if path.stat().st_size > MAX_LOG_BYTES:
@@ -116,5 +117,5 @@ def trim_log(directory: Path) -> None:
                 end = log.read()
                 log.truncate(0)
             os.write(2, b"(the log up to here was too long)\n" + end)
-    except OSError:  # the launcher has removed it, or the disk is full: perhaps the next time
+    except OSError:  # the launcher has removed it, or the disk is full; a later call might succeed
         return

@@ -1,4 +1,4 @@
-"""The engine's door to the network: TCP beside the local sockets, for those alone whose keys are known."""
+"""The engine's TCP listener, in addition to the local sockets. Only clients with known keys can connect."""
 
 import contextlib
 import logging
@@ -18,28 +18,29 @@ logger = logging.getLogger("inflight.engine")
 
 _DOMAIN = "inflight"
 _MAX_WIRE_BYTES = MAX_MESSAGE_BYTES + 1024
-"""A message and what encryption adds to it. A client does not send a larger one, and a stranger, whose messages are
-read before they are refused, cannot."""
+"""Size of a message and its encryption overhead. Clients do not send larger messages. Unknown senders cannot, although
+their messages are read before they are refused."""
 _HANDSHAKE_MS = 5_000
-"""Who has not proved by then who it is, is disconnected."""
+"""A client that has not proved its identity within this time is disconnected."""
 
 
 class Door:
-    """Lets clients in by their public keys, of which CURVE has made sure that they hold the secret ones. ZeroMQ asks a
-    thread of its authenticator during the handshake, before anything that a client says reaches this process; where
-    that thread does not answer, nobody comes in."""
+    """Admits clients by their public keys, after CURVE has verified that they hold the secret keys. ZeroMQ asks a
+    thread of its authenticator during the handshake, before any client data reaches this process. If that thread does
+    not answer, no client is admitted."""
 
     def __init__(self, secret: bytes, lets_in: Callable[[bytes], bool], context: zmq.Context | None = None):
-        """secret: the key of this end. lets_in: whether the holder of a public key may connect, asked in a thread of
-        its own. context: that of the sockets, which has one door; None: that of the process."""
+        """secret: the key of this end. lets_in: returns True if the holder of a public key is allowed to connect; it is
+        called in a separate thread. context: the context of the sockets, with one door per context; None: the context
+        of the process."""
         self._secret, self._lets_in = secret, lets_in
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(_DOMAIN, self)
 
     def open(self, socket: zmq.Socket, endpoint: str) -> str:
-        """Have a socket, which is bound locally, listen on TCP too. What is set here holds for what it binds from now
-        on alone. Returns the endpoint with its port. Raises ListenError."""
+        """Make a locally bound socket listen on TCP too. The settings made here apply only to later binds. Return the
+        endpoint with its port. Raises ListenError."""
         prepare_tcp(socket, endpoint)
         socket.curve_server, socket.curve_secretkey = True, self._secret
         socket.zap_domain, socket.handshake_ivl = _DOMAIN.encode(), _HANDSHAKE_MS
@@ -52,7 +53,7 @@ class Door:
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator: whether the holder of a public key may connect."""
+        """Return True if the holder of a public key is allowed to connect. The authenticator calls this."""
         known = self._lets_in(key)
         if not known:
             logger.warning("refused a client whose key is not known: %s", key.decode())
@@ -64,13 +65,14 @@ class Door:
 
 @contextlib.contextmanager
 def opened(listen: str, keys: str, control: ControlSocket, stream: StreamWriter) -> Iterator[tuple[str, int]]:
-    """Let clients in from the network, if that is asked for: yields the endpoint of the control socket and the port of
-    the stream, which is the next one unless the system chooses both. Raises KeysError or ListenError."""
+    """Admit clients from the network, if requested. Yields the endpoint of the control socket and the port of the
+    stream. The latter is the next port unless the system chooses both. Raises KeysError or ListenError."""
     if not listen:
         yield "", 0
         return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stranger's connection takes one for a few seconds
+    # A connection of an unknown client uses a file descriptor for a few seconds.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     host, _, port = listen.rpartition(":")
     known = engine_keys(keys)
     with contextlib.closing(Door(known.secret, known.clients.__contains__)) as door:

@@ -1,8 +1,9 @@
 """The generation loop: swap → schedule → forward → sample → collect → emit.
 
-Between two forward passes the newest weights go live (swap); the scheduler says which tokens of which sequences the
-next pass computes (schedule); the model gives logits (forward), from which tokens are drawn (sample). Once they are on
-the host they are appended to their sequences, some of which end (collect), and a frame tells all that (emit).
+Between two forward passes the newest weights go live (swap). The scheduler selects the tokens of the next pass
+(schedule). The model computes logits (forward), and tokens are drawn from them (sample). When the tokens have arrived
+on the host, they are appended to their sequences, and finished sequences end (collect). A frame contains the results
+(emit).
 """
 
 from dataclasses import dataclass
@@ -31,24 +32,24 @@ from inflight.weights.engine.slot_table import SlotTable
 
 @dataclass(slots=True)
 class _Launched:
-    """A forward pass that is under way on the device, or done."""
+    """A forward pass that is running on the device or finished."""
 
     schedule: Schedule
     slot: int
     adapter_slot: int | None
     swap: Swap | None
     samples: Samples
-    """On the CPU once `done` has happened."""
+    """Samples on the CPU, valid once `done` has happened."""
     routed_experts: torch.Tensor | None
     scores: Scores | None
     done: torch.cuda.Event | torch.Event | None
 
 
 class _Drawn(NamedTuple):
-    """What a pass drew, M tokens, on the host."""
+    """The M tokens that a pass drew, on the host."""
 
     rows: np.ndarray
-    """i64[…]: the draws that count."""
+    """i64[…]: the draws of sequences that had not ended before."""
     tokens: np.ndarray
     """i64[M]"""
     logprobs: np.ndarray
@@ -58,14 +59,14 @@ class _Drawn(NamedTuple):
 class Engine(Parts, Backend):
     """Generates tokens in this process. `step()` returns the frame of one forward pass.
 
-    Prompts join and leave between any two steps. New weights become visible between two steps, whole or not at all;
-    `slot_table` is where they arrive. Raises ModelLoadError, UnsupportedModelError, SharedMemoryError or
-    DeviceMemoryError when it is built, InvalidRequestError from `submit`.
+    Prompts join and leave between any two steps. New weights become visible between two steps, whole or not at all.
+    They arrive in `slot_table`. The constructor raises ModelLoadError, UnsupportedModelError, SharedMemoryError or
+    DeviceMemoryError; `submit` raises InvalidRequestError.
     """
 
     def __init__(self, options: EngineOptions, *, overlap: bool | None = None):
-        """overlap: launch a pass before the results of the one before it are read, so that the host works while the
-        device does. By default on a GPU."""
+        """overlap: launch a pass before reading the results of the previous one, so that host and device work at the
+        same time. True on a GPU by default."""
         Parts.__init__(self, options)
         Backend.__init__(self, self.options)
         self._digester = Digester(self.slot_table)
@@ -100,7 +101,7 @@ class Engine(Parts, Backend):
             self.scheduler.preempt_all()
             self.cache.forget()
             self.runner.free_memory()
-            self.memory.free()  # last: it returns all that nobody holds to the device
+            self.memory.free()  # last, because it returns all unused memory to the device
 
     @verb()
     def wake(self) -> None:
@@ -113,11 +114,12 @@ class Engine(Parts, Backend):
     def digests(self, least: int) -> list[Digests]:
         if self.version < least:
             return []
-        return self._digester.ask(min(least, self.slot_table.version))  # the newest version may be one of adapters
+        # The newest version can be a version of adapters.
+        return self._digester.ask(min(least, self.slot_table.version))
 
     @verb()
     def checksums(self, asked: ChecksumRequest) -> list[Digests]:
-        if self.slot_table.live is None:  # and no publisher is attached that could fill the slot
+        if self.slot_table.live is None:  # no attached publisher could fill the slot
             raise BackendError(
                 "the engine cannot compare weights: its only slot was given to a publisher that has ended. "
                 "Publish all weights first"
@@ -161,7 +163,7 @@ class Engine(Parts, Backend):
 
     @torch.inference_mode()
     def step(self) -> TokenFrame | None:
-        """With overlap it launches a pass and returns the frame of the one before."""
+        """Run one step. With overlap, launch a pass and return the frame of the previous pass."""
         self._swap()
         launched, schedule = None, self._schedule()
         if schedule is not None:
@@ -174,7 +176,7 @@ class Engine(Parts, Backend):
         return self._tell_news() if launched is None else self._emit(launched, self._collect(launched))
 
     def _swap(self) -> None:
-        """Let the newest whole version of the weights, and of the adapters, go live."""
+        """Make the newest complete version of the weights, and of the adapters, live."""
         self._digester.settle()
         recomputes = self.options.kv_on_swap == "recompute"
         if recomputes and not self.blocked and self.scheduler.must_finish_prefill:
@@ -194,7 +196,7 @@ class Engine(Parts, Backend):
             self._note_swap(slot_table, ready, began_ns, num_in_flight)
 
     def _schedule(self) -> Schedule | None:
-        """Choose the tokens that the next pass computes. None if there are none, or no pass can run."""
+        """Choose the tokens that the next pass computes. Return None if there are none, or no pass can run."""
         if self.blocked or not self.scheduler.has_work:
             return None
         live = self.slot_table.version
@@ -206,7 +208,7 @@ class Engine(Parts, Backend):
         return schedule if len(schedule.rows) else None
 
     def _sample(self, schedule: Schedule, logits: torch.Tensor) -> _Launched:
-        """Draw tokens, score those of prompts, and put their way to the host behind the pass."""
+        """Sample tokens, score prompt tokens, and enqueue the copy of the results to the host."""
         with span("sample"):
             draws = schedule.draws
             num_drawn = len(draws.cohort)
@@ -224,7 +226,7 @@ class Engine(Parts, Backend):
         return _Launched(schedule, slot, adapter_slot, swap, samples, routed_experts, scores, done)
 
     def _collect(self, launched: _Launched) -> _Drawn:
-        """Wait for the results of a pass, append the tokens to their sequences and end those that are finished."""
+        """Wait for the results of a pass, append the tokens to their sequences and end finished sequences."""
         with span("collect"):
             if launched.done is not None:
                 launched.done.synchronize()
@@ -244,7 +246,7 @@ class Engine(Parts, Backend):
         return _Drawn(rows, tokens, logprobs)
 
     def _emit(self, launched: _Launched, drawn: _Drawn) -> TokenFrame:
-        """The frame of a pass."""
+        """Return the frame of a pass."""
         schedule, rows = launched.schedule, drawn.rows
         header = self._header(schedule.stamp, len(rows), launched.swap, schedule.starts, schedule.taken_over)
         request_ids, tokens, logprobs = schedule.draws.cohort.request_ids, drawn.tokens.astype(np.int32), drawn.logprobs
@@ -258,7 +260,7 @@ class Engine(Parts, Backend):
         return TokenFrame(header, request_ids, tokens, logprobs, extras)
 
     def _tell_news(self) -> TokenFrame | None:
-        """A frame without tokens that brings news, if there are any."""
+        """Return a frame without tokens that reports started groups and ended requests, or None if there are none."""
         if not self.requests.has_news and self._untold_swap is None:
             return None
         swap, self._untold_swap = self._untold_swap, None

@@ -1,11 +1,11 @@
 """Known decoders, run with fused kernels over the slot's own weights.
 
-A decoder is known if it is made of the parts below: embedding; layers of attention and MLP with RMSNorms before them
-(Llama, Qwen, Mistral, Phi-3, mixtures of experts), behind them (OLMo 2) or both (Gemma); a norm; a head. It is used
-only if its logits are those of the Transformers model (`agreement.py`), which runs everything else.
+A decoder is known if it consists of these parts: embedding; layers of attention and MLP with RMSNorms before them
+(Llama, Qwen, Mistral, Phi-3, mixtures of experts), after them (OLMo 2) or both (Gemma); a norm; a head. It is used only
+if its logits agree with the logits of the Transformers model (`agreement.py`). Transformers runs all other models.
 
-Nothing is copied: q, k and v, and gate and up, lie side by side in the slot, so that one product covers them.
-T tokens, D head dimension, M rows that are drawn from, V vocabulary.
+No weights are copied. q, k and v are adjacent in the slot, and so are gate and up, so that one product covers them. T
+tokens, D head dimension, M rows that are drawn from, V vocabulary.
 """
 
 import copy
@@ -27,7 +27,7 @@ from inflight.engine.cache.memory import KVMemory
 
 
 class UnknownPartError(Exception):
-    """Some part of a model is not of a known kind; the message says which."""
+    """Some part of a model is not of a known kind. The message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class _Attention:
     out: _Linear
     rope: _Rope
     head_norms: tuple[Norm, Norm] | None
-    """They norm each query and key head (Qwen 3, Gemma 3)."""
+    """Norms of each query and key head (Qwen 3, Gemma 3)."""
     whole_norms: tuple[Norm, Norm] | None
-    """They norm all query heads together, and all key heads (OLMo 2)."""
+    """Norms of all query heads together, and of all key heads (OLMo 2)."""
     sinks: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
@@ -90,7 +90,7 @@ class _Mlp:
 
 @dataclass(frozen=True, slots=True)
 class _Opaque:
-    """An MLP of another kind, such as a mixture of experts, as it is."""
+    """An MLP of another kind, such as a mixture of experts, with its own code."""
 
     module: nn.Module
 
@@ -123,11 +123,11 @@ class FusedDecoder:
         self._softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [M, V] for a batch that the memory's backend has begun."""
+        """Return logits [M, V] for a batch that the memory's backend has begun."""
         return self.logits(self.hidden(batch))
 
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [M, H] for the head."""
+        """Return hidden states [M, H] for the head."""
         residual = self._embed(batch.token_ids)
         x = residual if (first := self._layers[0].before_attention) is None else rms_norm(residual, first)
         for index, layer in enumerate(self._layers):
@@ -143,16 +143,16 @@ class FusedDecoder:
         return _add(x[batch.rows], residual[batch.rows], self._norm)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [M, H] → logits [M, V]; on a GPU in fp32, as the trainer's loss has them: rounded to bf16, one
-        of 16 to 32 is off by 0.03 on average."""
-        logits = unrounded_linear(hidden, self._head.weight, self._head.bias)  # adapters leave the head alone
+        """Return logits [M, V] of hidden states [M, H]. On a GPU they are fp32, as in the trainer's loss: a logit of 16
+        to 32, rounded to bf16, is off by 0.03 on average."""
+        logits = unrounded_linear(hidden, self._head.weight, self._head.bias)  # adapters do not change the head
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
 
 def _add(x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual)"""
+    """Return (norm(x + residual), x + residual)."""
     if norm is None:
         total = x + residual
         return total, total
@@ -186,7 +186,7 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
     parts = (names.whole,) if hasattr(module, names.whole) else names.parts
     products, out = [_part(module, name, nn.Linear) for name in parts], _part(module, names.out, nn.Linear)
     qkv = _linear(*products)
-    if len(products) > 1 and products[0].out_features != out.in_features:  # gates beside the queries, for example
+    if len(products) > 1 and products[0].out_features != out.in_features:  # gates next to the queries, for example
         rows = f"{products[0].out_features} rows where {names.out} takes {out.in_features}"
         raise UnknownPartError(f"{type(module).__name__} has a {parts[0]} of {rows}")
     norms = None
@@ -229,7 +229,7 @@ def _activation(function: Any) -> Literal["silu", "gelu_tanh"] | None:
 
 
 def _linear(*modules: nn.Linear) -> _Linear:
-    """One product over weights that lie one after another in the slot."""
+    """Return one product over weights that are adjacent in the slot."""
     for module in modules:
         if type(module) is not nn.Linear:
             raise UnknownPartError(f"{type(module).__name__} in place of a Linear")
@@ -241,7 +241,7 @@ def _linear(*modules: nn.Linear) -> _Linear:
 
 
 def _cover(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The view [sum of rows, …] of tensors that lie one after another in memory."""
+    """Return the view [sum of rows, …] of tensors that are adjacent in memory."""
     first, end = tensors[0], tensors[0].data_ptr()
     for tensor in tensors:
         if tensor.data_ptr() != end or not tensor.is_contiguous():
@@ -252,7 +252,8 @@ def _cover(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _norm(module: nn.Module) -> Norm:
-    """The RMSNorm that a module is, told by what it makes of random numbers in the dtype of its weight."""
+    """Return the RMSNorm that a module computes, identified by its output for random numbers in the dtype of its
+    weight."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
@@ -271,7 +272,7 @@ def _norm(module: nn.Module) -> Norm:
 
 
 class _Ropes:
-    """Rotary tables by layer type, made by the model's own module for all positions at once."""
+    """Rotary tables by layer type. The model's own module makes them for all positions at once."""
 
     def __init__(self, module: nn.Module, max_context: int):
         self._module, self._max_context = module, max_context

@@ -1,8 +1,8 @@
-"""CUDA graphs of decoding passes: what a pass launches kernel by kernel is launched at once.
+"""CUDA graphs of decoding passes: one launch replaces the launches of all kernels of a pass.
 
-A graph holds addresses, so there is one for each slot's weights and each number of sequences, rounded up; all share
-one pool of memory, as only one runs at a time. The last product, with the vocabulary, stays outside: its result is by
-far the largest, and it is one launch.
+A graph holds addresses, so there is one for each slot's weights and each number of sequences, rounded up. All graphs
+share one pool of memory, because only one runs at a time. The last product, with the vocabulary, is outside the graphs:
+its result is by far the largest, and it is one launch.
 """
 
 from bisect import bisect_left
@@ -21,11 +21,12 @@ from inflight.engine.device import reachable
 from inflight.engine.fused import FusedDecoder
 
 _failed: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture failed: the allocator of pinned memory may keep a pointer to each (torch's CUDAGraph.cpp)."""
+"""Graphs whose capture failed: the allocator of pinned memory might keep a pointer to each (torch's CUDAGraph.cpp)."""
 
 
 def graph_sizes(max_sequences: int) -> list[int]:
-    """Numbers of sequences for which graphs are recorded: 1, 2, 4, then every eighth, from 256 on every 32nd."""
+    """Return the numbers of sequences for which graphs are recorded: 1, 2, 4, then every eighth, from 256 on every
+    32nd."""
     sizes = [1, 2, 4, *range(8, min(max_sequences, 256), 8), *range(256, max_sequences, 32)]
     return [*(size for size in sizes if size < max_sequences), max_sequences]
 
@@ -41,40 +42,42 @@ class Recorder:
     def __call__(
         self, compute: Callable[[], torch.Tensor], *, proven: bool = False
     ) -> tuple[Callable[[], None], torch.Tensor]:
-        """(what computes it again, the tensor that then holds the result). Raises RuntimeError if it waits for the
-        device, which no graph can do. proven: such a pass was recorded before; else it is computed once while waiting
-        is forbidden, since a capture that fails is hard to end."""
+        """Record a computation. Return (the function that replays it, the tensor that then holds the result). Raises
+        RuntimeError if the computation waits for the device, because no graph can do that. proven: such a pass was
+        recorded before. Otherwise it first runs once while waiting is forbidden, because a failed capture is hard to
+        end."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            compute()  # kernels are compiled and loaded
+            compute()  # compiles and loads the kernels
             with nullcontext() if proven else _waiting_forbidden():
                 compute()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may take memory meanwhile: a loader, or NCCL.
+            # Other threads, such as a loader or NCCL, can allocate memory during the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = compute()
         except BaseException:
             self._give_up(graph)
             raise
         finally:
-            torch.cuda.set_stream(current)  # which a capture that fails does not go back to
+            torch.cuda.set_stream(current)  # a failed capture does not restore it
         return graph.replay, result
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Do what is left of the end of a capture: where CUDA refuses to end it, `capture_end` raises before it tells
-        the allocator, which would go on to take the pool's memory and give no cached memory back."""
+        """Finish the end of a failed capture. If CUDA refuses to end the capture, `capture_end` raises before it
+        notifies the allocator. The allocator would then continue to use the pool's memory and return no cached
+        memory."""
         _failed.append(graph)
-        with suppress(RuntimeError):  # it was told
+        with suppress(RuntimeError):  # the allocator was already notified
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             torch._C._cuda_releasePool(self._device.index, self._pool)
 
 
 @contextmanager
 def _waiting_forbidden() -> Iterator[None]:
-    """Whatever waits for the device raises RuntimeError, in all threads of the process."""
+    """Make every wait for the device raise RuntimeError, in all threads of the process."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -86,7 +89,7 @@ def _waiting_forbidden() -> Iterator[None]:
 class DecodeGraphs:
     """Passes in which every sequence computes one token, recorded once and replayed.
 
-    Rows beyond a batch's own compute a token of their own in block 0 of the cache, which belongs to nobody.
+    Padding rows of a batch compute tokens in block 0 of the cache. This block belongs to no sequence.
     """
 
     def __init__(
@@ -98,8 +101,8 @@ class DecodeGraphs:
         *,
         proven: bool = False,
     ):
-        """Records all graphs. Raises RuntimeError if a pass cannot be recorded. proven: the same were recorded before
-        in this process, in which other threads may wait for the device by now."""
+        """Record all graphs. Raises RuntimeError if a pass cannot be recorded. proven: the same graphs were recorded
+        before in this process, and its other threads might wait for the device by now."""
         self._decoders, self._memory, self._backend = decoders, memory, backend
         device = memory.device
         self._sizes = graph_sizes(max_sequences)
@@ -110,11 +113,11 @@ class DecodeGraphs:
         """Maps sizes to their part of the inputs, [2 + groups, size or one more], its batch rows [size], and the batch
         that reads it."""
         self._graphs: dict[tuple[int, int], tuple[Callable[[], None], torch.Tensor]] = {}
-        """Maps (slot, size) to what replays a graph, and what that leaves for the head."""
+        """Maps (slot, size) to the function that replays a graph, and the graph's result, the input of the head."""
         self._backend.prepare_graphs(memory, max_sequences)
         record = Recorder(device)
         with torch.inference_mode():
-            for size in reversed(self._sizes):  # the largest first, whose memory the others then use
+            for size in reversed(self._sizes):  # the largest first, so that the others reuse its memory
                 batch = self._make_batch(size)
                 for slot, decoder in enumerate(decoders):
                     backend.begin_graph(batch, memory)
@@ -125,7 +128,7 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def run(self, slot: int, last_tokens: torch.Tensor, batch_rows: np.ndarray, places: Places) -> torch.Tensor:
-        """Logits [S, V] of a pass over single tokens, those that were drawn last in these batch rows i64[S]."""
+        """Return logits [S, V] of a pass over the tokens that were drawn last in these batch rows i64[S]."""
         count = len(batch_rows)
         size = self._sizes[bisect_left(self._sizes, count)]
         inputs, rows, batch = self._batches[size]
@@ -141,8 +144,9 @@ class DecodeGraphs:
         return self._decoders[slot].logits(hidden[:count])
 
     def _make_batch(self, size: int) -> ForwardBatch:
-        """The batch at the addresses that graphs of `size` sequences read. Tables and contexts come with each pass."""
-        width = size + size % 2  # Triton compiles a kernel once more for pointers that are no multiples of 16 bytes
+        """Return the batch at the addresses that graphs of `size` sequences read. Tables and contexts arrive with each
+        pass."""
+        width = size + size % 2  # Triton compiles a kernel once more for pointers that are not multiples of 16 bytes
         inputs = self._inputs[: (2 + len(self._memory.groups)) * width].view(-1, width)
         batch = ForwardBatch(
             token_ids=self._token_ids[:size],
@@ -159,7 +163,7 @@ class DecodeGraphs:
 
 
 def _padded(values: np.ndarray, size: int, value: int) -> np.ndarray:
-    """[size, …]: an array with more rows of this value at its end."""
+    """Return [size, …]: an array with more rows of this value at its end."""
     if len(values) == size:
         return values
     padded = np.full((size, *values.shape[1:]), value, values.dtype)

@@ -1,4 +1,4 @@
-"""From a name to a Transformers model whose attention is ours, with one module per slot."""
+"""Loads a Transformers model by name, with our attention, and makes one module per slot."""
 
 import copy
 import logging
@@ -35,8 +35,8 @@ logger = logging.getLogger("inflight.engine")
 
 
 def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of the weights. "auto" is the checkpoint's own, told by None; for a built-in shape, bf16 on a GPU and
-    fp32 on a CPU."""
+    """Return the dtype of the weights. None stands for the checkpoint's own dtype with "auto". For a built-in shape,
+    "auto" is bf16 on a GPU and fp32 on a CPU."""
     if name != "auto":
         return getattr(torch, name)
     if model in SHAPES:
@@ -46,23 +46,25 @@ def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype
 
 def load_config(model: str, *, trust: bool = False, kinds: Sequence[LayerKind] = ()) -> PretrainedConfig:
     """Return the config of `read_config`. Raises UnsupportedModelError also for layers that this engine cannot run.
-    kinds: kinds of layers with a state per sequence that it can run in addition."""
+    kinds: additional kinds of layers with a state per sequence that it can run."""
     config = read_config(model, trust=trust)
     check_layer_types(config.get_text_config(), kinds)
     return config
 
 
 def read_config(model: str, *, trust: bool = False) -> PretrainedConfig:
-    """The config of a built-in shape, a directory or a hub id. Raises ModelLoadError or UnsupportedModelError.
+    """Return the config of a built-in shape, a directory or a hub id. Raises ModelLoadError or UnsupportedModelError.
 
-    trust: run code that the model's repository brings along, here and in what else takes it; where it is needed and not
-    trusted, RemoteCodeError is raised."""
+    trust: run code from the model's repository, here and in the other functions with this argument. If such code is
+    needed and not trusted, RemoteCodeError is raised.
+    """
     if model in SHAPES:
         return shape_config(model)
     expected = (
         f"expected a directory with config.json, a Hugging Face hub id, or a built-in shape ({', '.join(SHAPES)})"
     )
-    if model.startswith(("/", ".", "~")) and not os.path.isdir(model):  # else the hub would say what its ids look like
+    # Otherwise the error would be the hub's, about the form of its ids.
+    if model.startswith(("/", ".", "~")) and not os.path.isdir(model):
         raise ModelLoadError(f"cannot load model {model!r}: there is no such directory; {expected}")
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust)
@@ -72,7 +74,7 @@ def read_config(model: str, *, trust: bool = False) -> PretrainedConfig:
     refuse_other_models(config)
     try:
         config.get_text_config()
-    except ValueError as error:  # there are several
+    except ValueError as error:  # the config has several text configs
         raise UnsupportedModelError(
             f"{config.model_type} is not made for text alone: {first_line(error)}; the engine runs decoders of text"
         ) from error
@@ -80,7 +82,7 @@ def read_config(model: str, *, trust: bool = False) -> PretrainedConfig:
 
 
 def refuse_remote_code(model: str, error: Exception) -> None:
-    """Raise RemoteCodeError if that is what Transformers' error is about."""
+    """Raise RemoteCodeError if Transformers' error is about untrusted code."""
     if "trust_remote_code" in str(error):
         raise RemoteCodeError(
             f"model {model!r} consists of code of its repository, which inflight does not run by itself; read that "
@@ -89,8 +91,8 @@ def refuse_remote_code(model: str, error: Exception) -> None:
 
 
 def refuse_other_models(config: PretrainedConfig) -> None:
-    """Raise UnsupportedModelError if Transformers has no causal language model for this kind of configuration, nor was
-    the code of one loaded with it."""
+    """Raise UnsupportedModelError if Transformers has no causal language model for this kind of configuration, and no
+    code of such a model was loaded with it."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or brings_its_model(config):
         return
     kind = config.model_type
@@ -107,9 +109,9 @@ def refuse_other_models(config: PretrainedConfig) -> None:
 
 
 def context_limit(config: PretrainedConfig, asked: int) -> int:
-    """Tokens that a sequence may have: what was asked for (0: at most 4096), within what the model was made for, and
-    up to where it is computed alike in any company (`length_limit`). Raises UnsupportedModelError if more was asked
-    for than that."""
+    """Return the maximum number of tokens of a sequence: the requested number (0: at most 4096), within the model's
+    context, and within the length up to which results do not depend on the rest of the batch (`length_limit`). Raises
+    UnsupportedModelError if more was requested."""
     limit = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_MAX_CONTEXT)
     if (found := length_limit(config)) is not None:
         length, cause = found
@@ -123,8 +125,8 @@ def context_limit(config: PretrainedConfig, asked: int) -> int:
 
 
 def prefill_limit(config: PretrainedConfig, asked: int, max_sequences: int) -> int:
-    """Tokens of prompts in one pass: what was asked for, within what the model takes in a row (`row_limit`). Raises
-    UnsupportedModelError if the drawn tokens alone fill that."""
+    """Return the number of prompt tokens in one pass: the requested number, within the number that the model takes in a
+    row (`row_limit`). Raises UnsupportedModelError if the drawn tokens alone fill the row."""
     row = row_limit(config)
     if row is None:
         return asked
@@ -162,9 +164,9 @@ def load_model(
             nn.Module.to(loaded, device)
     except ModelLoadError:
         raise
-    except Exception as error:  # whatever the libraries below raise, the caller's news is the same
+    except Exception as error:  # the caller gets the same error, whatever the libraries below raise
         refuse_remote_code(model, error)
-        if ATTENTION_NAME in str(error):  # looked up among the attentions that the family knows
+        if ATTENTION_NAME in str(error):  # the family's code looked the name up among the attentions that it supports
             raise UnsupportedModelError(
                 f"{model_class(config)} does not take its attention from Transformers' attention interface, through "
                 "which the engine runs it"
@@ -174,7 +176,7 @@ def load_model(
 
 
 def load_tokenizer(model: str, *, trust: bool = False) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer, or None if it has none, or consists of code that is not trusted."""
+    """Return the model's tokenizer, or None if it has none, or consists of code that is not trusted."""
     if model in SHAPES:
         return byte_tokenizer()
     if os.path.isdir(model) and not os.path.exists(os.path.join(model, "tokenizer_config.json")):
@@ -188,8 +190,8 @@ def load_tokenizer(model: str, *, trust: bool = False) -> PreTrainedTokenizerBas
 
 
 def module_over(model: PreTrainedModel, layout: WeightLayout, buffer: torch.Tensor) -> PreTrainedModel:
-    """A module whose parameters are views of a slot's u8[total_bytes]; it shares other buffers with `model`. Nothing is
-    copied: deepcopy is told that each parameter's copy is the view."""
+    """Return a module whose parameters are views of a slot's u8[total_bytes] and whose other buffers are the buffers of
+    `model`. Nothing is copied: deepcopy gets the views as the copies of the parameters."""
     views = slot_views(buffer, layout)
     memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
     for name, tensor in published_tensors(model).items():
@@ -201,8 +203,9 @@ def module_over(model: PreTrainedModel, layout: WeightLayout, buffer: torch.Tens
 def eos_token_ids(
     *configs: GenerationConfig | PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    """The end-of-sequence ids of the first of these configs that has some, and the tokenizer's: a chat template can
-    end turns with a token that a base model's config does not name. The generation config precedes the model's."""
+    """Return the end-of-sequence ids of the first of these configs that has some, and of the tokenizer: a chat template
+    can end turns with a token that a base model's config does not name. The generation config precedes the model's
+    config."""
     found: frozenset[int] = frozenset()
     for config in configs:
         if (ids := getattr(config, "eos_token_id", None)) is not None:
@@ -219,7 +222,7 @@ def eos_token_ids(
 
 
 def ranges_of(token_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Ranges [begin, end) that hold these ids and no others. The ids are in order."""
+    """Return ranges [begin, end) that hold these ids and no others. The ids are in order."""
     if not token_ids:
         return ()
     ids = np.array(token_ids)
@@ -229,8 +232,8 @@ def ranges_of(token_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def ids_without_token(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
-    """Ids of a model's vocabulary that its tokenizer does not have, as in a vocabulary that was padded; none if the
-    tokenizer does not list its tokens."""
+    """Return the ids of a model's vocabulary that its tokenizer does not have, as in a padded vocabulary. The list is
+    empty if the tokenizer does not list its tokens."""
     if tokenizer is None:
         return []
     try:

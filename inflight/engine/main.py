@@ -1,7 +1,7 @@
 """The engine process: `python -m inflight.engine.main OPTIONS-AS-JSON`, as its launcher starts it.
 
-It ends when it is told to, by a message or by SIGTERM, or when the process that launched it is gone. Imports nothing
-heavy at first: the watch over that process begins before what takes seconds to import.
+It ends after a stop message, after SIGTERM, or when the process that launched it has ended. It imports nothing heavy at
+first, so that it watches the launcher before the slow imports begin.
 """
 
 import os
@@ -24,8 +24,8 @@ _POLL_S = 0.5
 _GRACE_S = 5.0
 _MOST_REMOVALS, _REMOVAL_S = 100, 0.02
 _KEPT_PRODUCTS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""How many products of different sizes oneDNN, and PyTorch's side of it, keep what they have prepared for: half a
-megabyte each, of a thousand unless one says so. To prepare one anew takes about a millisecond."""
+"""Numbers of products of different sizes for which oneDNN, and PyTorch's side of it, cache their preparations. Each
+takes half a megabyte, and the default is a thousand. Preparing one again takes about a millisecond."""
 
 
 def main() -> int:
@@ -42,7 +42,8 @@ def main() -> int:
 
         return serve(startup, watch.stop_with)
     except SystemExit:
-        # A signal to all processes of a job ends the launcher, too, which would have cleaned up; it may take a moment.
+        # A signal to all processes of a job also ends the launcher. Its end, after which this process cleans up in its
+        # place, can take a moment.
         until = time.monotonic() + _LAUNCHER_S
         while not watch.orphaned and time.monotonic() < until:
             time.sleep(0.02)
@@ -57,9 +58,9 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 class ParentWatch:
-    """A thread that ends this process when its parent is gone: at once, or by way of `stop` where that is given, which
-    then has a few seconds. The parent's end of our standard input closes then, unless a process that it forked holds it
-    open; so its process id is watched too. It also keeps the log short."""
+    """A thread that ends this process when its parent has ended: at once or, if `stop` is given, by calling it and
+    waiting a few seconds. The parent's end of the standard input closes when the parent ends, unless a process that it
+    forked holds it open, so the thread also watches the parent's process id. It also keeps the log short."""
 
     def __init__(self, parent_pid: int, directory: Path):
         self._parent_pid, self._directory = parent_pid, directory
@@ -72,11 +73,12 @@ class ParentWatch:
         return os.getppid() != self._parent_pid
 
     def stop_with(self, stop: Callable[[], None]) -> None:
-        """From now on there is a loop that can be told to end."""
+        """Register a function that ends the loop."""
         self._stop = stop
 
     def leave_nothing(self) -> None:
-        """Remove what the launcher would have removed, also while another thread puts sockets and locks there."""
+        """Remove the files that the launcher would have removed, also while another thread creates sockets and locks
+        there."""
         for _ in range(_MOST_REMOVALS):
             shutil.rmtree(self._directory, ignore_errors=True)
             if not self._directory.exists():
@@ -91,7 +93,7 @@ class ParentWatch:
                 break
         if self._stop is not None:
             self._stop()
-            threading.Event().wait(_GRACE_S)  # the process ends meanwhile, and this thread with it
+            threading.Event().wait(_GRACE_S)  # the process, and this thread with it, ends during the wait
         slots = sys.modules.get("inflight.weights.shared_memory")
         if slots is not None and hasattr(slots, "remove_own"):
             slots.remove_own()

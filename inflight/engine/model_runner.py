@@ -41,15 +41,16 @@ class ModelRunner:
         self._adapters = adapters
         self._memory, self._rows, self._options = memory, rows, options
         self.last_tokens = torch.zeros(options.max_sequences, dtype=torch.int64, device=memory.device)
-        """The token drawn last in each batch row. It never visits the host on its way into the next pass."""
+        """The last drawn token of each batch row. It stays on the device on its way into the next pass."""
         self._decoders: list[FusedDecoder] = []
         length = min(12, options.max_context)
         ids = torch.arange(length, device=memory.device) * 7919 + 1
         ids %= self._modules[0].config.get_text_config().vocab_size
-        batch = make_batch([ids], [(0, 0, length)], memory)  # in the first blocks of the cache, which nobody holds yet
+        # The batch uses the first blocks of the cache. No sequence holds them yet.
+        batch = make_batch([ids], [(0, 0, length)], memory)
         logits = check_weights(self._modules[0], batch, memory)
         self.unfused_reason = unfused_reason or why_unfused(lambda: self._fuse(batch, logits))
-        """Why the model runs as Transformers runs it; None where it runs fused."""
+        """Reason why the model runs with Transformers' own code. None if it runs fused."""
         if self.unfused_reason is not None:
             logger.info("the model runs as Transformers runs it: %s", self.unfused_reason)
         self._wants_graphs = options.cuda_graphs
@@ -58,11 +59,11 @@ class ModelRunner:
 
     @property
     def num_graphs(self) -> int:
-        """CUDA graphs that were recorded."""
+        """Number of recorded CUDA graphs."""
         return len(self._graphs) if self._graphs is not None else 0
 
     def capture(self) -> None:
-        """Record the graphs of decoding passes, where the model is fused and the backend can be part of one."""
+        """Record the graphs of decoding passes, if the model is fused and the backend can be part of a graph."""
         backend = self._memory.backend
         if not self._wants_graphs or not self._decoders or not isinstance(backend, GraphBackend):
             return
@@ -71,19 +72,19 @@ class ModelRunner:
                 self._decoders, self._memory, backend, self._options.max_sequences, proven=self._recorded_before
             )
             self._recorded_before = True
-        except RuntimeError as error:  # a mixture of experts that asks the device how many tokens each of them has
+        except RuntimeError as error:  # a mixture of experts that reads the number of tokens per expert from the device
             logger.warning("the engine runs without CUDA graphs, as a pass cannot be recorded: %s", error)
             self._wants_graphs = False
             self.free_memory()
 
     def free_memory(self) -> None:
-        """Drop the graphs and the memory that they hold."""
+        """Free the graphs and their memory."""
         self._graphs = None
         if isinstance(self._memory.backend, GraphBackend):
             self._memory.backend.drop_graphs()
 
     def forward(self, schedule: Schedule, slot: int) -> torch.Tensor:
-        """Logits [M + S, V], one row per draw of the schedule and then one per scored token, in their orders."""
+        """Return logits [M + S, V]: one row per draw of the schedule, then one per scored token, in their orders."""
         single, parts = schedule.num_single, []
         by_graph = single if self._graphs is not None else 0
         if self._graphs is not None and single:
@@ -93,21 +94,21 @@ class ModelRunner:
         rows, row_of_each = np.unique(_rows_with_logits(schedule), return_inverse=True)  # samples share a prompt's row
         parts.append(self._compute(schedule, by_graph, rows[by_graph:] - by_graph, slot))
         logits = torch.cat(parts) if len(parts) > 1 else parts[0]
-        parts.clear()  # they may be large
+        parts.clear()  # parts can be large
         if not np.array_equal(row_of_each, np.arange(len(rows))):
             logits = logits[self._to_device([row_of_each])[0]]
         return logits
 
     def _decode(self, graphs: DecodeGraphs, schedule: Schedule, slot: int) -> torch.Tensor:
-        """Logits of the sequences whose last token is computed, by a graph."""
+        """Return the logits of the sequences whose last token is computed, by a graph."""
         single = schedule.num_single
         rows, begins = schedule.rows[:single], schedule.begins[:single]
         self._select_adapters(rows, schedule.counts[:single])
         return graphs.run(slot, self.last_tokens, rows, self._places(rows, begins, begins + 1))
 
     def _compute(self, schedule: Schedule, first: int, rows: np.ndarray, slot: int) -> torch.Tensor:
-        """Logits of the chunks from `first` on, kernel by kernel: no single tokens, or all of them. rows: those that
-        have logits among the tokens of these chunks, rising."""
+        """Return the logits of the chunks from `first` on, kernel by kernel. They contain no single tokens, or all of
+        them. rows: the rows with logits among the tokens of these chunks, rising."""
         batch = self._batch(schedule, first, rows)
         self._select_adapters(schedule.rows[first:], schedule.counts[first:])
         self._memory.begin(batch)
@@ -122,8 +123,8 @@ class ModelRunner:
     def _places(
         self, batch_rows: np.ndarray, positions: np.ndarray, contexts: np.ndarray, counts: np.ndarray | None = None
     ) -> Places:
-        """Of chunks of the sequences in these batch rows i64[S]. positions: i64[T]; contexts: i64[S]; counts: the
-        tokens of each, i64[S], None for one each."""
+        """Return the places of chunks of the sequences in these batch rows i64[S]. positions: i64[T]; contexts: i64[S];
+        counts: the tokens of each, i64[S], None for one each."""
         size = self._memory.block_size
         num_blocks = -(-int(np.maximum.reduce(contexts)) // size)
         tables = [table[:, :num_blocks].take(batch_rows, 0) for table in self._rows.tables]
@@ -165,8 +166,8 @@ class ModelRunner:
         )
 
     def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
-        """Integer arrays as i64 tensors on the device, in one copy. Each begins at a multiple of 16 bytes: Triton
-        compiles a kernel once more for pointers that do not."""
+        """Return integer arrays as i64 tensors on the device, in one copy. Each starts at a multiple of 16 bytes,
+        because Triton compiles a kernel once more for other pointers."""
         starts = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)])
         flat = np.zeros(starts[-1], np.int64)
         for array, start in zip(arrays, starts, strict=False):
@@ -176,8 +177,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _fuse(self, batch: ForwardBatch, theirs: torch.Tensor) -> bool:
-        """Use fused decoders if they compute over these weights, in this dtype and on this device, what the model
-        computes. Their parts were compared closely before (`agreement.py`)."""
+        """Use fused decoders if they compute the same logits as the model over these weights, in this dtype and on this
+        device. `agreement.py` compared their parts closely before."""
         decoders = [FusedDecoder(module, self._memory, self._options.max_context) for module in self._modules]
         self._memory.begin(batch)
         agree = agrees_with(decoders[0](batch), theirs, self._modules[0].dtype)
@@ -186,7 +187,8 @@ class ModelRunner:
 
 
 def _rows_with_logits(schedule: Schedule) -> np.ndarray:
-    """The rows i64[M + S] of a pass after which tokens are drawn, and then those whose next tokens are scored."""
+    """Return the rows i64[M + S] of a pass after which tokens are drawn, and then the rows whose next tokens are
+    scored."""
     ends = np.cumsum(schedule.counts)
     drawn = ends[schedule.draws.chunks] - 1
     if not schedule.num_scored:

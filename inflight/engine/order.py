@@ -11,8 +11,8 @@ from inflight.core.errors import InvalidRequestError, ModelLoadError
 from inflight.engine.sequence import Sequence
 
 Order = Callable[[Sequence], float]
-"""Sequences with smaller numbers are admitted first and preempted last, equal ones in order of arrival. It is called
-whenever a sequence starts to wait or to run."""
+"""Key of the order: sequences with smaller numbers are admitted first and preempted last, equal ones in order of
+arrival. It is called whenever a sequence starts to wait or to run."""
 
 
 def first_come_first_served(sequence: Sequence) -> float:
@@ -31,7 +31,8 @@ def load_order(name: str) -> Order:
 
 
 def check_order(name: str, order: Order, sequence: Sequence) -> None:
-    """Raise InvalidRequestError, which calls the prompt `name`, if the order fails or gives no number."""
+    """Raise InvalidRequestError if the order fails or does not return a number. name: the prompt's name in the
+    message."""
     try:
         place = order(sequence)
     except Exception as error:  # A user's function can raise anything.

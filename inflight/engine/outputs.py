@@ -1,4 +1,4 @@
-"""What a forward pass gives besides its tokens: the optional columns of its frame, and the experts of each token."""
+"""Optional results of a forward pass: the columns of its frame, and the experts of each token."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,7 +16,7 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def token_columns(recorded: Mapping[str, torch.Tensor], rows: Iterable[int]) -> dict[str, np.ndarray]:
-    """Of columns as `Samples` has them, on the CPU, these rows, as `TokenFrame.extras` names them."""
+    """Return these rows of columns of `Samples`, on the CPU, under the names of `TokenFrame.extras`."""
     if not recorded:
         return {}
     keep, columns = list(rows), {name: column.numpy() for name, column in recorded.items()}
@@ -35,7 +35,8 @@ def token_columns(recorded: Mapping[str, torch.Tensor], rows: Iterable[int]) -> 
 
 
 def routed_experts_columns(schedule: Schedule, chosen: torch.Tensor, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """The experts i64[tokens, layers, k] of all tokens that a pass computed, and the requests that they belong to."""
+    """Return the experts i64[tokens, layers, k] of all tokens that a pass computed, and the requests that they belong
+    to."""
     return {
         "routed_request_ids": np.repeat(schedule.request_ids, schedule.counts),
         "routed_positions": places_of(schedule.begins, schedule.counts),
@@ -44,7 +45,7 @@ def routed_experts_columns(schedule: Schedule, chosen: torch.Tensor, dtype: np.d
 
 
 class RoutedExpertsRecorder:
-    """Listens to the routers of the modules of all slots; `take()` after a pass gives what they chose.
+    """Records the choices of the routers of the modules of all slots. `take()` returns them after a pass.
 
     A router of Transformers returns (logits, weights, expert indices). Raises UnsupportedModelError if a model has
     none.
@@ -53,7 +54,7 @@ class RoutedExpertsRecorder:
     def __init__(self, modules: Sequence[nn.Module], config: PretrainedConfig):
         num_experts = max(int(getattr(config, name, 0) or 0) for name in _NUM_EXPERTS)
         self.dtype = np.dtype("<u1") if num_experts <= 256 else np.dtype("<u2")
-        """Dtype of expert ids on the wire: u8 where it holds all experts, else u16."""
+        """Dtype of expert ids on the wire: u8 if it can hold all experts, else u16."""
         self._chosen: list[torch.Tensor] = []
         for module in modules:
             routers = [m for m in module.modules() if type(m).__name__.endswith("Router")]
@@ -69,6 +70,6 @@ class RoutedExpertsRecorder:
         self._chosen.append(indices.reshape(-1, indices.shape[-1]))
 
     def take(self) -> torch.Tensor:
-        """The experts i64[T, layers, k] of the tokens of the last pass."""
+        """Return the experts i64[T, layers, k] of the tokens of the last pass."""
         chosen, self._chosen = torch.stack(self._chosen, 1), []
         return chosen

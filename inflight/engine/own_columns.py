@@ -1,7 +1,7 @@
-"""Per-token columns of a user's own: functions that the engine imports when it starts and calls for what it samples.
+"""Custom per-token columns: functions that the engine imports when it starts and calls for sampled tokens.
 
-Only `EngineOptions.columns` names code to import; a request can ask for the columns that were loaded, by name.
-S tokens, V vocabulary.
+Only `EngineOptions.columns` names code to import. A request can ask for the loaded columns, by name. S tokens, V
+vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ def load_columns(paths: Sequence[str], *, vocab_size: int, device: torch.device)
 def compute_columns(
     functions: Mapping[str, ColumnFunction], logprobs_SV: torch.Tensor, tokens_S: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The columns [S] of tokens that were sampled from these log-probabilities. Raises TokenColumnError."""
+    """Return the columns [S] of tokens that were sampled from these log-probabilities. Raises TokenColumnError."""
     columns = {}
     for name, function in functions.items():
         try:

@@ -1,5 +1,5 @@
-"""The engine's process: it answers the control socket between forward passes, and sends every frame to the stream,
-until it is told to end."""
+"""The engine's process. It answers the control socket between forward passes and sends every frame to the stream, until
+it is stopped."""
 
 import gc
 import logging
@@ -46,11 +46,11 @@ logger = logging.getLogger("inflight.engine")
 
 _IDLE_POLL_MS = 50
 _SHARE_OF_STEP = 0.1
-"""Maximum share of a pass for messages that bring no work, beyond the first."""
+"""Maximum share of a pass for messages that bring no work, beyond the first message."""
 
 
 class EngineProcess:
-    """An engine, its control socket and its stream. The engine's verbs and those below are what clients may call."""
+    """An engine, its control socket and its stream. Clients can call the engine's verbs and the verbs of this class."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class EngineProcess:
         tcp: tuple[str, int] = ("", 0),
     ):
         """directory: for the locks of engine and publisher, and for traces. tcp: the control socket's endpoint for
-        other machines and the port of the stream, if there are any."""
+        other machines and the port of the stream, if the engine has them."""
         self._engine = engine
         self._control = control
         self._stream = stream
@@ -101,7 +101,7 @@ class EngineProcess:
             self._publishing.lend_slots()
 
     def stop(self) -> None:
-        """End the loop after the pass that is under way. From any thread."""
+        """End the loop after the pass in progress. Can be called from any thread."""
         self.stopping = True
 
     def close(self) -> None:
@@ -135,14 +135,16 @@ class EngineProcess:
 
     @verb()
     def start_trace(self, details: bool = False) -> None:
-        """Record what this process does until `stop_trace`; generation goes on.
+        """Record the activity of this process until `stop_trace`. Generation continues.
 
-        details: record every operator and all else that the profiler knows, and not only spans, kernels and copies."""
+        details: record every operator and everything else that the profiler can record, not only spans, kernels and
+        copies.
+        """
         self._recorder.start(details=details)
 
     @verb()
     def stop_trace(self) -> str:
-        """Returns the path of the engine's part of the trace, which is the caller's file from now on."""
+        """Return the path of the engine's part of the trace. The file belongs to the caller from then on."""
         return str(self._recorder.stop())
 
     # ---- control ------------------------------------------------------------------------------------------------
@@ -187,8 +189,8 @@ class EngineProcess:
 
 
 def make_backend(options: EngineOptions) -> Backend:
-    """What generates, as `EngineOptions.backend` says. Its modules are imported only here: vLLM's interpreter need not
-    have what ours needs, nor ours vLLM."""
+    """Return the backend that `EngineOptions.backend` names. Its modules are imported only here, because vLLM's
+    interpreter need not have the dependencies of our backend, and ours need not have vLLM."""
     if options.backend == "vllm":
         from inflight.engine.on_vllm.engine import VllmEngine
 
@@ -199,9 +201,10 @@ def make_backend(options: EngineOptions) -> Backend:
 
 
 def serve(startup: Startup, stop_with: Callable[[Callable[[], None]], None]) -> int:
-    """Load the model and serve it until the end. Returns the exit status of the process.
+    """Load the model and serve it until the end. Return the exit status of the process.
 
-    stop_with: is handed what ends the service, for whoever sees that the launcher is gone."""
+    stop_with: called with a function that ends the service, for the watch over the launcher.
+    """
     directory, options = Path(startup.directory), startup.options
     control = ControlSocket(f"ipc://{directory}/control", max_clients=options.max_clients)
     stream = StreamWriter(
@@ -220,14 +223,15 @@ def serve(startup: Startup, stop_with: Callable[[Callable[[], None]], None]) -> 
         except InflightError as error:
             logger.error("the engine did not start: %s", error)
             control.wait(10_000)
-            while (received := control.receive()) is not None:  # the launcher says Hello until it is answered
+            while (received := control.receive()) is not None:  # the launcher repeats Hello until it gets an answer
                 control.send(received[0], Failed(kind=type(error).__name__, message=str(error)))
             return 1
         process = EngineProcess(engine, control, stream, directory, transports, tcp)
         at_end.callback(process.close)
         stop_with(process.stop)
         gc.collect()
-        gc.freeze()  # what importing and loading made lives to the end; walking it stops the generator for 1/4 second
+        # Objects from importing and loading live to the end, and walking them stops the generator for 1/4 second.
+        gc.freeze()
         logger.info("engine %s serves %s: %s", engine.engine_id, options.model, engine.describe())
         if options.listen:
             logger.info("clients with a key may connect to %s, and to port %d for the stream", *tcp)

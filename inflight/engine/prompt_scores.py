@@ -1,4 +1,4 @@
-"""How likely the tokens of a prompt are, told of while a pass computes them.
+"""Scores of prompt tokens: their log-probabilities, reported while a pass computes them.
 
 S scored tokens; V vocabulary.
 """
@@ -12,12 +12,12 @@ from inflight.engine.device import to_device
 from inflight.engine.sequence import Schedule
 
 _ROWS = 256
-"""Rows of logits that are looked at together, in fp32."""
+"""Rows of logits that are processed together, in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores of a pass, on its device: what `PromptScores` has, row by row."""
+    """The scores of a pass, on its device: the columns of `PromptScores`, row by row."""
 
     request_ids: np.ndarray
     positions: np.ndarray
@@ -27,19 +27,19 @@ class Scores:
     top_logprobs: torch.Tensor
 
     def to_host(self) -> "Scores":
-        """The same on the CPU, once the copies are done."""
+        """Return a copy on the CPU, valid once the copies are done."""
         tensors = [getattr(self, field.name) for field in fields(self)[2:]]
         return Scores(self.request_ids, self.positions, *(t.to("cpu", non_blocking=True) for t in tensors))
 
     def columns(self) -> dict[str, np.ndarray]:
-        """The columns of a frame."""
+        """Return the columns of a frame."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {f"scored_{name}": v if isinstance(v, np.ndarray) else v.numpy() for name, v in values.items()}
 
 
 @torch.inference_mode()
 def score_prompts(logits_SV: torch.Tensor, schedule: Schedule) -> Scores:
-    """Score the tokens that a schedule says, each by the logits after the token before it."""
+    """Score the tokens that a schedule names, each by the logits after the previous token."""
     chunks = [chunk for chunk in schedule.prompts if chunk.num_scored]
     ids: list[int] = []
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""From what a user submits as prompts to token ids: text, token ids, chat messages, rows of a dataset."""
+"""Converts submitted prompts to token ids: text, token ids, chat messages, rows of a dataset."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from inflight.core.sampling import SamplingParams
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, chat messages, or a row of a dataset."""
 _COLUMNS = ("prompt", "messages")
-"""The columns of a dataset that may hold its prompts."""
+"""The columns of a dataset that can hold its prompts."""
 
 
 def make_prompts(
@@ -26,7 +26,7 @@ def make_prompts(
     version: int | None,
     adapter: str | None,
 ) -> list[Prompt]:
-    """What is sent to the engine for what a user submits. Raises InvalidRequestError, naming the prompt."""
+    """Return the prompts to send to the engine. Raises InvalidRequestError, naming the prompt."""
     encoded = encode_prompts(prompts, tokenizer, model=model)
     if metadata is not None and len(metadata) != len(encoded):
         raise InvalidRequestError(f"{len(encoded)} prompts need as many metadata, got {len(metadata)}")
@@ -40,10 +40,10 @@ def make_prompts(
 def encode_prompts(
     prompts: Iterable[PromptLike], tokenizer: PreTrainedTokenizerBase | None, *, model: str
 ) -> list[tuple[list[int], dict[str, Any]]]:
-    """Token ids of each prompt, and the other columns of a row. model: what an error calls the model.
+    """Return the token ids of each prompt, and the other columns of a row. model: the name of the model in errors.
 
-    Text is tokenised as the tokenizer does, with its special tokens, but for text that begins with the token that
-    begins a sequence: a rendered chat template has it already. Raises InvalidRequestError, naming the prompt.
+    Text is tokenised with the tokenizer's special tokens, except text that begins with the token that begins a
+    sequence: a rendered chat template already has it. Raises InvalidRequestError, naming the prompt.
     """
     if isinstance(prompts, (str, Mapping)):
         raise InvalidRequestError(f"submit takes a list of prompts, got {_short(prompts)}; wrap it in a list")
@@ -88,7 +88,7 @@ def _token_ids(
         encoded: Any = tokenizer.apply_chat_template(
             messages, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=True
         )
-    except Exception as error:  # a template raises what its author wrote
+    except Exception as error:  # a template can raise anything
         raise InvalidRequestError(f"{name} does not fit the chat template of {model!r}: {error}") from error
     return list(encoded["input_ids"])
 

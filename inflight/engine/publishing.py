@@ -84,17 +84,17 @@ class PublisherService:
             self._take_result(self._results.get())
 
     def lend_slots(self) -> None:
-        """Lend idle slots to the publisher, except the slot that a pass in progress reads."""
+        """Send idle slots to the publisher, except the slot that a pass in progress reads."""
         slot_table, holder = self._slot_table, self._lease.holder
         if holder is not None:
             for slot in slot_table.lend(in_use=self._engine.slot_in_use(slot_table)):
                 began_ns = now_ns()
-                if not self._control.send(holder, SlotFree(slot=slot)):  # The publisher never learns of this slot.
+                if not self._control.send(holder, SlotFree(slot=slot)):  # The publisher never receives this slot.
                     slot_table.withdraw()
                 self._engine.stall_clock.handled(slot_table, began_ns)
 
     def _attach(self, sender: bytes, message: Attach) -> Attached:
-        """Attach a publisher in place of any earlier one and lend it all slots that are not in use."""
+        """Attach a publisher in place of any earlier one and send it all slots that are not in use."""
         transport = self._transports.find(message.transport)
         slot_table = self._engine.adapter_slots if message.adapters else self._engine.slot_table
         if slot_table is None:
@@ -161,8 +161,8 @@ class PublisherService:
 class PublisherLease:
     """The right to publish to this engine, held by one publisher at a time.
 
-    A publisher on the engine's machine holds a lock on a file, which the kernel frees when the publisher dies, and
-    proves this by a token in the file. A publisher on another machine has no file and holds the lease while messages
+    A publisher on the engine's machine holds a lock on a file and proves this by a token in the file. The kernel frees
+    the lock when the publisher dies. A publisher on another machine has no file and holds the lease while messages
     reach it.
     """
 
@@ -174,7 +174,8 @@ class PublisherLease:
         self._by_lock = False
         self._file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.pwrite(self._file, bytes(TOKEN_BYTES), 0)  # This reserves the block, so that a full disk is no obstacle.
+            # This reserves the block, so that a full disk is not an obstacle.
+            os.pwrite(self._file, bytes(TOKEN_BYTES), 0)
         except OSError as error:
             logger.warning("no room for the publisher's token in %s: %s", lock, error)
 

@@ -1,4 +1,4 @@
-"""The requests of an engine: what it accepts, who is unfinished, and what frames have to tell of who came and ended."""
+"""The requests of an engine: validation, unfinished requests, and the groups and finishes that frames report."""
 
 import secrets
 from collections.abc import Collection, Mapping
@@ -18,42 +18,43 @@ from inflight.engine.sequence import Sequence
 from inflight.weights.engine.slot_table import SlotTable
 
 MAX_REQUESTS_PER_SUBMIT = 65536
-"""One prompt may ask for as many. Accepting them takes about a second, in which there is no forward pass."""
+"""Maximum number of samples per call, also for one prompt. Accepting them takes about a second without a forward
+pass."""
 _MOST_IDS = 2**62
-"""Ids that a caller chooses are below this, so that there are always larger ones."""
+"""Upper bound of the ids that a caller chooses, so that larger ids always exist."""
 
 
 class Schedules(Protocol):
-    """What requests are handed to."""
+    """Receives the sequences of requests."""
 
     admits: bool
-    """Sequences that have not begun may begin."""
+    """Sequences that have not started are allowed to start."""
 
     @property
     def has_work(self) -> bool:
-        """Some sequence has not ended."""
+        """True if some sequence has not ended."""
         ...
 
     @property
     def held_back(self) -> bool:
-        """All that there is to do is to begin with prompts, which `admits` forbids."""
+        """True if all remaining work is to start prompts, and `admits` forbids that."""
         ...
 
     def check(self, name: str, sequence: Sequence) -> None:
-        """Raises InvalidRequestError, which calls the prompt `name`, if such a sequence cannot be scheduled."""
+        """Raise InvalidRequestError if such a sequence cannot be scheduled. name: the prompt's name in the message."""
 
     def add(self, leader: Sequence) -> None:
         """Queue a sequence and its followers."""
 
     def fork(self, parent: Sequence, leader: Sequence) -> None:
-        """Queue a sequence that begins with its parent's tokens, and let it share their keys and values."""
+        """Queue a sequence that starts with its parent's tokens, and let it share their keys and values."""
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence ended, running or waiting; what it held is free again."""
+        """End a running or waiting sequence, and free its resources."""
 
 
 class Requests:
-    """Makes a sequence for each sample of a prompt, and hands it to the scheduler until it ends."""
+    """Makes a sequence for each sample of a prompt, and passes it to the scheduler until it ends."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class Requests:
         banned: tuple[tuple[int, int], ...] = (),
     ):
         """Uses max_context (a number of tokens, not 0), max_queued, lora_rank, adapters, columns and
-        record_routed_experts. can_read_text: there is a tokenizer, which stop strings need. banned: ranges of the ids
-        that are never drawn."""
+        record_routed_experts. can_read_text: the model has a tokenizer, as stop strings require. banned: ranges of the
+        ids that are never drawn."""
         self._scheduler, self._slot_table, self._options = scheduler, slot_table, options
         self._vocab_size, self._can_read_text, self._banned = vocab_size, can_read_text, banned
         self._adapters = options.adapters if options.lora_rank else ()
@@ -79,27 +80,27 @@ class Requests:
         self.next_group_id = 0
         self._next_request_id = 0
         self.num_ended = 0
-        """Requests that have ended."""
+        """Number of requests that have ended."""
         self._starts: list[GroupStart] = []
         self._finishes: list[Finish] = []
 
     @property
     def next_ids(self) -> Ids:
-        """The ids of the next group, if the caller chooses none."""
+        """Ids of the next group, if the caller chooses none."""
         return Ids(self.next_group_id, self._next_request_id)
 
     @property
     def has_news(self) -> bool:
-        """Groups have come, or requests ended, of which no frame has told yet."""
+        """True if groups started or requests ended that no frame has reported yet."""
         return bool(self._starts or self._finishes)
 
     def take_news(self) -> tuple[list[GroupStart], list[Finish]]:
-        """The groups that came and the requests that ended since the last call."""
+        """Return the groups that started and the requests that ended since the last call."""
         news, self._starts, self._finishes = (self._starts, self._finishes), [], []
         return news
 
     def submit(self, prompts: Seq[Prompt], ids: Seq[Ids] | None = None) -> list[int]:
-        """Queue prompts and return a group id for each; all are accepted or none. Raises InvalidRequestError or
+        """Queue prompts and return a group id for each. All are accepted or none. Raises InvalidRequestError or
         QueueFullError. ids: one for each prompt; None: the next ones."""
         total = sum(prompt.params.n for prompt in prompts)
         if total > MAX_REQUESTS_PER_SUBMIT:
@@ -121,7 +122,7 @@ class Requests:
         metadata: Mapping[str, Any] | None,
         ids: Ids | None = None,
     ) -> int:
-        """Start a group that goes on from an unfinished request, as `Engine.fork` says."""
+        """Start a group that continues an unfinished request, as in `Engine.fork`."""
         parent = self.unfinished.get(request_id)
         if parent is None:
             raise InvalidRequestError(
@@ -141,7 +142,7 @@ class Requests:
         return self._accept(prompt, ids, forked_from=(parent, at))
 
     def adopt(self, groups: Seq[Unfinished], next_group_id: int, next_request_id: int) -> dict[int, str]:
-        """Go on with groups of another engine, as `Engine.adopt` says."""
+        """Continue groups of another engine, as in `Engine.adopt`."""
         next_group_id = max(next_group_id, self.next_group_id)
         next_request_id = max(next_request_id, self._next_request_id)
         for group in groups:
@@ -166,11 +167,11 @@ class Requests:
         wanted = {i for i in request_ids if i in self.unfinished}
         for group_id in group_ids:
             wanted |= self._groups.get(group_id, set())
-        for request_id in sorted(wanted, reverse=True):  # a leader after its followers, so that none takes its place
+        for request_id in sorted(wanted, reverse=True):  # followers before their leader, so that none replaces it
             self.finish(self.unfinished[request_id], "cancelled")
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """A request has ended."""
+        """End a request."""
         self.num_ended += 1
         self._scheduler.remove(sequence)
         if sequence.pin is not None:
@@ -191,14 +192,14 @@ class Requests:
             )
 
     def _check(self, name: str, prompt: Prompt, drawn: Collection[list[int]] = ()) -> None:
-        """Raises InvalidRequestError, which calls the prompt `name`, if the engine cannot draw from it and from these
-        tokens after it, or has not the version that it is pinned to now."""
+        """Raise InvalidRequestError if the engine cannot draw from a prompt and from these tokens after it, or does not
+        hold the version that the prompt is pinned to. name: the prompt's name in the message."""
         ids, params, slot_table = prompt.token_ids, prompt.params, self._slot_table
         max_context, vocab_size = self._options.max_context, self._vocab_size
         if not ids:
             raise InvalidRequestError(f"{name} is empty; the engine needs at least one token")
         if len(ids) >= max_context:
-            # Clients of vLLM recognize such an error by its first words.
+            # Clients of vLLM recognize this error by its first words.
             raise PromptTooLongError(
                 f"This model's maximum context length is {max_context} tokens. However, {name} contains {len(ids)} "
                 "input tokens, and its answer needs at least one more. Please reduce the length of the prompt, or "
@@ -246,7 +247,7 @@ class Requests:
             raise InvalidRequestError(f"{name} is pinned to the live version, but the only slot is being written to")
 
     def _check_ids(self, prompts: Seq[Prompt], ids: Seq[Ids]) -> None:
-        """Raises InvalidRequestError unless there are ids for all prompts that nobody has."""
+        """Raise InvalidRequestError unless there are unused ids for all prompts."""
         if len(ids) != len(prompts):
             raise InvalidRequestError(f"{len(prompts)} prompts came with {len(ids)} ids")
         groups: set[int] = set()
@@ -270,7 +271,7 @@ class Requests:
         leader.followers = followers
         self._register(leader, *followers)
         if forked_from is None or leader.scores_prompt or self._options.record_routed_experts:
-            self._scheduler.add(leader)  # which computes all its tokens
+            self._scheduler.add(leader)  # it computes all its tokens
         else:
             self._scheduler.fork(forked_from[0], leader)
         origin = (forked_from[0].request_id, forked_from[1]) if forked_from else None
@@ -278,7 +279,7 @@ class Requests:
         return group_id
 
     def _go_on(self, group: Unfinished) -> None:
-        """Take over a group that was checked. A sample that has tokens computes them as it would after a preemption."""
+        """Continue a group that was checked. A sample with tokens computes them as after a preemption."""
         prompt, group_id = group.prompt, group.group_id
         first = self._next_request_id if group.first_request_id is None else group.first_request_id
         drawn = group.drawn if group.first_request_id is not None else {first + i: [] for i in range(prompt.params.n)}
@@ -297,7 +298,7 @@ class Requests:
                 self.finish(sequence, "length")
 
     def _register(self, *sequences: Sequence) -> None:
-        """These samples of a group are unfinished from now on."""
+        """Record these samples of a group as unfinished."""
         group_id, pin = sequences[0].group_id, sequences[0].pin
         self._groups[group_id] = {s.request_id for s in sequences}
         self.unfinished |= {s.request_id: s for s in sequences}
@@ -305,14 +306,14 @@ class Requests:
             self._slot_table.pin(pin, len(sequences))
 
     def _announce(self, prompt: Prompt, group_id: int, first: int, origin: tuple[int, int] | None) -> None:
-        """The next frame tells of the group; later ones get other ids."""
+        """Announce the group in the next frame, and reserve its ids."""
         self.next_group_id = max(self.next_group_id, group_id + 1)
         self._next_request_id = max(self._next_request_id, first + prompt.params.n)
         params, metadata = prompt.params, prompt.metadata
         self._starts.append(GroupStart(group_id, first, prompt.token_ids, params, metadata, origin, self._banned))
 
     def _sequence(self, prompt: Prompt, group_id: int, first: int, sample: int) -> Sequence:
-        """One sample of a prompt whose params have a seed."""
+        """Return one sample of a prompt whose params have a seed."""
         return Sequence(
             request_id=first + sample,
             group_id=group_id,

@@ -93,7 +93,7 @@ class Rows:
     def num_free(self) -> int:
         return len(self._free)
 
-    # ---- sequences in them ---------------------------------------------------------------------------------------
+    # ---- sequences in rows ---------------------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence) -> None:
         """Give a sequence a row. One must be free."""
@@ -187,14 +187,14 @@ class Rows:
         return counts, counts & (ends | ~here)
 
     def are_full(self, cohort: Cohort, count: int) -> np.ndarray:
-        """Return bool[count] for the first sequences of a cohort, whose draws were read: True if they still have their
-        rows, and full blocks for the prefix cache."""
+        """Return bool[count] for the first sequences of a cohort, after their draws were read: True if they still have
+        their rows, and full blocks for the prefix cache."""
         rows = cohort.rows[:count]
         computed = np.minimum(self.lengths[rows] - 1, self.known[rows])
         return (computed >= self.fills[rows]) & self._still_there(cohort, count)
 
     def _still_there(self, cohort: Cohort, count: int) -> np.ndarray:
-        """Return bool[count]: True for those of the first sequences of a cohort that still have their rows."""
+        """Return bool[count]: True for the first sequences of a cohort that still have their rows."""
         if cohort.epoch == self.epoch:
             return self._all[:count]
         return self.entered[cohort.rows[:count]] == cohort.entered[:count]
@@ -218,5 +218,5 @@ class Rows:
 
 
 def is_plain(params: SamplingParams) -> bool:
-    """True if a draw needs only a temperature and a seed, and records only its log-probability."""
+    """Return True if a draw needs only a temperature and a seed, and records only its log-probability."""
     return not (params.adjusted or params.filtered or params.return_sampling_mask or asked_columns(params))

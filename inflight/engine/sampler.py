@@ -1,11 +1,11 @@
-"""Samples one token per row, with the log-probability that it had and the columns that requests asked for.
+"""Samples one token per row, with its log-probability and the columns that requests asked for.
 
-Logits go through repetition penalty, logit bias, min_tokens and temperature; then top-k, top-p and min-p cut tokens
-off, each from the renormalised result of the one before; what they leave is the sampling mask. Sampling inverts the
-cumulative distribution at one uniform number per row, a hash of (seed, position): which other rows are in the batch
-does not matter.
+Repetition penalty, logit bias, min_tokens and temperature change the logits. Then top-k, top-p and min-p remove tokens.
+Each filter works on the renormalised result of the previous one. The remaining tokens are the sampling mask. Sampling
+inverts the cumulative distribution at one uniform number per row, a hash of (seed, position), so the result does not
+depend on the other rows of the batch.
 
-M rows, of which F are filtered; V vocabulary, K tokens that a filter may leave.
+M rows, F of them filtered; V vocabulary, K tokens that a filter can leave.
 """
 
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ from inflight.engine.own_columns import ColumnFunction, compute_columns
 from inflight.engine.sequence import Cohort, Draws, Sequence
 
 _MANY = 512
-"""Candidates that are tried before a whole vocabulary is sorted."""
+"""Number of candidates that are tried before a whole vocabulary is sorted."""
 _LAST_ID = 2**31 - 1
 _LARGE_MASK = 16384
-"""A mask that leaves more tokens than this, and most of the vocabulary, is recorded by the tokens that it cuts."""
+"""A mask that leaves more tokens than this, and most of the vocabulary, is recorded as the list of removed tokens."""
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """The seed of one sample of a group: SplitMix64's output function (Steele, Lea and Flood 2014), as i64."""
+    """Return the seed of one sample of a group: SplitMix64's output function (Steele, Lea and Flood 2014), as i64."""
     x = (seed + (sample + 1) * 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
@@ -40,10 +40,11 @@ def sample_seed(seed: int, sample: int) -> int:
 
 @dataclass(slots=True)
 class Samples:
-    """What a pass sampled, on its device: tokens i64[M], logprobs f32[M], and the columns that some row asked for.
+    """The samples of a pass, on its device: tokens i64[M], logprobs f32[M], and the columns that some row asked for.
 
-    `columns` maps their names to [M] or [M, k]. The sampling mask is mask_counts i64[M], 0 for rows without one,
-    mask_token_ids i64[sum of them], and where the ids of a row may be those that were cut mask_cut_from i32[M].
+    `columns` maps names to [M] or [M, k]. The sampling mask consists of mask_counts i64[M], 0 for rows without a mask,
+    and mask_token_ids i64[sum of mask_counts]. If the ids of a row can be the removed tokens, mask_cut_from i32[M] is
+    present.
     """
 
     tokens: torch.Tensor
@@ -52,17 +53,17 @@ class Samples:
 
     @classmethod
     def none(cls, device: torch.device) -> "Samples":
-        """The samples of a pass in which no prompt came to its end."""
+        """Return the samples of a pass in which no prompt was finished."""
         return cls(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device))
 
     def to_host(self) -> "Samples":
-        """The same on the CPU, once the copies are done; on a GPU they are queued behind the pass."""
+        """Return a copy on the CPU. On a GPU the copies are queued after the pass and are valid once they are done."""
         columns = {name: column.to("cpu", non_blocking=True) for name, column in self.columns.items()}
         return Samples(self.tokens.to("cpu", non_blocking=True), self.logprobs.to("cpu", non_blocking=True), columns)
 
 
 class _Filtered(NamedTuple):
-    """Rows i64[F] that have filters: token ids by falling probability, which are left, and their log-probabilities."""
+    """Rows i64[F] with filters: token ids by falling probability, their masks, and their log-probabilities."""
 
     rows: torch.Tensor
     order_FK: torch.Tensor
@@ -72,10 +73,10 @@ class _Filtered(NamedTuple):
 
 @dataclass(slots=True)
 class _Rows:
-    """Parameters of the rows of a batch, as tensors; held as long as the same sequences sample."""
+    """Parameters of the rows of a batch, as tensors. They stay valid while the same sequences sample."""
 
     cohort: Cohort
-    """Those who they are of."""
+    """The sequences of the rows."""
     temperatures: torch.Tensor
     seeds: torch.Tensor
     batch_rows: torch.Tensor
@@ -88,7 +89,7 @@ class _Rows:
     entropy: bool
     top: int
     own: dict[str, ColumnFunction]
-    """Columns of a user's own that some row asked for."""
+    """Custom columns that some row asked for."""
 
 
 class Sampler:
@@ -102,7 +103,7 @@ class Sampler:
         own_columns: Mapping[str, ColumnFunction] | None = None,
         banned: Seq[int] = (),
     ):
-        """banned: ids that are never drawn, as the tokenizer does not have them."""
+        """banned: ids that are never drawn, because the tokenizer does not have them."""
         self._vocab_size, self._eos_ids = vocab_size, sorted(eos_ids)
         self._last_tokens = last_tokens
         self._own_columns = own_columns or {}
@@ -112,11 +113,11 @@ class Sampler:
         self._seen: torch.Tensor | None = None
         """bool[batch_rows, V]: tokens of the prompt or sampled, for sequences with a repetition penalty."""
         self._seen_by: dict[int, tuple[int, int]] = {}
-        """Maps a batch row to the request whose tokens `_seen` holds, and how many of them."""
+        """Maps a batch row to the request whose tokens `_seen` holds, and the number of these tokens."""
 
     def sample(self, logits_MV: torch.Tensor, draws: Draws) -> Samples:
-        """Sample the next token of each sequence from its row of logits of any float dtype, in which banned ids become
-        −inf."""
+        """Sample the next token of each sequence from its row of logits of any float dtype. Banned ids become −inf in
+        them."""
         if self._banned is not None:
             logits_MV.index_fill_(1, self._banned, float("-inf"))
         rows, sequences = self._rows_of(draws.cohort), draws.cohort.sequences
@@ -189,7 +190,8 @@ class Sampler:
                 row_V = logits_MV[row]
                 logits_MV[row] = torch.where(seen_V, torch.where(row_V > 0, row_V / penalty, row_V * penalty), row_V)
             changes = dict(params.logit_bias)
-            if len(sequence.tokens) + sequence.num_pending <= params.min_tokens:  # the token to come is pending already
+            # The token to be drawn is already pending.
+            if len(sequence.tokens) + sequence.num_pending <= params.min_tokens:
                 ends = (*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids))
                 changes |= dict.fromkeys(ends, float("-inf"))
             rows += [row] * len(changes)
@@ -227,14 +229,16 @@ class Sampler:
     def _sample_filtered(
         self, logits_MV: torch.Tensor, sequences: Seq[Sequence], rows: _Rows, positions: torch.Tensor
     ) -> tuple[Samples, _Filtered]:
-        """With tokens sorted by probability every filter leaves a prefix, and the mask is the shortest of them."""
+        """Sample, with filters for some rows. With tokens sorted by probability every filter leaves a prefix, and the
+        mask is the shortest prefix."""
         plain = len(rows.filtered) < len(sequences)
         samples = self._sample_plain(logits_MV, rows, positions) if plain or rows.built_in else None
         index = self._tensor(rows.filtered, torch.int64)
         params = [sequences[i].params for i in rows.filtered]
         temperature_F1 = rows.temperatures[index][:, None]
         logits_FV = logits_MV if samples is None else logits_MV[index]
-        scaled_FV = (logits_FV - logits_FV.amax(-1, keepdim=True)) / temperature_F1  # small ones do not overflow
+        # The largest value is subtracted first, so that small temperatures do not overflow.
+        scaled_FV = (logits_FV - logits_FV.amax(-1, keepdim=True)) / temperature_F1
         sorted_FK, order_FK, mask_FK = _candidates(scaled_FV, params)
         cdf_FK = (sorted_FK.exp() * mask_FK).cumsum(-1)
         logprobs_FK = torch.where(mask_FK, sorted_FK - cdf_FK[:, -1:].log(), float("-inf"))
@@ -263,7 +267,7 @@ class Sampler:
     def _add_masks_of_plain(
         self, samples: Samples, filtered: _Filtered | None, rows: _Rows, sequences: Seq[Sequence]
     ) -> None:
-        """Put the masks of all rows that asked into the columns, including rows without filters."""
+        """Add the masks of all rows that asked for one to the columns, including rows without filters."""
         asked = {row: f for f, row in enumerate(rows.filtered) if sequences[row].params.return_sampling_mask}
         among = sorted([*asked, *rows.masked])
         mask_AV = torch.ones(len(among), self._vocab_size, dtype=torch.bool, device=self._device)
@@ -282,9 +286,10 @@ class Sampler:
 def mask_columns(
     mask_AK: torch.Tensor, ids_AK: torch.Tensor, rows_A: torch.Tensor, *, num_rows: int, whole: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The sampling mask of some rows among `num_rows`, as `Samples` has it.
+    """Return the sampling mask of some rows among `num_rows`, in the columns of `Samples`.
 
-    mask_AK: which of the tokens ids_AK are left. rows_A: the rows. whole: K is the whole vocabulary."""
+    mask_AK: True for the tokens of ids_AK that are left. rows_A: the rows. whole: K is the whole vocabulary.
+    """
     counts_A, vocabulary = mask_AK.sum(-1), mask_AK.shape[1]
     columns = {}
     if whole and vocabulary > _LARGE_MASK:
@@ -298,17 +303,19 @@ def mask_columns(
 
 
 def _spread(index_A: torch.Tensor, values_A: torch.Tensor, count: int) -> torch.Tensor:
-    """[count]: the values at their rows and 0 elsewhere."""
+    """Return [count]: the values at their rows and 0 elsewhere."""
     return values_A.new_zeros(count).index_copy_(0, index_A, values_A)
 
 
 def _recorded_temperatures(temperatures_M: torch.Tensor) -> torch.Tensor:
-    """[M, 1]: greedy rows record the distribution of temperature 1."""
+    """Return [M, 1]: the temperatures of the recorded distributions. Greedy rows record the distribution of temperature
+    1."""
     return torch.where(temperatures_M == 0, 1.0, temperatures_M)[:, None]
 
 
 def _record_filtered(columns: dict[str, torch.Tensor], filtered: _Filtered) -> None:
-    """Put the entropies and the most likely tokens of the filtered distributions in the place of the unfiltered."""
+    """Replace the entropies and the most likely tokens of filtered rows by their values under the filtered
+    distributions."""
     rows, logprobs_FK = filtered.rows, filtered.logprobs_FK
     if "entropies" in columns:
         columns["entropies"][rows] = -(logprobs_FK.exp() * logprobs_FK.masked_fill(~filtered.mask_FK, 0)).sum(-1)
@@ -322,7 +329,8 @@ def _record_filtered(columns: dict[str, torch.Tensor], filtered: _Filtered) -> N
 def _candidates(
     scaled_FV: torch.Tensor, params: Seq[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(scores [F, K] by falling probability, their token ids i64[F, K], which of them the filters leave bool[F, K])."""
+    """Return (scores [F, K] by falling probability, token ids i64[F, K], bool[F, K]: True for tokens that the filters
+    leave)."""
     vocabulary = scaled_FV.shape[1]
     most = max(p.top_k or vocabulary for p in params)
 
@@ -331,10 +339,10 @@ def _candidates(
         probs_FK = torch.exp(sorted_FK - scaled_FV.logsumexp(-1, keepdim=True))
         return sorted_FK, order_FK, filter_mask(probs_FK, params)
 
-    few = all(p.top_k <= _MANY for p in params)  # top-p asks for the mass of all that top-k leaves
+    few = all(p.top_k <= _MANY for p in params)  # top-p asks for the mass of all tokens that top-k leaves
     if most >= vocabulary and few and scaled_FV.device.type == "cpu" and vocabulary > 4 * _MANY:
-        # Sorting is slow and what top-p or min-p leave is mostly few: try that first. (On a GPU, asking whether it was
-        # enough would wait for the device.)
+        # Sorting is slow, and top-p and min-p mostly leave few tokens, so a small number is tried first. (On a GPU,
+        # checking that it was enough would wait for the device.)
         tried = cut(_best(scaled_FV, _MANY))
         if not bool(tried[2][:, -1].any()):
             return tried
@@ -342,9 +350,9 @@ def _candidates(
 
 
 def _best(scores_FV: torch.Tensor, count: int) -> torch.Tensor:
-    """Token ids i64[F, count] of the best scores by rank. On a CPU, ranks of a whole vocabulary cost ten times as much
-    as `topk` of the scores. So only some more than are asked for get ranks there, and the whole row where ties go on
-    beyond them. (On a GPU, asking would wait.)"""
+    """Return token ids i64[F, count] of the best scores by rank. On a CPU, ranks of a whole vocabulary cost ten times
+    as much as `topk` of the scores. So only a few more tokens than requested get ranks, and the whole row gets them if
+    ties extend beyond these tokens. (On a GPU, the check would wait.)"""
     some = count + count // 2 + 64
     if scores_FV.device.type != "cpu" or some >= scores_FV.shape[1]:
         return _ranks(scores_FV).topk(count).indices
@@ -357,8 +365,8 @@ def _best(scores_FV: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _all(scores_FV: torch.Tensor) -> torch.Tensor:
-    """Token ids i64[F, V], best first. On a CPU, NumPy sorts the ranks, whose low bits tell the ids, 20 times as fast
-    as PyTorch sorts them with their places."""
+    """Return token ids i64[F, V], best first. The low bits of the ranks encode the ids. On a CPU, NumPy sorts these
+    ranks 20 times as fast as PyTorch sorts them with their places."""
     ranks_FV = _ranks(scores_FV)
     if ranks_FV.device.type != "cpu":
         return ranks_FV.sort(descending=True).indices
@@ -368,8 +376,9 @@ def _all(scores_FV: torch.Tensor) -> torch.Tensor:
 
 
 def _ranks(scores_FV: torch.Tensor, ids_FV: torch.Tensor | None = None) -> torch.Tensor:
-    """i64[F, V], in the order of the scores, f32, and among equal ones in that of falling token ids. No two are equal,
-    so that the best of them are the same ones however many are asked for; `topk` of scores promises no such thing."""
+    """Return i64[F, V] in the order of the scores, f32, and among equal scores in the order of falling token ids. No
+    two ranks are equal, so the best tokens do not depend on the number requested. `topk` of scores does not guarantee
+    this."""
     if ids_FV is None:
         ids_FV = torch.arange(scores_FV.shape[1], device=scores_FV.device)
     bits_FV = scores_FV.view(torch.int32)
@@ -380,8 +389,8 @@ def _ranks(scores_FV: torch.Tensor, ids_FV: torch.Tensor | None = None) -> torch
 
 
 def filter_mask(probs_FK: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
-    """bool[F, K]: which of the tokens, sorted by falling probability, survive top-k, top-p and min-p. Where K is less
-    than the vocabulary, the K most likely tokens are given with their probabilities among all."""
+    """Return bool[F, K]: True for tokens, sorted by falling probability, that survive top-k, top-p and min-p. If K is
+    less than the vocabulary, the K most likely tokens are given with their probabilities among all tokens."""
     candidates, device = probs_FK.shape[1], probs_FK.device
     top_k_F1 = to_device([p.top_k or 2**31 for p in params], device)[:, None]
     top_p_F1 = to_device([p.top_p for p in params], device)[:, None]
@@ -397,8 +406,8 @@ def filter_mask(probs_FK: torch.Tensor, params: Seq[SamplingParams]) -> torch.Te
 
 
 def _invert_cdf(cdf_FK: torch.Tensor, uniform_F: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative weight exceeds the uniform share of the total, so never one of weight 0."""
+    """Return the first token whose cumulative weight exceeds the uniform share of the total. It never has weight 0."""
     total_F = cdf_FK[:, -1]
     target_F = torch.minimum(uniform_F * total_F, torch.nextafter(total_F, torch.zeros_like(total_F)))
     tokens_F = torch.searchsorted(cdf_FK, target_F[:, None], right=True)[:, 0]
-    return tokens_F.clamp_(max=cdf_FK.shape[1] - 1)  # only a row of NaN gets here; its request ends with an error
+    return tokens_F.clamp_(max=cdf_FK.shape[1] - 1)  # only for a row of NaN; its request ends with an error

@@ -315,7 +315,7 @@ class Scheduler:
         return ((namespace, salt) if salt else namespace), computed_by
 
     def _outlives_versions(self, sequence: Sequence) -> bool:
-        """True if the state of a sequence can be of several versions."""
+        """Return True if the state of a sequence can be of several versions."""
         return bool(self._options.prefix_across_versions) and sequence.pin is UNPINNED
 
     def _let_follow(self, leader: Sequence) -> list[Sequence]:

@@ -1,4 +1,4 @@
-"""A sequence, which is one request in the engine, and the passes that advance sequences."""
+"""A sequence (one request in the engine), and the passes that advance sequences."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class Sequence:
     """Metadata of the prompt, for an order of scheduling."""
     tokens: list[int] = field(default_factory=list)
     num_unread: int = 0
-    """Tokens drawn before it lost its row whose ids this process has not read yet."""
+    """Tokens drawn before the sequence lost its row. This process has not read their ids yet."""
     finished: bool = False
     started: bool = False
     """A pass has computed some of it."""
@@ -84,15 +84,15 @@ class Sequence:
         return self.num_known + self.num_unread if self.rows is None else int(self.rows.lengths[self.batch_row])
 
     def prefix_taken_over(self) -> TakenOver:
-        """The part of the prompt that was computed before."""
+        """Return the part of the prompt that was computed before."""
         return TakenOver(self.request_id, min(self.taken_over, len(self.prompt)), self.taken_over_version)
 
     def token_ids(self) -> list[int]:
-        """All known tokens."""
+        """Return all known tokens."""
         return self.prompt + self.tokens
 
     def token_slice(self, start: int, end: int) -> tuple[int, ...]:
-        """Known tokens start … end − 1."""
+        """Return the known tokens start … end − 1."""
         cut = len(self.prompt)
         if end <= cut:
             return tuple(self.prompt[start:end])

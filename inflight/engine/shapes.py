@@ -38,7 +38,7 @@ PAD_TOKEN_ID = 257
 
 
 def shape_config(name: str) -> PretrainedConfig:
-    """The Transformers config of a built-in shape."""
+    """Return the Transformers config of a built-in shape."""
     shape = SHAPES[name]
     common: dict[str, Any] = dict(  # noqa: C408
         hidden_size=shape.hidden,
@@ -64,7 +64,7 @@ def shape_config(name: str) -> PretrainedConfig:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose first 256 ids are the bytes of UTF-8, followed by end-of-text and padding."""
+    """Return a tokenizer whose first 256 ids are the bytes of UTF-8, followed by end-of-text and padding."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 

@@ -1,4 +1,4 @@
-"""When a sample ends by itself: end-of-sequence ids, stop ids, stop strings."""
+"""Conditions that end a sample: end-of-sequence ids, stop ids, stop strings."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,13 +12,14 @@ _CONTEXT = 32
 
 
 class StopCondition:
-    """Tells whether the token drawn last ends its sample."""
+    """Checks if the token drawn last ends its sample."""
 
     def __init__(self, eos_ids: frozenset[int], tokenizer: PreTrainedTokenizerBase | None):
         self._eos_ids, self._tokenizer = eos_ids, tokenizer
 
     def reason(self, sequence: Sequence, *, is_finite: bool) -> str | None:
-        """Why a sample ends with the token drawn last, or None. is_finite: its log-probability is a number."""
+        """Return the reason why a sample ends with the token drawn last, or None. is_finite: its log-probability is a
+        number."""
         if not is_finite:
             return "error"
         if self.is_met(sequence):

@@ -1,7 +1,7 @@
-"""Verbs: methods of the engine, or of its process, that a client may call by name.
+"""Verbs: methods of the engine, or of its process, that a client is allowed to call by name.
 
-`@verb()` makes a method one. Its annotations say what may come over the wire: a caller's arguments are read as these
-types, and refused before the method is called if they are anything else. What it returns is the answer.
+`@verb()` makes a method a verb. Its annotations define the allowed arguments: a caller's arguments are decoded as these
+types, and anything else is refused before the method is called. The return value is the answer.
 """
 
 import inspect
@@ -17,15 +17,15 @@ from inflight.core.messages import Call, Result, read, shorten, to_raw
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _BRINGS_WORK: dict[Callable[..., Any], bool] = {}
-"""Maps every method that is a verb to whether it gives the generator something to do."""
+"""Maps each method that is a verb to True if it gives the generator work."""
 
 
 def verb(*, brings_work: bool = False) -> Callable[[Method], Method]:
-    """Let clients call the method that this decorates. All its parameters are annotated with types that msgspec can
-    read, and it returns what msgspec can write.
+    """Make the decorated method callable by clients. All its parameters are annotated with types that msgspec can read,
+    and it returns a value that msgspec can write.
 
-    brings_work: it gives the generator something to do, so that calls of it are taken at once. All other calls together
-    get a tenth of the time of a forward pass.
+    brings_work: the method gives the generator work, so its calls are handled at once. All other calls together get a
+    tenth of the time of a forward pass.
     """
 
     def mark(method: Method) -> Method:
@@ -36,7 +36,7 @@ def verb(*, brings_work: bool = False) -> Callable[[Method], Method]:
 
 
 class Verbs:
-    """The verbs of some objects."""
+    """Calls the verbs of some objects."""
 
     def __init__(self, *owners: object):
         self._methods: dict[str, Callable[..., Any]] = {
@@ -51,8 +51,8 @@ class Verbs:
         return _BRINGS_WORK[self._methods[call.verb].__func__]
 
     def answer(self, call: Call) -> Result:
-        """Call a verb. Raises ProtocolError for an unknown verb or arguments that do not fit it, and what the method
-        itself raises."""
+        """Call a verb. Raises ProtocolError for an unknown verb or arguments that do not fit it, and the exceptions of
+        the method."""
         if call.verb not in self._methods:
             names = ", ".join(sorted(self._methods))
             raise ProtocolError(f"the engine has no verb {shorten(call.verb, 100)!r}; it has {names}")
@@ -62,7 +62,7 @@ class Verbs:
 
 
 def _arguments_decoder(method: Callable[..., Any]) -> msgspec.msgpack.Decoder:
-    """Reads a map of arguments as a struct whose fields are the method's parameters."""
+    """Return a decoder from a map of arguments to a struct whose fields are the method's parameters."""
     types, fields = get_type_hints(method), []
     for name, parameter in inspect.signature(method).parameters.items():
         if name not in types:

@@ -1,7 +1,8 @@
-"""What Triton would compile at a first request for it, while all others wait for a second, is compiled at start.
+"""Compiles the Triton kernels of sampling and block copies at start. Otherwise the first request that needs one would
+compile it, while all other requests wait for a second.
 
-Passes warm themselves up: one is computed in eager mode when the model is checked, and all that are recorded as graphs.
-FlashInfer's kernels are loaded when they are compared with PyTorch's.
+Passes warm up on their own: one is computed in eager mode when the model is checked, and all recorded passes run during
+the recording. FlashInfer's kernels are loaded when they are compared with PyTorch's.
 """
 
 from collections.abc import Iterable
@@ -14,8 +15,8 @@ from inflight.engine.cache.memory import KVMemory
 
 @torch.inference_mode()
 def warm_up(dtypes: Iterable[torch.dtype], vocab_size: int, memory: KVMemory) -> None:
-    """Draw from logits [1, vocab_size] of each dtype, without entropies and with them, and copy a block of each group
-    to block 0, which belongs to nobody. On a CPU there is nothing to compile, and nothing is done."""
+    """Draw from logits [1, vocab_size] of each dtype, without and with entropies, and copy a block of each group to
+    block 0, the block without a sequence. On a CPU there is nothing to compile, and this does nothing."""
     device = memory.device
     if device.type != "cuda":
         return

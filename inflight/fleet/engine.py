@@ -1,4 +1,4 @@
-"""The public handle of generators: prompts go in, groups arrive on its stream, publishers send weights."""
+"""The public handle of generators: it accepts prompts, streams groups, and makes publishers that send weights."""
 
 import asyncio
 import threading
@@ -51,14 +51,14 @@ if TYPE_CHECKING:
 _WAKE_TIMEOUT_S = 600.0
 """Bound for `wake()`, which might record CUDA graphs again."""
 _CLOSE_S = 5.0
-"""Time for a publisher to send its last version when the engine ends."""
+"""Time for a publisher to send its last version when the engine is closed."""
 _JOIN_S = 2.0
 Started = TypeVar("Started")
 
 
 class Engine:
-    """One generator or several, in processes of their own. Safe to use from several threads and asyncio tasks at once;
-    tasks use `agenerate` and the stream's `agroups`. The publisher of a model stays in one thread.
+    """One generator or several, each in a separate process. Safe to use from several threads and asyncio tasks at once;
+    tasks use `agenerate` and the stream's `agroups`. Use the publisher of a model from one thread only.
 
     Each prompt is sent to the least loaded member, and its group stays there. When a member ends, the others continue
     its groups at once, from the tokens that were drawn. With `restarts`, the member is started again with the
@@ -70,10 +70,10 @@ class Engine:
         options: EngineOptions | Sequence[EngineOptions],
         placement: Placement | Sequence[Placement] | None = None,
     ):
-        """Starts generators for this process alone; `inflight.launch` does so for all ranks of a trainer.
+        """Start generators for this process alone; `inflight.launch` does so for all ranks of a trainer.
 
-        options: of one member, or of each. All members draw from the same model. placement: where each member runs, or
-        all of them do; None: in processes of this machine that end with this one. Raises what `inflight.launch` raises.
+        options: of one member, or of each. All members draw from the same model. placement: of each member, or one for
+        all; None: processes of this machine that end with this one. Raises the errors of `inflight.launch`.
         """
         each, places = _checked(options, placement)
         self.options = msgspec.structs.replace(next((one for one in each if one.model), each[0]))
@@ -82,7 +82,7 @@ class Engine:
         self.staleness = StalenessMeter()
         self._stream: RolloutStream | None = None
         self._publishers: WeakSet[Publisher] = WeakSet()
-        """Publishers that end with the engine."""
+        """Publishers that are closed with the engine."""
         self._servers: WeakSet[HttpServer] = WeakSet()
         self._first_versions: list[int] = []
         self._rank_server: RankServer | None = None
@@ -105,20 +105,20 @@ class Engine:
             for member in members:
                 self._join(member)
             if len(members) > 1 or self.options.restarts:
-                self.stream  # noqa: B018  which reads what a member has sent when it ends
+                self.stream  # noqa: B018  it reads the last frames of a member that ends
             at_failure.pop_all()
 
     # ---- members ------------------------------------------------------------------------------------------------
 
     @property
     def members(self) -> list[Member]:
-        """The generators that serve or are being started again."""
+        """Generators that serve or are being started again."""
         return [monitor.member for monitor in list(self._monitors) if monitor.member.death is None]
 
     def add(self, options: EngineOptions | None = None, placement: Placement | None = None) -> Member:
-        """Start another member, which takes prompts once it has the weights of the others. options and placement: None
-        takes those of the first. Raises what making an Engine raises, LayoutMismatchError if its weights have other
-        names, shapes or dtypes, and ValueError for versions that differ."""
+        """Start another member. It takes prompts once it has the weights of the others. options and placement: None
+        takes the values of the first member. Raises the errors of `Engine(…)`, LayoutMismatchError if its weights have
+        other names, shapes or dtypes, and ValueError for versions that differ."""
         if self._journal is not None:
             raise InflightError("a journal is of one engine; launch without one to add others")
         first = self._monitors[0].member
@@ -132,8 +132,8 @@ class Engine:
         return member
 
     def remove(self, member: Member) -> None:
-        """End a member, or let it go if another process launched it. The others continue its unfinished groups, from
-        the tokens that were drawn. Raises ValueError if it is not a member, or the last one."""
+        """End a member, or disconnect from it if another process launched it. The others continue its unfinished
+        groups, from the tokens that were drawn. Raises ValueError if it is not a member, or the last one."""
         with self._fleet.changing:
             if member not in self.members:
                 raise ValueError("this is no member of the engine")
@@ -211,7 +211,7 @@ class Engine:
         adapter: the name of the LoRA adapter that draws their tokens, one of the engine's. None: the weights alone.
         train: if True, `stream.batches` trains on them. False, for evaluation during training: only
         `stream.groups(ids)` and `stream.collect(ids)` return them.
-        Raises InvalidRequestError, naming the prompt; then none was accepted.
+        Raises InvalidRequestError, naming the prompt, without accepting any.
         """
         self.stream  # noqa: B018
         return self._submit(self._messages(prompts, params, metadata, version, adapter), reserved=not train)
@@ -230,7 +230,7 @@ class Engine:
         """Submit prompts and wait for their groups. Other groups continue, and no batch contains these.
 
         It takes the arguments of `submit`. timeout_s: None waits as long as the engine lives and answers. Raises
-        TimeoutError; then, and on Ctrl-C, the prompts are cancelled.
+        TimeoutError. On a timeout and on Ctrl-C the prompts are cancelled.
         """
         group_ids = self.submit(prompts, params, metadata=metadata, version=version, adapter=adapter, train=False)
         try:
@@ -348,12 +348,12 @@ class Engine:
 
     @property
     def address(self) -> "EngineAddress":
-        """A process that serves, as an `inflight.Publisher` to several engines needs to know it."""
+        """Address of a process that serves, for an `inflight.Publisher` to several engines."""
         return self._fleet.serving()[0]
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if the memory of a member cannot be written to, since another process launched it."""
+        """True if this process cannot write to the memory of a member, since another process launched that member."""
         return not all(member.process.shares_memory for member in self.members)
 
     @named()
@@ -366,12 +366,12 @@ class Engine:
         timeout_s: float | None = None,
         slot_timeout_s: float = 3600.0,
     ) -> "Publisher":
-        """Make an `inflight.Publisher` of this model's parameters to all members, at most one at a time; its arguments
-        are described there. It sends to members that join later or are started again, too.
+        """Make an `inflight.Publisher` of this model's parameters to all members, at most one at a time. That class
+        documents the arguments. It also sends to members that join later or are started again.
 
-        Without a model, each `publish(weights)` is handed the weights. timeout_s: None takes the `answer_timeout_s` of
-        the engine. While the engine is being restarted this waits for its successor. Raises LayoutMismatchError, naming
-        the tensors that differ, PublisherConflictError, EngineDiedError, or ValueError for a transport that needs the
+        Without a model, each `publish(weights)` takes the weights. timeout_s: None takes the `answer_timeout_s` of the
+        engine. While the engine is being restarted this waits for its successor. Raises LayoutMismatchError, naming the
+        tensors that differ, PublisherConflictError, EngineDiedError, or ValueError for a transport that needs the
         memory of an engine that another process launched.
         """
         from inflight.weights.trainer.publisher import Publisher
@@ -396,11 +396,11 @@ class Engine:
         return publisher
 
     def digests(self, *, timeout_s: float = 600.0) -> Digests:
-        """Return the SHA-256 of every tensor of the weights that are live when this is called, or of newer ones: a
-        check that the engine draws with what was published. It reads all weights next to the generator; their slot is
-        kept from publishers meanwhile. All members compute theirs, of a version from the oldest on that one of them
-        draws with when this is called, and the newest are returned. Raises BackendError if a backend cannot compute
-        them, InflightError if two members hold different tensors under one version, and TimeoutError."""
+        """Return the SHA-256 of every tensor of the live weights, or of newer ones: a check that the engine draws with
+        the published weights. It reads all weights next to the generator; publishers cannot use their slot in that
+        time. All members compute digests, each of a version at least as new as the oldest live version of a member at
+        the call. The digests of the newest version are returned. Raises BackendError if a backend cannot compute them,
+        InflightError if two members hold different tensors under one version, and TimeoutError."""
         deadline, least = now_ns() + int(timeout_s * 1e9), self.status().version
 
         def ask(client: EngineClient) -> list[Digests]:
@@ -422,8 +422,8 @@ class Engine:
     # ---- state --------------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """Return counters: version, steps, tokens, swaps, requests waiting and running. Of several members they are
-        sums; `version` is the oldest that one draws with, and `versions` are those that some member holds."""
+        """Return counters: version, steps, tokens, swaps, requests waiting and running. For several members they are
+        sums; `version` is the oldest live version, and `versions` lists every version that some member holds."""
         return summed(list(self.statuses().values()))
 
     def statuses(self) -> dict[Member, Status]:
@@ -458,11 +458,11 @@ class Engine:
         """Record this process and the process of the first member from now on, and write one trace for ui.perfetto.dev
         and chrome://tracing. Generation and training continue.
 
-        Use it as a context manager, or `close()` it: then it ends, and the file is written. path: ends in .json or
-        .json.gz. seconds: it ends by itself after this time, and another thread writes the file (see `done`).
+        Use it as a context manager, or `close()` it: this ends the trace and writes the file. path: ends in .json or
+        .json.gz. seconds: time after which the trace ends, and another thread writes the file (see `done`).
         It shows both processes on one clock: spans by name (passes and swaps of the engine, publish copies, steps of
-        `grpo`, and marks of `inflight.span`), and on a GPU every kernel and copy, by stream. details: also
-        every torch operator and CUDA call of all threads. The file is several times larger then.
+        `grpo`, and marks of `inflight.span`), and on a GPU every kernel and copy, by stream. details: also records
+        every torch operator and CUDA call of all threads. This makes the file several times larger.
         Raises ValueError for an invalid path or time, and InflightError if this process or the engine is already
         traced or profiled.
         """
@@ -475,7 +475,7 @@ class Engine:
         """End servers and publishers, and the generators that were launched here. Safe to call twice."""
         fleet = self._fleet
         fleet.stop_restarting()
-        with ExitStack() as at_end:  # whatever happens to one of them, the next is ended
+        with ExitStack() as at_end:  # an error of one must not keep the next from being closed
             while self._at_end:
                 at_end.callback(self._at_end.pop())
             for monitor in self._monitors:
@@ -490,7 +490,7 @@ class Engine:
             if self._trace is not None:
                 with suppress(InflightError, OSError):  # it is logged
                     bound_s = min(_CLOSE_S, self.options.answer_timeout_s)
-                    self._fleet.call("status", returns=Status, timeout_s=bound_s)  # else nobody writes it
+                    self._fleet.call("status", returns=Status, timeout_s=bound_s)  # else the file is not written
                     self._trace.close()
             for server in list(self._servers):
                 at_end.callback(server.close)
@@ -593,8 +593,8 @@ def _checked(
 
 
 def start_all(starts: "Sequence[Callable[[], Started]]") -> "list[Started]":
-    """Start members, all at once, and return them. If one does not start, the others are closed; those that are being
-    started at Ctrl-C are closed once they have."""
+    """Start members, all at once, and return them. If one does not start, the others are closed. On Ctrl-C, members
+    that are still starting are closed once they have started."""
     if len(starts) == 1:
         return [starts[0]()]
     executor = ThreadPoolExecutor(len(starts), thread_name_prefix="inflight-launch")

@@ -41,7 +41,7 @@ _NOTHING: type[Any] = type(None)
 _HELD_BACK_AFTER = {"pause": "pause", "sleep": "sleep", "resume": None, "wake": None}
 """Maps verbs to the verb that holds an engine back after them."""
 ENDED = object()
-"""The answer of an engine that has ended, or that hangs and counts as ended."""
+"""The answer of an engine that has ended, or that hangs and is treated as ended."""
 Value = TypeVar("Value")
 Part = tuple[Member, EngineFrames, list[tuple[int, GroupRecord]]]
 """An engine, the connection to its process, and the groups for it, each with its place in the submitted list."""
@@ -50,11 +50,11 @@ Sent = tuple[Part, Callable[[], Any]]
 
 
 class Fleet:
-    """One engine or several, behind one ledger. Safe to use from several threads at once.
+    """One engine or several, with one ledger. Safe to use from several threads at once.
 
     While no engine takes prompts, calls wait. Once no engine is left, they raise the EngineDiedError that lists all
-    deaths. An engine that does not answer in time counts as ended if another engine, or a successor, can continue its
-    groups; otherwise the call raises EngineHungError.
+    deaths. An engine that does not answer in time is treated as ended if another engine, or a successor, can continue
+    its groups; otherwise the call raises EngineHungError.
     """
 
     def __init__(self, meter: StalenessMeter, journal: JournalWriter | None = None):
@@ -62,9 +62,9 @@ class Fleet:
         self.published, self.stepped = meter.published, meter.stepped
         self.ledger = Ledger()
         self.lock = self.ledger.changed
-        """Guards the ledger, and all that follows."""
+        """Guards the ledger, and all fields below."""
         self.changing = threading.RLock()
-        """Held while members join and leave, and while a publisher attaches to those that serve."""
+        """Held while members join and leave, and while a publisher attaches to the serving members."""
         self.members: list[Member] = []
         self.publishers: WeakSet[Publisher] = WeakSet()
         """Publishers to all members."""
@@ -103,15 +103,15 @@ class Fleet:
 
     @property
     def comes_back(self) -> bool:
-        """True if another process takes the place of one that ends."""
+        """True if another process replaces one that ends."""
         return len(self.members) > 1 or any(member.options.restarts for member in self.members)
 
     def address_of(self, member: Member, process: Process) -> EngineAddress:
-        """Return a process of a member, as publishers need to know it."""
+        """Return the address of a member's process for publishers."""
         return EngineAddress(process.client.endpoint, self, process.client.keys, process.check)
 
     def serving(self) -> list[EngineAddress]:
-        """Return the processes that serve, for publishers. While all are being restarted, wait for one."""
+        """Return the addresses of serving processes, for publishers. While all are being restarted, wait for one."""
         waited = Wait()
         while True:
             with self.lock:
@@ -125,12 +125,12 @@ class Fleet:
                 self._wait(waited, "the engine is being restarted")
 
     def follow(self, publisher: "Publisher") -> None:
-        """Have a publisher send to members that join later, too."""
+        """Have a publisher send to members that join later."""
         with self.lock:
             self.publishers.add(publisher)
 
     def forget_process(self, endpoint: str) -> None:
-        """Have publishers send a process that has ended nothing more."""
+        """Stop publishers from sending to an ended process."""
         for publisher in self.open_publishers:
             publisher.remove(endpoint)
 
@@ -150,7 +150,7 @@ class Fleet:
                     self._read(member.frames, member.placement.first_frame)
 
     def connect(self, member: Member) -> EngineFrames:
-        """Return a connection to the process of a member, whose frames are read if the stream is open."""
+        """Return a connection to the process of a member. If the stream is open, its frames are read."""
         frames = EngineFrames(member.process, can_spare=lambda: self.can_spare(member))
         with self.lock:
             self.ledger.count_from(member.process.welcome.next_ids)
@@ -168,7 +168,7 @@ class Fleet:
             self.merged.add(frames)
 
     def lose(self, member: Member, frames: EngineFrames, error: Exception) -> None:
-        """Count the process of this connection as ended."""
+        """Treat the process of this connection as ended."""
         with self.lock:
             if member.frames is frames and member.failure is None:
                 member.failure = error
@@ -190,14 +190,15 @@ class Fleet:
             return num_left
 
     def release(self, frames: EngineFrames) -> int:
-        """Give the unfinished groups of a process to others; all of its frames have been read. Returns their number."""
+        """Unassign the unfinished groups of a process, so that other engines continue them. All of its frames must have
+        been read. Returns the number of groups."""
         with self.lock:
             frames.given_up = True
             self.newest_version = max(self.newest_version, frames.version)
             return self.ledger.unassign(frames, frames.engine_id, frames.version)
 
     def kill(self, endpoint: str) -> None:
-        """Count the engine at this endpoint, which its publisher has given up, as ended."""
+        """Treat the engine at this endpoint as ended: its publisher could not send it weights in time."""
         for member, frames in self.usable.items():
             if frames.client.endpoint == endpoint:
                 if self.can_spare(member):
@@ -206,7 +207,7 @@ class Fleet:
                     frames.process.kill()
 
     def stop_restarting(self) -> None:
-        """Replace no engine from now on; its groups go nowhere."""
+        """Stop replacing engines that end. Their groups are not continued."""
         self.closing.set()
         for member in list(self.members):
             member.stop_restarting()
@@ -242,8 +243,8 @@ class Fleet:
         return next(iter(answers.values()))
 
     def call_all(self, call: Callable[[EngineClient], Value]) -> dict[Member, Value]:
-        """Call every engine that takes prompts. Returns the answers of those that have not ended meanwhile, at least
-        one; raises the error of one, as soon as all have answered."""
+        """Call every engine that takes prompts. Returns the answers of engines that have not ended during the call, at
+        least one; raises the error of one, as soon as all have answered."""
         while True:
             (first, frames), *others = self.ready().items()
             asked = {member: self.later(self.reach, member, theirs, call) for member, theirs in others}
@@ -264,12 +265,12 @@ class Fleet:
         except EngineDiedError as error:
             self.lose(member, frames, error)
         except InflightError:
-            if member.death is None:  # else its connection was closed meanwhile
+            if member.death is None:  # else its connection was closed during the call
                 raise
         return ENDED
 
     def later(self, function: Callable[..., Value], *arguments: Any) -> "Future[Value]":
-        """Call a function that waits for an engine in another thread. Raises InflightError if the fleet was closed."""
+        """Call in another thread a function that waits for an engine. Raises InflightError if the fleet was closed."""
         try:
             return self._threads.submit(function, *arguments)
         except RuntimeError as error:
@@ -284,7 +285,7 @@ class Fleet:
             return usable
 
     def _wait(self, waited: Wait, what: str) -> None:
-        """Let other threads have the lock for a moment. Raises EngineDiedError if no engine is left."""
+        """Release the lock for a moment. Raises EngineDiedError if no engine is left."""
         if self.gone is not None:
             raise self.gone
         if self.closing.is_set():
@@ -296,7 +297,7 @@ class Fleet:
     # ---- groups -------------------------------------------------------------------------------------------------
 
     def submit(self, prompts: Sequence[Prompt], *, reserved: bool) -> list[int]:
-        """Submit prompts, all or none, each to the least loaded engine. Returns the ids of their groups. Raises the
+        """Submit all prompts or none, each to the least loaded engine. Returns the ids of their groups. Raises the
         error of an engine that refuses one."""
         return self._complete(self._dispatch(list(enumerate(prompts))), reserved)
 
@@ -320,7 +321,7 @@ class Fleet:
             raise
 
     def fork(self, arguments: Mapping[str, Any], prompt: Prompt) -> int:
-        """Submit a fork to the engine that draws the request. prompt: what another engine would draw it from."""
+        """Submit a fork to the engine that draws the request. prompt: the equivalent prompt, for another engine."""
         request_id, at = arguments["request_id"], arguments["at"]
         while True:
             with self.lock:
@@ -398,11 +399,11 @@ class Fleet:
         arguments["ids"] = ids if verb == "submit" else ids[0]
         try:
             return part, frames.client.start_call(verb, arguments, returns)
-        except InflightError as error:  # raised where the others are waited for
+        except InflightError as error:  # raised when the answers are collected
             return part, partial(_raise, error)
 
     def _complete(self, sent: list[Sent], reserved: bool) -> list[int]:
-        """Wait for the answers to prompts that were sent, and submit those again whose engine has ended."""
+        """Wait for the answers to sent prompts, and submit prompts of ended engines again."""
         records: dict[int, GroupRecord] = {}
         try:
             while sent:
@@ -414,7 +415,7 @@ class Fleet:
         return [records[index].group_id for index in sorted(records)]
 
     def _accepted(self, sent: Sequence[Sent]) -> list[tuple[Part, bool]]:
-        """Return with each part whether its engine has accepted it, and not ended. Raises the error of an engine that
+        """Return each part with True if its engine has accepted it, and not ended. Raises the error of an engine that
         refuses one, as soon as all have answered."""
         answered: list[tuple[Part, bool]] = []
         refusal: InflightError | None = None
@@ -434,8 +435,8 @@ class Fleet:
         return answered
 
     def _claim(self, parts: Iterable[tuple[Part, bool]], reserved: bool) -> list[tuple[int, Prompt]]:
-        """Give the user the groups that engines have accepted. Returns those to submit again: their engine has ended,
-        and other engines do not continue them."""
+        """Make the user the owner of groups that engines have accepted. Returns the prompts to submit again: their
+        engine has ended, and other engines do not continue their groups."""
         again: list[tuple[int, Prompt]] = []
         finished: list[GroupRecord] = []
         with self.lock:
@@ -445,13 +446,13 @@ class Fleet:
                     finished += self.ledger.claim(ids, reserved=reserved)
                     continue
                 self.ledger.forget(record for _, record in given)
-                self.cancel_at(frames, ids)  # where it lives on
+                self.cancel_at(frames, ids)  # the process might still live
                 again += [(index, record.prompt) for index, record in given if record.prompt is not None]
         self.ledger.offer(finished)
         return again
 
     def _undo(self, records: Iterable[GroupRecord]) -> None:
-        """Discard groups, of which engines might have accepted some."""
+        """Discard groups. Engines might have accepted some of them."""
         with self.lock:
             for record in records:
                 if self.ledger.discard(record) and record.at is not None:
@@ -462,7 +463,7 @@ class Fleet:
             self.abandon(submitted.result())
 
     def _wait_for_owner(self, request_id: int) -> tuple[Member, EngineFrames]:
-        """Return the engine that draws a request, as soon as one does. Called with the lock, which it lends."""
+        """Return the engine that draws a request, as soon as one does. Called with the lock. Waiting releases it."""
         waited = Wait()
         while True:
             record = self.ledger.find(request_id)

@@ -17,20 +17,20 @@ from inflight.stream.reader import StreamReader
 logger = logging.getLogger(__name__)
 
 _TEND_NS = 100_000_000
-"""Interval at which every reader is asked while others have frames: it acknowledges, and notices silence."""
+"""Interval at which every reader is polled while others have frames, so that it acknowledges and notices silence."""
 _QUIET_NS = 100_000_000
-"""Time without a frame after which all frames of an engine that has ended count as read."""
+"""Time without a frame after which the frames of an ended engine are taken to be read completely."""
 _STATES = ("generating", "waits for the trainer", "waits for weights", "paused", "asleep", "idle")
-"""States of an engine; the first that one of them has is the state of the fleet."""
+"""States of an engine, by priority; the first that some engine has is the state of the fleet."""
 
 
 class EngineFrames:
-    """The connection to one process of an engine. `receive` and `close` are for the thread that reads; all else is safe
+    """The connection to one process of an engine. Only the reading thread calls `receive` and `close`; all else is safe
     from any thread."""
 
     def __init__(self, process: Process, *, can_spare: Callable[[], bool] = lambda: True):
-        """can_spare: returns True if other engines, or a successor, can continue the groups of this process. Then
-        frames that cannot be read end it; else they are an error of the stream."""
+        """can_spare: returns True if other engines, or a successor, can continue the groups of this process. If so,
+        unreadable frames end the process; otherwise they are an error of the stream."""
         self.process, self._can_spare = process, can_spare
         self.engine_id, self.client = process.welcome.engine_id, process.client
         self.reader: StreamReader | None = None
@@ -40,7 +40,7 @@ class EngineFrames:
         self.version = 0
         """The newest version that drew a token or went live."""
         self.error: InflightError | None = None
-        """The reason why no more frames can be read."""
+        """The reason why further frames cannot be read."""
         self.read = threading.Event()
         """Set when the last frame has been processed."""
         self._leaving = False
@@ -62,7 +62,7 @@ class EngineFrames:
         return self.reader.silent_s if self.reader is not None else 0.0
 
     def leave(self) -> None:
-        """Read the frames that have arrived by now, and no more: the engine has ended, or sends nothing any more."""
+        """Read only the frames that have arrived by now: the engine has ended, or has stopped sending."""
         self._heard_ns = now_ns()
         self._leaving = True
         if self.reader is None:
@@ -75,7 +75,7 @@ class EngineFrames:
 
     @property
     def is_over(self) -> bool:
-        """True if nothing more is to be read."""
+        """True if all frames have been read."""
         return self._leaving and (self.error is not None or now_ns() - self._heard_ns > _QUIET_NS)
 
     def receive(self, timeout_ms: int = 0) -> TokenFrame | None:
@@ -105,7 +105,7 @@ class EngineFrames:
 
 
 class MergedFrames:
-    """The frames of all engines, which take turns. Engines can join at any time. One engine alone is read directly."""
+    """The frames of all engines, read alternately. Engines can join at any time. One engine alone is read directly."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -174,7 +174,7 @@ class MergedFrames:
         return frame
 
     def _poll(self, timeout_ms: int) -> Sequence[EngineFrames]:
-        """Return the connections that have something, as soon as one has."""
+        """Return the connections that have messages, as soon as one has, or none after the timeout."""
         parts = tuple(part for part in self._parts if part.error is None)
         if not parts:
             sleep(timeout_ms / 1e3)

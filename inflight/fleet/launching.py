@@ -1,4 +1,4 @@
-"""`launch` and `attach`: the two ways to an engine."""
+"""`launch` starts an engine, and `attach` connects to one."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -58,17 +58,17 @@ def launch(
     """Start a generator in its own process, or several, and wait until they have loaded their model.
 
         launch("Qwen/Qwen3-0.6B", max_sequences=64)         # the fields of inflight.EngineOptions
-        launch([EngineOptions(…), EngineOptions(…)])        # several engines behind one stream
+        launch([EngineOptions(…), EngineOptions(…)])        # several engines that share one stream
         launch("Qwen/Qwen3-0.6B", placement=inflight.ray.Placement(num_gpus=1))
 
-    `model` is the only option that must be given. placement: where each engine runs, or all of them do; None: processes
-    of this machine that end with this one. Use the engine as a context manager, or `close()` it. Raises TypeError for
-    an option that does not exist, ValueError for one that is out of range, ModelLoadError, UnsupportedModelError,
-    RemoteCodeError, BackendError, SharedMemoryError, DeviceMemoryError, KeysError, ListenError, EngineDiedError,
-    EngineHungError, JournalError, or PlacementError.
-    Under torchrun every rank calls it, after the process group was made: rank 0 launches, and the others get an
-    AttachedEngine, whose `stream.batches` yields their shares of each batch. They raise what rank 0 raised, or
-    RankLostError. For an engine of this process alone use `inflight.Engine(inflight.EngineOptions(…))`.
+    `model` is the only required option. placement: of each engine, or one for all; None: processes of this machine that
+    end with this one. Use the engine as a context manager, or `close()` it. Raises TypeError for an option that does
+    not exist, ValueError for one that is out of range, ModelLoadError, UnsupportedModelError, RemoteCodeError,
+    BackendError, SharedMemoryError, DeviceMemoryError, KeysError, ListenError, EngineDiedError, EngineHungError,
+    JournalError, or PlacementError.
+    Under torchrun every rank calls it, after the process group was made. Rank 0 launches the engine. Each other rank
+    gets an AttachedEngine; its `stream.batches` yields the rank's share of each batch. The other ranks raise the error
+    of rank 0, or RankLostError. For an engine of this process alone use `inflight.Engine(inflight.EngineOptions(…))`.
     """
     chosen: Any = model[0] if len(model) == 1 and not isinstance(model[0], str) else None
     if chosen is None:
@@ -80,7 +80,7 @@ def launch(
     if ranks is None or first is None:
         return Engine(chosen, placement)
     if ranks.rank:
-        attached: Any = ranks.attach(first)  # has the part of an Engine that every rank can use
+        attached: Any = ranks.attach(first)  # it has the methods of an Engine that every rank can use
         return attached
     return ranks.announce(
         lambda: Engine(chosen, placement), lambda engine, outside: engine._share(ranks.size, outside).own_address
@@ -99,10 +99,10 @@ def attach(
     """Connect to an engine that was launched with `listen`, in another process or on another machine, or to several.
 
     endpoint: "tcp://HOST:PORT", or a list of them. keys: the directory of this client's keys and of the engine's public
-    key (docs/security.md). model: where the tokenizer is found, as EngineOptions says; prompts are token ids without
-    it. timeout_s: bound for the engine to be there and to load its model. answer_timeout_s: bound for every later call.
-    Use it as a context manager, or `close()` it; the engine lives on. Raises KeysError, VersionMismatchError, or
-    EngineHungError if nothing answers; a client with wrong keys gets no answer.
+    key (docs/security.md). model: source of the tokenizer, as in EngineOptions; prompts are token ids without it.
+    timeout_s: bound for the engine to start and to load its model. answer_timeout_s: bound for every later call.
+    Use it as a context manager, or `close()` it. Closing does not stop the engine. Raises KeysError,
+    VersionMismatchError, or EngineHungError if nothing answers; a client with wrong keys gets no answer.
     """
     endpoints = [endpoint] if isinstance(endpoint, str) else list(endpoint)
     mine = client_keys(keys)

@@ -20,39 +20,40 @@ _CHECK_S = 0.1
 
 
 class Member:
-    """One engine, whichever process runs it now. The lock of the fleet guards what its monitor and callers change.
+    """One engine, across restarts of its process. The fleet's lock guards the fields that its monitor and callers
+    change.
 
-    `options.restarts` limits how many successors its process can have.
+    `options.restarts` limits the number of successors of its process.
     """
 
     def __init__(self, options: EngineOptions, placement: Placement):
-        """Starts the process, and raises what keeps it from starting."""
+        """Start the process. Raises the error that keeps it from starting."""
         self.options, self.placement = options, placement
         self._closing = threading.Event()
         self.process: Process = placement.start(options, self._closing)
-        """The process that serves, or served last."""
+        """The current process, or the last one."""
         self._condition = threading.Condition()
-        """Guards the succession. Whoever holds it takes no other lock."""
+        """Guards the succession. No other lock is acquired while it is held."""
         self._serves = True
-        """The process has not ended, as far as is known."""
+        """The process is not known to have ended."""
         self._deaths: list[str] = []
         self._fruitless = 0
-        """Deaths in a row between which no token arrived."""
+        """Number of consecutive deaths without a token in between."""
         self._tokens_at_death = 0
         self.frames: EngineFrames | None = None
         """The connection to the process, once it takes prompts."""
         self.num_given = 0
-        """Samples that this process was given, whatever became of them."""
+        """Samples that were sent to this process, finished ones included."""
         self.num_past_tokens = 0
         """Tokens that arrived from earlier processes."""
         self.failure: Exception | None = None
-        """The reason why this process counts as ended, although it might live."""
+        """The reason why this process is treated as ended, although it might live."""
         self.leaving = False
         """The engine is being removed from the fleet."""
         self.death: EngineDiedError | None = None
-        """The engine has ended, and has no successor."""
+        """The reason why the engine has ended for good, without a successor."""
 
-    # ---- what users call ----------------------------------------------------------------------------------------
+    # ---- calls of users -----------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -70,10 +71,10 @@ class Member:
         return self.process.welcome
 
     def status(self) -> Status:
-        """Counters of this engine."""
+        """Return the counters of this engine."""
         return self.process.client.call("status", returns=Status)
 
-    # ---- what the fleet asks ------------------------------------------------------------------------------------
+    # ---- calls of the fleet -------------------------------------------------------------------------------------
 
     @property
     def usable(self) -> bool:
@@ -82,7 +83,7 @@ class Member:
 
     @property
     def load(self) -> float:
-        """Number of unfinished samples, in multiples of those that the engine draws at a time."""
+        """Number of unfinished samples, divided by the engine's `max_sequences`."""
         num_ended = self.frames.num_rollouts if self.frames is not None else 0
         return (self.num_given - num_ended) / self.process.welcome.max_sequences
 
@@ -101,8 +102,8 @@ class Member:
         return True
 
     def living(self) -> Process:
-        """Return the process that serves, also before it takes prompts; while it is being replaced, wait for its
-        successor. Raises EngineDiedError if there will be none."""
+        """Return the current process, also before it takes prompts; while it is being replaced, wait for its successor.
+        Raises EngineDiedError if there will be none."""
         process = self.process
         try:
             process.check()
@@ -122,12 +123,12 @@ class Member:
         self.process.close()
 
     def restart(self, death: EngineDiedError) -> None:
-        """Replace the process that has ended: start another one after a pause. Raises EngineDiedError if the process
-        can have no successor, or none starts."""
+        """Replace the ended process: start another one after a pause. Raises EngineDiedError if the process cannot have
+        a successor, or none starts."""
         old = self.process
         with self._condition:
             self._serves = False
-        old.remove()  # at once: if this process is killed soon, nothing else would
+        old.remove()  # at once: if this process is killed soon, nothing else would remove it
         num_tokens = self.num_past_tokens + (self.frames.num_tokens if self.frames is not None else 0)
         if num_tokens > self._tokens_at_death:
             self._fruitless = 0
@@ -147,7 +148,7 @@ class Member:
                 continue
             try:
                 process = self.placement.start(self.options, self._closing)
-            except Exception as error:  # whatever it is, callers that wait for a successor must learn of it
+            except Exception as error:  # any error must reach the callers that wait for a successor
                 if not isinstance(error, (InflightError, OSError)):
                     logger.exception("an engine could not be replaced")
                 death = EngineDiedError(f"a successor did not start: {type(error).__name__}: {error}")

@@ -21,7 +21,7 @@ _UNDO = {"pause": "resume", "sleep": "wake"}
 
 
 class EngineMonitor:
-    """A thread that notices when an engine ends, gives its groups to others, and starts it again if that is allowed."""
+    """A thread that notices the end of an engine, reassigns its groups, and restarts it if `restarts` allows that."""
 
     def __init__(self, member: Member, fleet: Fleet):
         self.member, self._fleet = member, fleet
@@ -32,7 +32,7 @@ class EngineMonitor:
         self._thread = threading.Thread(target=self._run, name="inflight-monitor", daemon=True)
 
     def begin(self, least_version: int = 0) -> None:
-        """Bring the engine the weights that the others have, and let it take prompts. least_version: the newest version
+        """Send the engine the weights of the other engines, and let it take prompts. least_version: the newest version
         of its earlier processes. Raises InflightError."""
         fleet, member = self._fleet, self.member
         address = fleet.address_of(member, member.process)
@@ -61,7 +61,7 @@ class EngineMonitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching, and give the groups of the engine to others. The engine draws nothing more."""
+        """Stop watching, stop the engine's generation, and reassign its groups to other engines."""
         member, fleet = self.member, self._fleet
         with fleet.lock:
             member.leaving = True
@@ -76,7 +76,7 @@ class EngineMonitor:
         if member.frames is not None and not member.frames.given_up:
             try:
                 self._drain(member.frames)
-            except InflightError as error:  # it has ended, and the tokens that it has not sent are drawn again
+            except InflightError as error:  # it has ended, and other engines draw its unsent tokens again
                 logger.warning("the engine that is removed does not answer: %s", error)
             self._give_up(member.frames)
         with fleet.changing:
@@ -114,7 +114,7 @@ class EngineMonitor:
 
     def _watch(self) -> EngineDiedError | None:
         """Wait until the engine has ended, and return the reason; None if the thread is to stop. An engine that does
-        not answer, or whose frames cannot be read, counts as ended if another one can continue its groups."""
+        not answer, or sends unreadable frames, is treated as ended if another one can continue its groups."""
         member, fleet, asked_ns = self.member, self._fleet, now_ns()
         while not (fleet.closing.is_set() or member.leaving):
             frames, process = member.frames, member.process
@@ -139,7 +139,8 @@ class EngineMonitor:
         return None
 
     def _ask(self, frames: EngineFrames) -> None:
-        """Find out whether a process that has been silent for a while is there."""
+        """Ask a process that has been silent for a while for its status. If the call fails, treat it as ended. A hung
+        process whose groups no other engine can continue is reported to waiting callers instead."""
         fleet, silent_s = self._fleet, frames.silent_s
         try:
             status = frames.client.call("status", returns=Status)
@@ -160,7 +161,7 @@ class EngineMonitor:
             logger.warning("no token has come for %.0f s: %s", silent_s, _why_silent(status))
 
     def _give_up(self, frames: EngineFrames, death: EngineDiedError | None = None) -> None:
-        """Read the frames that the process has sent, and give its groups to others."""
+        """Read the remaining frames of the process, and reassign its groups to other engines."""
         member, fleet = self.member, self._fleet
         with fleet.lock:
             member.failure = member.failure or death
@@ -174,7 +175,7 @@ class EngineMonitor:
         logger.warning("%s leaves the fleet; %d unfinished groups go on elsewhere", member.name, num_groups)
 
     def _bury(self, death: EngineDiedError) -> None:
-        """Continue with the other engines, if there are any: this one has ended for good."""
+        """Record that this engine has ended for good, and continue with the others, if there are any."""
         member, fleet = self.member, self._fleet
         if fleet.closing.is_set():
             return
@@ -183,7 +184,7 @@ class EngineMonitor:
         member.close()
 
     def _enter(self, frames: EngineFrames) -> None:
-        """Do what the user last did to all engines, and take prompts from then on."""
+        """Apply the last `pause` or `sleep` of the fleet to this engine too, and then let it take prompts."""
         fleet, member, done = self._fleet, self.member, None
         while True:
             with fleet.lock:
@@ -200,7 +201,7 @@ class EngineMonitor:
             done = wanted
 
     def _drain(self, frames: EngineFrames) -> None:
-        """Let the process draw nothing more, and wait until all of its tokens have arrived."""
+        """Pause the process, and wait until all of its tokens have arrived."""
         frames.client.call("pause")
         waited = Wait()
         while frames.reader is not None:

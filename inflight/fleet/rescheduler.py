@@ -26,14 +26,14 @@ Answers = Mapping[Member, tuple[EngineFrames, Status]]
 
 
 class Rescheduler:
-    """A thread that gives groups without an engine to engines whose weights can continue them.
+    """A thread that assigns groups without an engine to engines whose weights can continue them.
 
     A group continues with the version of its last token, or a newer one. A group that is pinned to a version continues
     on an engine that holds it. If no engine gets such weights in time, the group ends with finish_reason "error".
     """
 
     def __init__(self, fleet: Fleet, timeout_s: float):
-        """timeout_s: how long engines that take prompts can lack the weights."""
+        """timeout_s: time for which engines that take prompts can lack the weights."""
         self._fleet, self._timeout_s = fleet, timeout_s
         self._asked: dict[Member, tuple[EngineFrames, Future[Any]]] = {}
         """Engines that have not answered yet."""
@@ -99,7 +99,7 @@ class Rescheduler:
         fleet.fail(refused)
 
     def _adopt(self, member: Member, frames: EngineFrames, records: list[GroupRecord]) -> None:
-        """Have an engine continue groups. If it ends meanwhile, they are taken from it like all of its groups."""
+        """Have an engine continue groups. If it ends before that, they are reassigned like all of its groups."""
         fleet, unfinished = self._fleet, [unfinished_of(record) for record in records]
         try:
             refused = fleet.reach(member, frames, lambda client: adopt(client, unfinished, fleet.ledger.next_ids))
@@ -119,19 +119,19 @@ class Rescheduler:
 
 
 def can_continue(record: GroupRecord, status: Status) -> bool:
-    """Return whether an engine has weights that can continue a group."""
+    """Return True if an engine has weights that can continue a group."""
     pin = record.pin
     return status.version >= record.version if pin in (None, LIVE_VERSION) else pin in status.versions
 
 
 def is_past(record: GroupRecord, engines: Answers) -> bool:
-    """Return True if no engine will hold the version again to which a group is pinned."""
+    """Return True if a group is pinned to a version that all engines have passed."""
     pin = record.pin
     return bool(engines) and pin not in (None, LIVE_VERSION) and all(s.version > pin for _, s in engines.values())
 
 
 def unfinished_of(record: GroupRecord) -> Unfinished:
-    """Return what another engine needs to continue a group."""
+    """Return the message with which another engine continues a group."""
     drawn = {request_id: [] for request_id in record.request_ids} if record.drawn is None else record.drawn
     assert record.prompt is not None
     return Unfinished(record.group_id, record.prompt, record.ids.first_request_id, drawn, record.origin)
@@ -139,7 +139,7 @@ def unfinished_of(record: GroupRecord) -> Unfinished:
 
 def adopt(client: EngineClient, groups: list[Unfinished], following: Ids) -> dict[int, str]:
     """Have an engine continue groups that another one began. following: later groups have these ids, or larger ones.
-    Returns the reasons why it cannot continue some, by their ids."""
+    Returns a mapping from the ids of groups that it cannot continue to the reasons."""
     refused: dict[int, str] = {}
     for part in _in_parts(groups):
         arguments = {

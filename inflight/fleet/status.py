@@ -9,7 +9,7 @@ from inflight.core.messages import Status
 
 
 def summed(parts: Sequence[Status]) -> Status:
-    """Return sums of counts. `version` is the oldest, and `versions` are those of any engine."""
+    """Return the sums of counts. `version` is the oldest version, and `versions` lists the versions of all engines."""
     if len(parts) == 1:
         return parts[0]
     names = [field.name for field in msgspec.structs.fields(Status) if field.type is int]

@@ -1,17 +1,17 @@
-"""AReaL at `inflight serve` (written against areal 1.0.4, in whose environment this module needs nothing else of
-inflight's).
+"""AReaL with `inflight serve` (written against areal 1.0.4). In AReaL's environment this module needs nothing else of
+inflight.
 
     from inflight.integrations.areal import InflightEngine
 
     rollout = InflightEngine(config.rollout)          # where an AReaL script has RemotevLLMEngine(config.rollout)
     rollout.initialize(addr=["10.0.0.7:8000"], train_data_parallel_size=1)
 
-AReaL's own engine for vLLM works too, but has the server drop every answer before an update, and gives all tokens that
-it got at once the version that is live by then. Here nothing stops for an update, and `output_versions` says of each
-token which weights drew it.
+AReaL's own engine for vLLM works too. But it makes the server drop every response before an update, and labels all
+tokens received at once with the version that is live at that time. Here nothing stops for an update, and
+`output_versions` contains the version of the weights that drew each token.
 """
 
-# AReaL has an environment of its own.
+# AReaL needs a separate environment.
 # pyright: reportMissingImports=false
 import os
 import subprocess
@@ -29,15 +29,15 @@ _NO_NCCL = (
     'server both see, with weight_update_mode="disk"'
 )
 _versions: ContextVar[list[int]] = ContextVar("inflight_versions")
-"""Which weights drew each token of the request that this task waits for."""
+"""Weight version of each token of the request that this task waits for."""
 
 
 class InflightBackend(VLLMBackend):
-    """What AReaL asks of `inflight serve`; what is not here is as vLLM has it."""
+    """AReaL's requests to `inflight serve`. Requests that are not defined here are the same as for vLLM."""
 
     def build_generation_request(self, req: ModelRequest, with_lora: bool, version: int) -> HttpRequest:
-        """As for vLLM, but an adapter has one name, under which each version follows the last one in flight. Before
-        the first update it is as good as none."""
+        """Build the request as for vLLM, but with one adapter name, under which versions replace each other in flight.
+        Before the first update the adapter has no effect."""
         if req.vision_msg_vllm:
             raise NotImplementedError("inflight serve takes no images")
         request = super().build_generation_request(req, with_lora, version)
@@ -49,14 +49,15 @@ class InflightBackend(VLLMBackend):
         return request
 
     def parse_generation_response(self, response: dict[str, Any]) -> HttpGenerationResult:
-        """Also notes the versions. Raises ValueError for weights that have a name which is no number of AReaL's."""
+        """Parse the response and note the versions. Raises ValueError for a version name that is not a number from
+        AReaL."""
         result = super().parse_generation_response(response)
         for span in response["choices"][0]["weight_versions"]:
             _versions.get([]).extend([int(span["version"])] * (span["end"] - span["start"]))
         return result
 
     def build_disk_weight_update_requests(self, meta: WeightUpdateMeta) -> WeightUpdateRequests:
-        """Publish the directory under AReaL's number of the version; the answer comes when it is live."""
+        """Publish the directory under AReaL's version number. The response arrives when it is live."""
         path, label = os.path.abspath(str(meta.path)), None if meta.version is None else str(meta.version)
         if meta.use_lora:
             payload = {"lora_name": meta.lora_name, "lora_path": path, "load_inplace": True, "weight_version": label}
@@ -64,21 +65,21 @@ class InflightBackend(VLLMBackend):
         return WeightUpdateRequests([HttpRequest("/update_weights", {"weight_dir": path, "weight_version": label})])
 
     def _refuse_nccl(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError."""
+        """Raise NotImplementedError."""
         raise NotImplementedError(_NO_NCCL)
 
     build_distributed_weight_update_requests = build_init_weights_group_request = _refuse_nccl
 
     def get_pause_request(self) -> HttpRequest:
-        """AReaL pauses around an update, for which nothing has to stop."""
+        """Return the request for AReaL's pause around an update. Nothing has to stop for it."""
         return HttpRequest("/pause?mode=keep", {})
 
     def get_resume_request(self) -> HttpRequest:
-        """The end of such a pause."""
+        """Return the request that ends such a pause."""
         return HttpRequest("/resume", {})
 
     def launch_server(self, server_args: dict[str, Any]) -> subprocess.Popen:
-        """Raises NotImplementedError: inflight has another torch than AReaL."""
+        """Raise NotImplementedError: inflight needs another torch than AReaL."""
         raise NotImplementedError(
             "start `inflight serve` in an environment of its own, and give initialize its address"
         )
@@ -96,7 +97,7 @@ class _VersionedEngine(RemoteInfEngine):
 
 
 class InflightEngine(RemotevLLMEngine):
-    """AReaL's engine for a remote server, over `inflight serve`."""
+    """AReaL's engine for a remote server, with `inflight serve`."""
 
     def __init__(self, config: InferenceEngineConfig):
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Weights from a trainer to servers through a directory that all of them see."""
+"""Sends weights from a trainer to servers through a directory that all of them see."""
 
 import json
 import shutil
@@ -22,11 +22,11 @@ _ASK_EVERY_S = 0.5
 
 
 class DirectoryTransfer:
-    """Writes each version of a trainer's weights as a checkpoint into a directory of its own, and has every server
+    """Writes each version of a trainer's weights as a checkpoint into a separate directory, and has every server
     publish it. It is a `weight_transfer` for TRL's AsyncGRPOTrainer.
 
-    `send_weights` returns when the version is live everywhere, or raises what a server says of it; then that one draws
-    with the weights that it had. The directory of a version is removed when the next one is live.
+    `send_weights` returns when the version is live everywhere, or raises a server's error; then that server keeps its
+    earlier weights. The directory of a version is removed when the next one is live.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class DirectoryTransfer:
         timeout_s: float = 1800.0,
         token: str = "",
     ):
-        """url: of the server, or of several. directory: an absolute path, the same for all. dtype: what floating-point
-        tensors are written in, for example that of the server; None leaves them as they are. timeout_s: for a server's
-        answers. token: that of the servers, where they have one. Raises WeightFileError."""
+        """url: of the server, or of several. directory: an absolute path, the same for all. dtype: dtype of written
+        floating-point tensors, for example the server's; None leaves them unchanged. timeout_s: for a server's
+        responses. token: token of the servers, if they have one. Raises WeightFileError."""
         self._urls = [each.rstrip("/") for each in ([url] if isinstance(url, str) else url)]
         self._directory, self._dtype, self._timeout_s, self._token = Path(directory), dtype, timeout_s, token
         if not self._directory.is_absolute():
@@ -48,7 +48,7 @@ class DirectoryTransfer:
         self._count = 0
 
     def init_weight_transfer(self) -> None:
-        """Return when every server answers. Raises TimeoutError."""
+        """Return when every server responds. Raises TimeoutError."""
         wait = Wait()
         for url in self._urls:
             while not _answers(url):
@@ -59,13 +59,14 @@ class DirectoryTransfer:
                 wait.tell(f"no server answers at {url} yet")
 
     def pause(self) -> None:
-        """Do nothing: servers go on drawing."""
+        """Do nothing: servers continue to generate."""
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> None:
-        """Write the weights, and return when every server draws with them. version: what spans of weight versions are
-        to call it. Raises InflightError with what a server says, or WeightFileError if they cannot be written."""
+        """Write the weights, and return when every server draws with them. version: name of the version in spans of
+        weight versions. Raises InflightError with a server's message, or WeightFileError if the weights cannot be
+        written."""
         directory = self._directory / f"version-{self._count + 1:08d}"
-        shutil.rmtree(directory, ignore_errors=True)  # of a run before this one
+        shutil.rmtree(directory, ignore_errors=True)  # of an earlier run
         with file_errors(WeightFileError, f"cannot write to {directory}"):
             directory.mkdir(parents=True)
         try:
@@ -82,7 +83,7 @@ class DirectoryTransfer:
         """Do nothing."""
 
     def destroy(self) -> None:
-        """Leave the last version where it is; the servers have read it."""
+        """Do nothing: the last version stays, and the servers have read it."""
 
     def _write(self, directory: Path, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors: dict[str, torch.Tensor] = {}
@@ -108,7 +109,7 @@ class DirectoryTransfer:
             raise InflightError(f"the server at {url} did not take the weights: {_told(error)}") from error
         except OSError as error:
             raise InflightError(f"the server at {url} does not answer: {error}") from error
-        with suppress(ValueError, TypeError):  # it is no JSON, or no object
+        with suppress(ValueError, TypeError):  # not JSON, or not an object
             if "version" in json.loads(answer):
                 return
         raise InflightError(
@@ -118,7 +119,7 @@ class DirectoryTransfer:
 
 
 def bearer(token: str) -> dict[str, str]:
-    """The header that a server with a token wants."""
+    """Return the header for a server with a token."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
@@ -136,7 +137,7 @@ def _answers(url: str) -> bool:
 
 
 def _told(error: urllib.error.HTTPError) -> str:
-    """The message of an error of inflight's server, or what else answered."""
+    """Return the message of an error from inflight's server, or the response of another server."""
     text = error.read().decode(errors="replace")
     try:
         return json.loads(text)["error"]["message"]

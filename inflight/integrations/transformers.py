@@ -1,4 +1,4 @@
-"""inflight beside Transformers' Trainer, or one that is made of it: a callback that publishes after every step.
+"""Callback that publishes after every step, for Transformers' Trainer and trainers derived from it.
 
     with inflight.launch(path) as engine:
         trainer = Trainer(model, args, callbacks=[PublishCallback(engine.publisher)], …)
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Publishes(Protocol):
-    """What every rank of a trainer holds: a Publisher, a ShardSender, or what an AttachedEngine gives."""
+    """Publisher on every rank of a trainer: a Publisher, a ShardSender, or the publisher of an AttachedEngine."""
 
     def publish(self) -> int: ...
     def wait_copied(self) -> None: ...
@@ -32,41 +32,40 @@ class Publishes(Protocol):
 class PublishCallback(TrainerCallback):
     """Publishes the trainer's weights when training begins, after every `every` optimizer steps, and when it ends.
 
-    publisher: `engine.publisher`, or another function of a model that makes a publisher. Every rank calls it when
-    training begins, with the model as the trainer has wrapped, spread or moved it, and closes what it made when
-    training ends. Or a publisher that you made, and close. The adapters of a PEFT model are published as
-    `inflight.Publisher` says.
+    publisher: `engine.publisher`, or another function that makes a publisher of a model. Every rank calls it when
+    training begins, with the model as the trainer has wrapped, sharded or moved it, and closes the publisher when
+    training ends. Or a publisher that you made, and close. For the adapters of a PEFT model see `inflight.Publisher`.
 
-    A step whose gradients are not finite is no step: they are dropped before the optimizer sees them, so that
-    parameters and the optimizer's state stay what they are, and nothing is published. With fp16 the gradient scaler
-    does that itself. DeepSpeed's step is out of reach of callbacks: what it has skipped is not published, and
+    A step with gradients that are not finite is skipped: the gradients are dropped before the optimizer sees them.
+    Parameters and the optimizer's state stay unchanged, and nothing is published. With fp16 the gradient scaler does
+    that itself. Callbacks cannot change DeepSpeed's step: steps that it has skipped are not published, and
     `functools.partial(engine.publisher, check_finite=True)` refuses weights that are not finite.
     """
 
     def __init__(self, publisher: Publishes | Callable[[nn.Module], Publishes], *, every: int = 1):
-        """Raises ValueError unless `every` is at least 1."""
+        """Raise ValueError unless `every` is at least 1."""
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
         self._make = publisher if callable(publisher) else None
         self.publisher: Publishes | None = None if callable(publisher) else publisher
-        """The publisher, None before training where the callback makes it."""
+        """The publisher; None before training if the callback makes it."""
         self._every = every
         self._unpublished = 0
-        """Steps since the last publish."""
+        """Number of steps since the last publish."""
         self._skipped = False
-        """The optimizer was left without gradients in this step."""
+        """True if the optimizer was left without gradients in this step."""
         self.num_skipped = 0
-        """Steps that were not taken since gradients were not finite."""
+        """Number of steps that were skipped since gradients were not finite."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
         if self._make is not None:
-            self._close()  # that of a train() which failed
+            self._close()  # from a train() that failed
             self.publisher = self._make(model)
-        self._publish()  # a checkpoint may have changed what the engine was launched with
+        self._publish()  # a checkpoint can have changed the launched weights
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.deepspeed_plugin is not None and self.publisher is not None:
-            self.publisher.wait_copied()  # its optimizers do not wait for what reads the model's parameters
+            self.publisher.wait_copied()  # DeepSpeed's optimizers do not wait for the copy of the model's parameters
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
         if getattr(optimizer, "scaler", None) is None and not _has_finite_gradients(optimizer):
@@ -102,7 +101,7 @@ class PublishCallback(TrainerCallback):
 
 @torch.no_grad()
 def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the norm of all gradients is finite, on every rank that holds a part of them."""
+    """Return whether the norm of all gradients is finite, on every rank that holds a part of them."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return math.isfinite(norm.full_tensor() if isinstance(norm, DTensor) else norm)

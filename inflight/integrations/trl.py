@@ -34,27 +34,28 @@ Prompt = str | list[dict[str, Any]]
 
 
 class EngineRollouts:
-    """A `rollout_func` for GRPOTrainer: draws the completions that the trainer asks for with an inflight engine.
+    """A `rollout_func` for GRPOTrainer: generates the trainer's completions with an inflight engine.
 
     Sampling parameters are the trainer's own, read at each call: max_completion_length, temperature, top_k, top_p,
-    min_p, repetition_penalty, its end-of-sequence ids as stop tokens, and of generation_kwargs those that
-    `SamplingParams` has (under Transformers' names too: stop_strings, max_new_tokens, min_new_tokens). What the engine
-    cannot do, or would leave undone without a word, is refused by name. Draws have seeds of their own:
+    min_p, repetition_penalty, its end-of-sequence ids as stop tokens, and of generation_kwargs the ones that
+    `SamplingParams` has (under Transformers' names too: stop_strings, max_new_tokens, min_new_tokens). Parameters that
+    the engine does not support, or would silently ignore, are refused by name. Samples have separate seeds:
     `TrainingArguments.seed` decides the order of the prompts alone.
 
-    Text that begins with the token that begins a sequence, as a rendered chat template does, does not get it twice.
+    Text that begins with the beginning-of-sequence token, as a rendered chat template does, does not get it twice.
 
-    TRL's importance sampling correction (`vllm_importance_sampling_correction`, which is on by default, with its mode
-    and bounds) is applied as it is for vLLM, with the log-probabilities that the engine recorded: it takes TRL a
-    forward pass per generation batch. Set it to False for none. Trainers made by `behavior_ratio` do without it.
+    TRL's importance sampling correction (`vllm_importance_sampling_correction`, on by default, with its mode and
+    bounds) is applied as for vLLM, with the log-probabilities that the engine recorded. It costs TRL a forward pass per
+    generation batch; False disables it. Trainers made by `behavior_ratio` do not use it.
 
-    ahead: how many further generation batches stay in flight while the trainer trains on the current one. 0: the
-    engine draws inside the call only, which waits until the newest published weights are live, so that all completions
-    come from them; it idles while the trainer trains. With 1 or more it never stops and completions are up to that many
-    batches old. The prompts to come are told by a sampler like the trainer's own, shuffled as that one is, so `ahead`
+    ahead: number of further generation batches in flight while the trainer trains on the current one. 0: the engine
+    generates inside the call only. The call waits until the newest published weights are live, so that all completions
+    use them; the engine idles while the trainer trains. With 1 or more it never stops, and completions are up to that
+    many batches old. A sampler like the trainer's own, with the same shuffling, predicts the next prompts. So `ahead`
     needs a dataset with a length, and one process.
-    adapter: the LoRA adapter of the engine that draws, where it was launched with `lora_rank`. None: the one that the
-    trainer trains; in an engine without adapters the weights alone, into which PEFT's are merged as they are published.
+
+    adapter: the LoRA adapter that generates, in an engine launched with `lora_rank`. None: the adapter that the trainer
+    trains; in an engine without adapters the weights alone, into which PEFT's adapters are merged at publishing.
     """
 
     def __init__(self, engine: Engine, *, ahead: int = 0, adapter: str | None = None):
@@ -68,7 +69,7 @@ class EngineRollouts:
         self._warned = False
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
-        """One completion for each entry of `prompts`, in its order; TRL repeats a prompt once per completion.
+        """Return one completion for each entry of `prompts`, in its order; TRL repeats a prompt once per completion.
 
         Returns lists of len(prompts): prompt_ids, completion_ids, logprobs (one per completion token), and for the
         reward functions weight_versions (one per completion token) and finish_reason.
@@ -93,8 +94,8 @@ class EngineRollouts:
         }
 
     def _planned_groups(self, prompts: list[Prompt]) -> list[int] | None:
-        """The groups that were submitted ahead for this batch; None if it was not. Then (in a resumed run) all that was
-        submitted ahead is cancelled."""
+        """Return the groups that were submitted ahead for this batch; None if there are none. Then (in a resumed run)
+        all groups submitted ahead are cancelled."""
         if not self._planned:
             return None
         expected, group_ids = self._planned.popleft()
@@ -135,22 +136,22 @@ class EngineRollouts:
 
 
 def behavior_ratio(trainer_class: type) -> type:
-    """A subclass of GRPOTrainer whose ratio is π_θ / π_b with π_b as the engine recorded it, per token.
+    """Return a subclass of GRPOTrainer whose ratio is π_θ / π_b with π_b as the engine recorded it, per token.
 
     TRL's own correction weighs each answer by π_p / π_b, with π_p computed by another forward pass, and clips the rest
-    of the ratio, π_θ / π_p. Here PPO's clip bounds the whole ratio, and there are no weights. Both sides must mean the
-    same distribution: the trainer's is over the whole vocabulary, so keep top_k, top_p and min_p off.
+    of the ratio, π_θ / π_p. Here PPO's clip bounds the whole ratio, and answers have no weights. Both sides must mean
+    the same distribution: the trainer's is over the whole vocabulary, so keep top_k, top_p and min_p off.
     """
 
     class BehaviorRatioTrainer(trainer_class):
         corrects_itself = True
-        """EngineRollouts reads this: TRL's own weights would count the same difference twice."""
+        """True for EngineRollouts: TRL's own weights would count the same difference twice."""
 
         def compute_loss(
             self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
             recorded = inputs["sampling_per_token_logps"]
-            # Where TRL masks a completion out its own log-probability is 0; so is ours then, and the ratio is 1.
+            # For a completion that TRL masks out, TRL's log-probability is 0. Ours is set to 0 too, and the ratio is 1.
             recorded = torch.where(inputs["completion_mask"].bool(), recorded, 0.0)
             inputs = {**inputs, "old_per_token_logps": recorded}
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -159,12 +160,12 @@ def behavior_ratio(trainer_class: type) -> type:
 
 
 _NOTHING_TO_SYNC = SimpleNamespace(sync_weights=lambda: None)
-"""Stands in for TRL's vLLM. A Publisher brings the weights, so that `sync_weights` has nothing to do."""
+"""Placeholder for TRL's vLLM. A Publisher sends the weights, so that `sync_weights` has nothing to do."""
 
 
 def _enable_trl_correction(trainer: Any) -> None:
-    """Have TRL weigh tokens by their recorded log-probabilities. It does so only where `use_vllm` is set; then it calls
-    nothing but `sync_weights`, since `rollout_func` generates."""
+    """Make TRL weigh tokens by their recorded log-probabilities. It does so only with `use_vllm`; then it calls nothing
+    but `sync_weights`, since `rollout_func` generates."""
     if trainer.vllm_importance_sampling_correction and not getattr(trainer, "corrects_itself", False):
         if trainer.loss_type == "vespo" and trainer.vllm_importance_sampling_mode.startswith("sequence"):
             raise InvalidRequestError(
@@ -218,7 +219,7 @@ def _sampling_params(trainer: Any) -> SamplingParams:
 
 
 def check_ended(rollouts: list[Rollout]) -> None:
-    """Raise InflightError for a sample that neither stopped nor reached its maximum length. Warns if the engine never
+    """Raise InflightError for a sample that neither stopped nor reached its maximum length. Warn if the engine never
     draws more than 1 % of the vocabulary, as TRL's log-probabilities include these ids."""
     banned = rollouts[0].banned if rollouts else ()
     num_banned = sum(end - begin for begin, end in banned)
@@ -235,8 +236,8 @@ def check_ended(rollouts: list[Rollout]) -> None:
 
 
 def encode(prompts: list[Prompt], tokenizer: Any, **template: Any) -> list[list[int]]:
-    """Token ids, made as TRL makes them: by the chat template for messages, by the tokenizer for text. template: what
-    else `apply_chat_template` is told."""
+    """Return token ids made as TRL makes them: by the chat template for messages, by the tokenizer for text. template:
+    further arguments of `apply_chat_template`."""
     if not isinstance(prompts[0], str):
         return tokenizer.apply_chat_template(
             prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **template
@@ -249,7 +250,8 @@ def encode(prompts: list[Prompt], tokenizer: Any, **template: Any) -> list[list[
 
 
 def warn_of_bias(params: SamplingParams) -> bool:
-    """Warn where what is drawn from is not what TRL computes log-probabilities of. Returns whether that is so."""
+    """Warn if the sampling distribution differs from the distribution of TRL's log-probabilities. Returns whether it
+    differs."""
     biased = params.filtered or params.adjusted
     if biased:
         logger.warning(
@@ -261,7 +263,7 @@ def warn_of_bias(params: SamplingParams) -> bool:
 
 
 def trained_adapter(engine: Engine, model: Any) -> str | None:
-    """The adapter that a PEFT model trains, where the engine holds adapters: a publisher sends nothing else."""
+    """Return the adapter that a PEFT model trains, if the engine has adapters: a publisher sends nothing else."""
     if engine.info.adapter_layout is None or not is_peft(model):
         return None
     peft_model: Any = unwrap(model)
@@ -269,9 +271,9 @@ def trained_adapter(engine: Engine, model: Any) -> str | None:
 
 
 def _batches_after(prompts: list[Prompt], trainer: Any) -> Iterator[list[Prompt]]:
-    """The generation batches that follow this one, epoch after epoch, as a sampler like the trainer's yields them: each
-    batch once for every time that it is trained on. If it does not yield this one there are none, and a warning is
-    logged."""
+    """Yield the generation batches after this one, epoch after epoch, from a sampler like the trainer's: each batch
+    once for every time that the trainer trains on it. If the sampler does not yield this batch, yield none and log a
+    warning."""
     args, dataset = trainer.args, trainer.train_dataset
     if trainer.accelerator.num_processes > 1 or not hasattr(dataset, "__len__"):
         raise ValueError("ahead needs a dataset with a length and a single process")
@@ -284,7 +286,7 @@ def _batches_after(prompts: list[Prompt], trainer: Any) -> Iterator[list[Prompt]
             while len(block := list(islice(indices, size * repeats))) == size * repeats:
                 yield [texts[index] for index in block[:size]]
 
-    epochs, upcoming = 2 + int(trainer.state.epoch or 0), batches()  # a resumed run may be in any of them
+    epochs, upcoming = 2 + int(trainer.state.epoch or 0), batches()  # a resumed run can be in any of them
     if prompts in islice(upcoming, epochs * (len(sampler) // (size * repeats))):
         return upcoming
     logger.warning("the trainer takes its prompts in an order that its sampler does not tell; nothing is drawn ahead")

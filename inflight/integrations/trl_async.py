@@ -9,7 +9,7 @@
         )
         trainer.train()
 
-There is no server, no vLLM and no collective, and nothing pauses while weights change.
+It needs neither a server nor vLLM nor a collective, and nothing pauses while weights change.
 """
 
 import asyncio
@@ -43,23 +43,23 @@ logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
 _Queue = queue.Queue[Any] | multiprocessing.queues.Queue
-"""What TRL's protocol says; here both are of the first kind."""
+"""Type of a queue in TRL's protocol. Here both queues are `queue.Queue`."""
 
 _STOP_S = 10.0
 _LOOK_EVERY_S = 0.01
 _NOT_TOLD = ("prompt", "completion", "completion_ids")
 _EPS = 1e-8
-"""What AsyncGRPOTrainer's own worker adds to the standard deviation of a group's rewards."""
+"""Number that AsyncGRPOTrainer's own worker adds to the standard deviation of a group's rewards."""
 
 
 class EngineWorker:
-    """A `rollout_worker` for AsyncGRPOTrainer: draws the prompts of a dataset again and again, has them scored, and
-    gives the trainer samples.
+    """A `rollout_worker` for AsyncGRPOTrainer: generates completions for the prompts of a dataset again and again,
+    scores them, and sends the trainer samples.
 
-    Generation and rewards run beside training, in threads. A sample's `model_version` is that of its *oldest* token, so
-    that `max_staleness` holds for every token that is trained on; TRL's own worker gives the version at which the group
-    began. No more than `args.max_inflight_tasks` samples are drawn, scored or waiting for the trainer at a time, so
-    that few become too old. Prompts are taken in the dataset's order.
+    Generation and rewards run in threads while the trainer trains. A sample's `model_version` is the version of its
+    *oldest* token, so that `max_staleness` holds for every trained token; TRL's own worker reports the version at which
+    the group began. At most `args.max_inflight_tasks` samples are drawn, scored or waiting for the trainer at a time,
+    so that few become too old. Prompts are taken in the dataset's order.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class EngineWorker:
         timeout_s: float = 600.0,
     ):
         """dataset: rows with a "prompt", text or messages; an iterable that can be read again. reward_funcs: plain or
-        async functions as TRL calls them, `reward(prompts, completions, completion_ids, **columns)`, where None stands
-        for no reward; their rewards are added up. args: the AsyncGRPOConfig that the trainer gets. adapter: the LoRA
-        adapter of the engine that draws. timeout_s: for one call of a reward function; a group that takes longer has no
-        reward, and advantages of 0."""
+        async functions as TRL calls them, `reward(prompts, completions, completion_ids, **columns)`. Their rewards are
+        added up; None means no reward. args: the AsyncGRPOConfig of the trainer. adapter: the engine's LoRA adapter
+        that generates. timeout_s: for one call of a reward function; a group that takes longer has no reward, and
+        advantages of 0."""
         functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         if not functions:
             raise ValueError("reward_funcs is empty: the samples would have no reward")
@@ -86,24 +86,24 @@ class EngineWorker:
             raise ValueError("two reward functions have the same name; their rewards could not be told apart")
         if engine.tokenizer is None:
             raise ValueError("the engine's model has no tokenizer, which the prompts of a dataset need")
-        self._tokenizer: Any = copy.deepcopy(engine.tokenizer)  # which is not safe to use from several threads
+        self._tokenizer: Any = copy.deepcopy(engine.tokenizer)  # A tokenizer is not safe to use from several threads.
         self.rollout_buffer: _Queue = queue.Queue()
-        """What the trainer takes samples from."""
+        """Samples for the trainer."""
         self.metrics_queue: _Queue = queue.Queue()
-        """What the trainer takes metrics from when it logs."""
+        """Metrics that the trainer reads when it logs."""
         self._num_pending = 0
-        """Samples that are being drawn or scored."""
+        """Number of samples that are being drawn or scored."""
         self._version_offset = 0
-        """The trainer's number of the newest version, less the engine's."""
+        """The trainer's number of the newest version, minus the engine's."""
         self._error: BaseException | None = None
         self._beat_s = time.monotonic()
         self._end: Callable[[], object] = lambda: None
-        """Cancels what is being drawn."""
+        """Cancels requests in progress."""
         self._begun = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Draw from now on. Raises ValueError if the trainer was given other arguments than the worker."""
+        """Start to generate. Raises ValueError if trainer and worker have different arguments."""
         if self._args.max_inflight_tasks < 1:
             raise ValueError("the worker needs the AsyncGRPOConfig that the trainer has: EngineWorker(…, args=config)")
         if self._thread is None:
@@ -114,10 +114,10 @@ class EngineWorker:
             self._begun.wait()
 
     def stop(self) -> None:
-        """Cancel what is being drawn. Safe to call twice."""
+        """Cancel requests in progress. Safe to call twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            with suppress(RuntimeError):  # it has ended by itself
+            with suppress(RuntimeError):  # it has already ended
                 self._end()
             thread.join(_STOP_S)
             if thread.is_alive():
@@ -126,12 +126,12 @@ class EngineWorker:
             scorer.close()
 
     def update_model_version(self, model_version: int) -> None:
-        """This is the trainer's number of the version that was published last."""
+        """Receive the trainer's number of the last published version."""
         self._version_offset = model_version - self._engine.staleness.published_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise if the engine has ended, if drawing or scoring has failed, or if the worker's event loop has not run
-        for so long."""
+        """Raise if the engine has ended, if generation or scoring has failed, or if the worker's event loop has not run
+        for this time."""
         self._engine.check()
         if self._error is not None:
             raise InflightError(f"no more samples come: {self._error!r}") from self._error
@@ -148,7 +148,7 @@ class EngineWorker:
             asyncio.run(self._draw_all())
         except asyncio.CancelledError:
             pass
-        except BaseException as error:  # which the trainer is told when it asks
+        except BaseException as error:  # `check_health` raises it.
             self._error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
             logger.exception("no more samples are drawn")
         finally:
@@ -172,7 +172,7 @@ class EngineWorker:
 
     @property
     def _num_held(self) -> int:
-        """Samples that are drawn, scored, or waiting for the trainer."""
+        """Return the number of samples that are drawn, scored, or waiting for the trainer."""
         return self._num_pending + self.rollout_buffer.qsize()
 
     def _params(self) -> SamplingParams:
@@ -207,7 +207,7 @@ class EngineWorker:
     def _samples(
         self, group_id: int, group: list[Rollout], scores: dict[str, list[float | None]]
     ) -> list[RolloutSample]:
-        """scores: None where a function leaves a sample to the others, NaN where it gave no number in time."""
+        """scores: None if a function returns no reward for a sample, NaN if it did not return a number in time."""
         asked = np.array([[part is not None for part in parts] for parts in scores.values()])
         table = np.array([[math.nan if part is None else part for part in parts] for parts in scores.values()])
         without = (asked & np.isnan(table)).any(axis=0) | ~asked.any(axis=0)
@@ -250,7 +250,7 @@ class EngineWorker:
 
 
 def _rows(dataset: Any) -> Iterator[Any]:
-    """Rows of a dataset, again and again."""
+    """Yield the rows of a dataset, again and again."""
     while True:
         row = None
         for row in dataset:
@@ -260,10 +260,10 @@ def _rows(dataset: Any) -> Iterator[Any]:
 
 
 class EngineTransfer:
-    """A `weight_transfer` for AsyncGRPOTrainer: publishes the weights that TRL hands over; nothing stops meanwhile.
+    """A `weight_transfer` for AsyncGRPOTrainer: publishes the weights that TRL passes, while generation continues.
 
-    TRL merges PEFT's adapters into what it hands over. To have only the adapters travel, launch the engine with
-    `lora_rank`, call `adapters_of(trainer.model)` once the trainer is there, and name the adapter to the EngineWorker.
+    TRL merges PEFT's adapters into the weights that it passes. To send only the adapters, launch the engine with
+    `lora_rank`, call `adapters_of(trainer.model)` once the trainer is made, and name the adapter to the EngineWorker.
     """
 
     def __init__(self, engine: Engine, *, transport: Transport | None = None, check_finite: bool = False):
@@ -274,28 +274,28 @@ class EngineTransfer:
         self._publisher: Publisher | None = None
 
     def adapters_of(self, model: torch.nn.Module) -> None:
-        """Publish this PEFT model's adapters, in place of weights into which they are merged. Raises ValueError if the
-        engine holds no adapters."""
+        """Publish this PEFT model's adapters instead of merged weights. Raises ValueError if the engine has no adapter
+        slots."""
         if self._engine.info.adapter_layout is None:
             raise ValueError("the engine holds no adapters; launch it with lora_rank, or let TRL merge them")
         self._model = model
 
     def init_weight_transfer(self) -> None:
-        """Attach to the engine. Raises what `engine.publisher` raises."""
+        """Attach to the engine. Raises the errors of `engine.publisher`."""
         self._publisher = self._engine.publisher(
             self._model, transport=self._transport, check_finite=self._check_finite
         )
 
     def pause(self) -> None:
-        """Do nothing: the engine goes on drawing."""
+        """Do nothing: the engine continues to generate."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish them. They go live between two forward passes, soon after this returns."""
+        """Publish the weights. They go live between two forward passes, soon after this returns."""
         assert self._publisher is not None, "init_weight_transfer comes first"
         if self._model is None:
             self._publisher.publish(iterator)
             return
-        for _ in iterator:  # under FSDP2 its steps are collectives, in which other ranks take part
+        for _ in iterator:  # Under FSDP2 the iterator's steps are collectives with other ranks.
             pass
         self._publisher.publish()
 
@@ -303,7 +303,7 @@ class EngineTransfer:
         """Do nothing."""
 
     def destroy(self) -> None:
-        """Let the engine go. Safe to call twice."""
+        """Detach from the engine. Safe to call twice."""
         if self._publisher is not None:
             self._publisher.close()
 
@@ -315,13 +315,13 @@ def _scorer(function: RewardFunction, timeout_s: float) -> Scorer:
     def score(group: Any) -> Any:
         return function(**_arguments(group))
 
-    called: Any = getattr(function, "__call__", None)  # noqa: B004  an object may be called as a coroutine function
+    called: Any = getattr(function, "__call__", None)  # noqa: B004  an object can be called as a coroutine function
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
     return Scorer(score_async if is_async else score, batched=True, timeout_s=timeout_s)
 
 
 def _arguments(group: list[Rollout]) -> dict[str, list[Any]]:
-    """What TRL calls reward functions with."""
+    """Return the arguments of TRL's reward functions."""
     row = group[0].metadata
     columns = {name: [value] * len(group) for name, value in row.items() if name not in _NOT_TOLD}
     return columns | {

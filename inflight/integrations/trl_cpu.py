@@ -1,12 +1,13 @@
-"""What TRL's AsyncGRPOTrainer takes from CUDA, for a CPU: to try a run, or an adapter, before there is a GPU.
+"""CPU replacements of the CUDA functions that TRL's AsyncGRPOTrainer uses, for trying a run or an adapter without a
+GPU.
 
     from inflight.integrations.trl_cpu import run_on_cpu
 
     run_on_cpu()              # once, before the trainer is made
     AsyncGRPOTrainer(…, args=AsyncGRPOConfig(use_cpu=True, bf16=False, …))
 
-Two things stand in, and all else is TRL's own: attention in a packed tree, for which TRL downloads FlashAttention 3,
-and the peak of the device, which TRL asks CUDA for and divides its speed by.
+Two functions are replaced, and all else is TRL's own. The first is attention in a packed tree, for which TRL downloads
+FlashAttention 3. The second is the peak of the device, which TRL requests from CUDA and divides its speed by.
 """
 
 from itertools import pairwise
@@ -18,7 +19,7 @@ from trl.experimental.async_grpo import async_grpo_trainer, packing
 
 
 def run_on_cpu() -> None:
-    """Put the two in their places, in this process, for good."""
+    """Replace the two functions in this process, permanently."""
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
 
@@ -37,8 +38,8 @@ def varlen_attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """FlashAttention's function of that name, one sequence at a time: q [Tq, H, D] with k and v [Tk, Hkv, D] → [Tq, H,
-    D]. The last query of a sequence stands beside its last key. Raises NotImplementedError for a softcap."""
+    """Replace FlashAttention's function of that name, one sequence at a time: q [Tq, H, D] with k and v [Tk, Hkv, D] →
+    [Tq, H, D]. The last query of a sequence is aligned with its last key. Raises NotImplementedError for a softcap."""
     if softcap:
         raise NotImplementedError("attention with a softcap is not there on a CPU")
     parts = []

@@ -1,11 +1,11 @@
-"""TRL's clients of a vLLM server, against `inflight serve` (written against trl 1.16).
+"""TRL's clients of a vLLM server, with `inflight serve` (written against trl 1.16).
 
-They ask for completions over HTTP, and send weights by NCCL, which wants vLLM beside the trainer, and a GPU for it and
-another one for the server. Here weights go through a directory that trainer and server both see: written whole, named
-to the server, live between two forward passes.
+They request completions over HTTP and send weights by NCCL. NCCL requires vLLM in the trainer's environment, a GPU for
+the trainer and another GPU for the server. Here the trainer writes whole weights to a directory that trainer and server
+both see, and names the directory to the server. The weights go live between two forward passes.
 
     transfer = DirectoryTransfer("http://localhost:8000", "/shared/weights")
-    with inflight_server():                                   # vLLM need not be installed beside the trainer
+    with inflight_server():                                   # vLLM need not be installed next to the trainer
         trainer = AsyncGRPOTrainer(path, …, weight_transfer=transfer)
 
     with inflight_server("/shared/weights"):
@@ -33,11 +33,11 @@ _NO_NCCL = (
 
 @contextmanager
 def inflight_server(directory: str | Path | None = None, *, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """What is made inside takes `inflight serve` for its vLLM server: TRL's trainers and clients.
+    """Make TRL's trainers and clients of this block use `inflight serve` as their vLLM server.
 
-    They do not ask for vLLM to be installed, which they need for NCCL alone. directory: where GRPOTrainer's server mode
-    (RLOOTrainer's and others' too) writes weights, see DirectoryTransfer; None for trainers that have a way of their
-    own: AsyncGRPOTrainer with a `weight_transfer`, or with adapters. dtype: what they are written in.
+    They do not require vLLM, which they need for NCCL alone. directory: the directory to which GRPOTrainer's server
+    mode (and RLOOTrainer's and others') writes weights, see DirectoryTransfer; None for trainers with another way to
+    send weights: AsyncGRPOTrainer with a `weight_transfer`, or with adapters. dtype: dtype of the written weights.
     """
 
     class Client(vllm_client.VLLMClient):

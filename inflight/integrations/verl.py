@@ -1,23 +1,23 @@
-"""`inflight serve` as the rollout of verl (written against verl 0.9.1, in whose environment this module needs nothing
-else of inflight's but `inflight.integrations.directory`).
+"""`inflight serve` as the rollout of verl (written against verl 0.9.1).
 
-verl finds it by its entry point, or with VERL_USE_EXTERNAL_MODULES=inflight.integrations.verl. The servers run by
-themselves, each with GPUs that verl knows nothing of:
+In verl's environment this module needs nothing else of inflight but `inflight.integrations.directory`. verl finds it by
+its entry point, or with VERL_USE_EXTERNAL_MODULES=inflight.integrations.verl. The servers run independently, each with
+GPUs that verl does not manage:
 
     actor_rollout_ref.hybrid_engine=False
     actor_rollout_ref.rollout.name=inflight
     actor_rollout_ref.rollout.tensor_model_parallel_size=1
     actor_rollout_ref.rollout.nnodes=1
-    actor_rollout_ref.rollout.n_gpus_per_node=2              # as many as there are servers
+    actor_rollout_ref.rollout.n_gpus_per_node=2              # number of servers
     actor_rollout_ref.rollout.checkpoint_engine.backend=inflight
     +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.inflight.urls=[http://a:8000,http://b:8000]
     +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.inflight.directory=/shared/weights
 
-Around an update verl aborts all requests, releases the KV cache, and resumes. Here these do nothing: the generators
-go on, and swap weights between two forward passes.
+Around an update verl aborts all requests, releases the KV cache, and resumes. Here these calls do nothing: the
+generators continue, and swap weights between two forward passes.
 """
 
-# verl has an environment of its own.
+# verl needs a separate environment.
 # pyright: reportMissingImports=false
 import asyncio
 import os
@@ -38,26 +38,26 @@ from inflight.integrations.directory import DirectoryTransfer, bearer
 
 NAME = "inflight"
 _TOKEN = "INFLIGHT_TOKEN"
-"""The environment variable that has the servers' token, if they have one."""
+"""Environment variable with the servers' token, if they have one."""
 _TIMEOUT_S = 3600.0
-"""For one answer, as a bound against a server that hangs."""
+"""Time limit for one response, against a server that hangs."""
 _STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
 
 
 class InflightServer:
-    """What verl sends the requests for one server to: an actor of Ray."""
+    """Ray actor that receives verl's requests for one server."""
 
     def __init__(self, url: str, prompt_length: int, response_length: int):
-        """The lengths, in tokens, are those of verl's configuration."""
+        """The lengths, in tokens, are verl's configuration values."""
         self._url, self._prompt_length, self._response_length = url, prompt_length, response_length
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], request_id: str, **media: Any
     ) -> TokenOutput:
-        """One answer. `extra_fields` has the oldest and the newest step of the trainer whose weights drew a token of
-        it; `global_steps` is the oldest. Raises ValueError for images, audio or video, and RuntimeError with what the
-        server says."""
+        """Generate one response. `extra_fields` contains the oldest and the newest trainer step whose weights drew a
+        token of it; `global_steps` is the oldest. Raises ValueError for images, audio or video, and RuntimeError with
+        the server's message."""
         if given := [name for name, value in media.items() if value]:
             raise ValueError(f"inflight serve takes no {', '.join(given)}")
         sampling = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
@@ -92,15 +92,15 @@ class InflightServer:
 
 
 async def _nothing(*args: Any, **kwargs: Any) -> None:
-    """The server goes on."""
+    """Do nothing: the server continues."""
 
 
 class InflightReplica(RolloutReplica):
-    """A server, as verl's trainers hold it. It runs already; it has a worker without a GPU, whom verl tells of updates
-    and who has nothing to do then."""
+    """A server in the form that verl's trainers use. It runs already. Its worker without a GPU receives verl's calls
+    around updates and does nothing then."""
 
     async def init_standalone(self) -> None:
-        """Start that worker, and reach the server."""
+        """Start that worker, and connect to the server."""
         self.rollout_mode = RolloutMode.STANDALONE
         name = f"inflight_{self.replica_rank}{self.name_suffix}"
         self.resource_pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1, name_prefix=name)
@@ -115,7 +115,7 @@ class InflightReplica(RolloutReplica):
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        """Reach the server that has this replica's place among the urls. Raises ValueError."""
+        """Connect to the server at this replica's position among the urls. Raises ValueError."""
         if self.rollout_mode is not RolloutMode.STANDALONE:
             raise ValueError("inflight serve has GPUs of its own: set actor_rollout_ref.hybrid_engine=False")
         url = _url(self.config, self.replica_rank)
@@ -131,7 +131,7 @@ class InflightReplica(RolloutReplica):
 
 
 class ServerAdapter(base.BaseRollout):
-    """What the worker of a replica hands weights to; they have gone another way."""
+    """Target to which the worker of a replica passes weights. They have already arrived in another way."""
 
     replica_rank, is_leader_rank = -1, True
 
@@ -142,14 +142,14 @@ class ServerAdapter(base.BaseRollout):
     resume = release = _nothing
 
     async def update_weights(self, weights: Any, wire_format: str = "named_tensors", **kwargs: Any) -> None:
-        """Take what comes: nothing."""
+        """Read the iterator, which must be empty."""
         async for _ in weights:
             raise ValueError('rollout "inflight" needs checkpoint_engine.backend=inflight')
 
 
 @CheckpointEngineRegistry.register(NAME)
 class DirectoryEngine(CheckpointEngine):
-    """Sends weights by way of a directory that the trainer's first rank and the servers see."""
+    """Sends weights through a directory that the trainer's first rank and the servers see."""
 
     def __init__(
         self,
@@ -160,14 +160,14 @@ class DirectoryEngine(CheckpointEngine):
         is_master: bool = False,
         timeout_s: float = 1800.0,
     ):
-        """bucket_size: is verl's, and not needed. timeout_s: for a server's answers."""
+        """bucket_size: required by verl, unused here. timeout_s: for a server's responses."""
         self._transfer = None
         if is_master:
             token = os.environ.get(_TOKEN, "")
             self._transfer = DirectoryTransfer(list(urls), directory, timeout_s=timeout_s, token=token)
 
     def prepare(self) -> dict[str, Any]:
-        """There is nothing to meet for."""
+        """Return no address, since the ranks do not join a group."""
         return {}
 
     @classmethod
@@ -182,8 +182,8 @@ class DirectoryEngine(CheckpointEngine):
     finalize = init_process_group
 
     async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
-        """Publish them as those of this step; it returns when they are live on every server. Raises InflightError with
-        what a server says."""
+        """Publish the weights of this step; return when they are live on every server. Raises InflightError with a
+        server's message."""
         if self._transfer is None:
             for _ in weights:  # gathering a tensor is a collective
                 pass
@@ -191,14 +191,14 @@ class DirectoryEngine(CheckpointEngine):
         self._transfer.send_weights(weights, None if global_steps is None else str(global_steps))
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Nothing: the servers read the directory."""
+        """Yield nothing: the servers read the directory."""
         await asyncio.sleep(0)
         for pair in ():
             yield pair
 
 
 def _url(config: Any, replica_rank: int) -> str:
-    """Raises ValueError where the configuration names too few servers."""
+    """Return a server's URL. Raises ValueError if the configuration names too few servers."""
     urls = list(config.checkpoint_engine.engine_kwargs.get(NAME, {}).get("urls", ()))
     if replica_rank >= len(urls):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Up to which length a sequence is computed as it would be in any company."""
+"""Lengths up to which the other sequences of a batch do not change how a sequence is computed."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from transformers import PretrainedConfig
 
 
 def length_limit(config: PretrainedConfig) -> tuple[int, str] | None:
-    """Tokens, and what ends there; None where nothing does.
+    """Return a number of tokens and the reason of the limit; None if there is no limit.
 
-    The frequencies of the rotary embeddings "longrope" and "dynamic" depend on the longest sequence of a batch once
-    one is longer than what the model was trained on first, so that sequences would change each other. Chunked
-    attention (Llama 4) is full attention up to the end of the first chunk.
+    The frequencies of the rotary embeddings "longrope" and "dynamic" depend on the longest sequence of a batch once one
+    is longer than the original training length, so that sequences would change each other. Chunked attention (Llama 4)
+    is full attention up to the end of the first chunk.
     """
     limits: list[tuple[int, str]] = []
     positions = getattr(config, "max_position_embeddings", None)
@@ -30,9 +30,9 @@ def length_limit(config: PretrainedConfig) -> tuple[int, str] | None:
 
 
 def row_limit(config: PretrainedConfig) -> tuple[int, str] | None:
-    """Tokens that a row of packed sequences may have, and why; None where that does not matter.
+    """Return the largest number of tokens in a row of packed sequences, and the reason; None if rows are not limited.
 
-    Llama 4 scales queries by where they are in their row, whatever their positions are, from `floor_scale` on.
+    Llama 4 scales queries by their index in the row, whatever their positions are, from `floor_scale` on.
     """
     if getattr(config, "attn_temperature_tuning", None) and getattr(config, "floor_scale", None):
         return int(config.floor_scale) - 1, "a query scale that counts the tokens of a row"
@@ -40,7 +40,7 @@ def row_limit(config: PretrainedConfig) -> tuple[int, str] | None:
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """The parameters of all rotary embeddings, which some models hold by type of layer."""
+    """Return the parameters of all rotary embeddings. Some models have one set per type of layer."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if not isinstance(found, dict):
         return []

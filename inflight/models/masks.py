@@ -1,7 +1,7 @@
-"""What a mask of Transformers would show, noted in place of the mask.
+"""Notes that replace the masks of Transformers.
 
-Attention that knows which tokens belong together needs no mask, but it has to know how far back a token sees: some
-models tell that by an argument, others by the mask alone.
+Packed attention needs no mask, but it has to know how many earlier tokens a token sees. Some models pass this number as
+an argument, others only in the mask.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from inflight.core.errors import UnsupportedModelError
 
 BOTH_SIDES = -1
-"""Noted where tokens see later ones."""
+"""Note for attention to later tokens."""
 
 
 def mask_note(
@@ -24,15 +24,15 @@ def mask_note(
     local_size: int | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """The mask function that Transformers calls: i64[B, 1, Q, K] on the CPU, a single number expanded to the size that
-    the mask would have: the sliding window, 0 for none, or BOTH_SIDES."""
+    """Return i64[B, 1, Q, K] on the CPU: a single number, expanded to the size of the mask. It is the sliding window, 0
+    for none, or BOTH_SIDES. Transformers calls this as its mask function."""
     if kv_length > 1 and bool(mask_function(0, 0, torch.tensor(0), torch.tensor(1))):
         local_size = BOTH_SIDES
     return torch.tensor(local_size or 0, device="cpu").expand(batch_size, 1, q_length, kv_length)
 
 
 def noted(mask: torch.Tensor | None, caller: str) -> int | None:
-    """What `mask_note` noted, or None where there is no mask. Raises UnsupportedModelError for any other mask."""
+    """Return the note of `mask_note`, or None without a mask. Raises UnsupportedModelError for any other mask."""
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int64 or mask.ndim != 4:

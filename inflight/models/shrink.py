@@ -1,8 +1,7 @@
-"""Configurations made small: a few layers of each kind, narrow, with windows and thresholds of a few tokens.
+"""Small configurations: a few narrow layers of each kind, with windows and thresholds of a few tokens.
 
-What a field means is told by its name. Numbers that belong together are divided by the same number, so that the ratios
-that decide how a model computes stay what they are: query heads to KV heads, hidden size to heads, the rotated part of
-a head to the whole.
+The name of a field decides its meaning. Related numbers are divided by the same number. This keeps the ratios that
+decide how a model computes: query heads to KV heads, hidden size to heads, the rotated part of a head to the whole.
 """
 
 import copy
@@ -15,7 +14,7 @@ from typing import Any, TypeGuard
 from transformers import PretrainedConfig
 
 _Rule = Callable[[str, int | float], int | float]
-"""What becomes of a number in the field of this name."""
+"""Maps the name and the number of a field to its new number."""
 
 VOCABULARY = 96
 _MAX_LAYERS = 8
@@ -45,7 +44,7 @@ _LAYER_PATTERN = re.compile(
 )
 _LAYER_LIST = re.compile(r"(_layers|_idxs|layer_ids|layer_indices|_index)$")
 _LIMITS = {
-    # Tokens up to which positions are not scaled, and positions.
+    # Number of tokens up to which positions are not scaled, and numbers of positions.
     r".*original_max_position": 16,
     r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_target_positions|context_length|"
     r"model_max_length|seq_length)$": 64,
@@ -55,21 +54,22 @@ _LIMITS = {
     r".*attention_chunk_size$": 24,
     r".*vocab_size(_per_layer_input)?$": VOCABULARY,
 }
-"""Maps names of lengths to the largest number that is left of them; the first that matches counts."""
+"""Maps names of lengths to their largest remaining number. The first match is used."""
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of a configuration, and of those inside it, that is small in every respect."""
+    """Return a copy of a configuration, and of the configurations in it, that is small in every respect."""
     return _changed(config, _rules(config), _kept_layers(config), shrink)
 
 
 def shrink_lengths(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy that is as wide as the original, with a small vocabulary, windows and thresholds."""
+    """Return a copy of the original width, with a small vocabulary, windows and thresholds."""
     return _changed(config, _length_rules, None, shrink_lengths)
 
 
 def _counts(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
-    """The whole numbers of a configuration with the names of their fields, some of which hold one per layer."""
+    """Yield the whole numbers of a configuration with the names of their fields. Some fields contain one number per
+    layer."""
     for name, value in vars(config).items():
         numbers = value if isinstance(value, (list, tuple)) else [value]
         if not name.startswith("_"):
@@ -82,8 +82,8 @@ def _changed(
     layers: list[int] | None,
     inner: Callable[[PretrainedConfig], PretrainedConfig],
 ) -> PretrainedConfig:
-    """A copy whose numbers are what `rule` makes of them, with these layers (None: all), and what `inner` makes of the
-    configurations in it. It is written past the checks of single fields, since they belong together."""
+    """Return a copy with numbers mapped by `rule`, with these layers (None: all), and with inner configurations mapped
+    by `inner`. The copy bypasses the checks of single fields, since the fields belong together."""
     small = copy.deepcopy(config)
     count = _num_layers(config)
     fields = vars(small)
@@ -106,7 +106,7 @@ def _changed(
 
 
 def _map_numbers(rule: _Rule, name: str, value: Any) -> Any:
-    """The value of a field with what `rule` makes of it, if it is a number, or of the numbers in it."""
+    """Return the value of a field with its numbers mapped by `rule`."""
     if isinstance(value, (list, tuple)):
         return type(value)(rule(name, x) if _is_number(x) else x for x in value)
     return rule(name, value) if _is_number(value) else value
@@ -121,7 +121,7 @@ def _length_rules(name: str, value: int | float) -> int | float:
 
 
 def _rules(config: PretrainedConfig) -> _Rule:
-    """What becomes of each number of this configuration."""
+    """Return the rule for all numbers of this configuration."""
     heads = [n for name, n in _counts(config) if _HEAD_COUNT.match(name) and n > 0]
     dims = [n for name, n in _counts(config) if _HEAD_DIM.match(name) and n > 0]
     hidden, num_heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
@@ -144,7 +144,7 @@ def _rules(config: PretrainedConfig) -> _Rule:
             return value // by_heads
         if _HEAD_DIM.match(name):
             return value // by_dims
-        if _WIDTH.match(name):  # what is no row of heads is a multiple of 4 numbers: grouped products want 16 bytes
+        if _WIDTH.match(name):  # grouped products need rows of 16 bytes, or 4 numbers
             unit = multiple if value == hidden else 4
             return max(8, unit * math.ceil(value / by_width / unit))
         if _EXPERT_COUNT.match(name):
@@ -157,20 +157,20 @@ def _rules(config: PretrainedConfig) -> _Rule:
 
 
 def _number(config: PretrainedConfig, name: str) -> int:
-    """A field under the name that Transformers gives it in all configurations; 0 where there is none."""
+    """Return a field by the name that Transformers uses in all configurations; 0 if it is missing."""
     value = vars(config).get(config.attribute_map.get(name, name))
     return value if _is_count(value) else 0
 
 
 def _divisor(counts: list[int]) -> int:
-    """The largest number that divides all counts and leaves at least 2 of each that has as many."""
+    """Return the largest number that divides all counts and leaves at least 2 of each count of 2 or more."""
     common = math.gcd(*counts)
     fitting = (k for k in range(1, common + 1) if common % k == 0 and all(n // k >= min(n, 2) for n in counts))
     return max(fitting, default=1)
 
 
 def _divides(k: int, dims: list[int]) -> bool:
-    """Whether dimensions of heads stay even where they are, and large enough to hold several frequencies."""
+    """Return whether dimensions of heads that are even stay even, and large enough to contain several frequencies."""
     return all(n % k == 0 and n // k >= _MIN_HEAD_DIM and (n // k) % 2 == n % 2 for n in dims)
 
 
@@ -183,7 +183,8 @@ def _num_layers(config: PretrainedConfig) -> int:
 
 
 def _kept_layers(config: PretrainedConfig) -> list[int] | None:
-    """Layers of every kind, the first ones where these are enough: patterns that count from the first hold then."""
+    """Return layers of every kind. These are the first layers if they suffice, so that patterns counted from the first
+    hold."""
     count = _num_layers(config)
     if not count:
         return None
@@ -207,8 +208,8 @@ def _kept_layers(config: PretrainedConfig) -> list[int] | None:
 
 
 def _sections(config: PretrainedConfig, count: int) -> list[str]:
-    """The field that counts each layer, where some fields count those of one part of the decoder after the other; else
-    "" for each."""
+    """Return the name of the field that counts each layer, if some fields count the layers of one part of the decoder
+    each; otherwise "" for each."""
     fields = [(n, v) for n, v in vars(config).items() if _SECTION.match(n) and _is_count(v)]
     others = (_LAYER_COUNT, _LAYER_PATTERN)
     sections = [name for name, value in fields if not any(o.search(name) for o in others) for _ in range(value)]
@@ -216,14 +217,14 @@ def _sections(config: PretrainedConfig, count: int) -> list[str]:
 
 
 def _are_indices(name: str, value: Any) -> bool:
-    """Whether a field lists the layers that are of one kind, and does not tell something of every layer."""
+    """Return whether a field lists the layers of one kind, instead of a value for every layer."""
     if not _LAYER_LIST.search(name) or not isinstance(value, (list, tuple)) or not all(map(_is_count, value)):
         return False
     return list(value) == sorted(set(value))
 
 
 def _renumber(small: PretrainedConfig, count: int, layers: list[int], sections: list[str]) -> None:
-    """Counts of layers. sections: what counts each of those that there were."""
+    """Set the counts of layers. sections: the counting field of each original layer."""
     fields, kept = vars(small), len(layers)
     for name in dict.fromkeys(filter(None, sections)):
         fields[name] = sum(sections[i] == name for i in layers)
@@ -257,7 +258,7 @@ def _shorter_rope(rope: dict[str, Any], rule: _Rule, config: PretrainedConfig) -
 
 
 def _mrope_sections(config: PretrainedConfig) -> list[list[int]]:
-    """Rotated pairs per axis of multimodal positions; some models have a list per layer type."""
+    """Return rotated pairs per axis of multimodal positions. Some models have a list per layer type."""
     ropes = [vars(config).get(name) for name in ("rope_parameters", "rope_scaling")]
     ropes = [rope for rope in ropes if isinstance(rope, dict)]
     ropes += [inner for rope in ropes for inner in rope.values() if isinstance(inner, dict)]
@@ -269,8 +270,8 @@ def _is_section(value: Any) -> bool:
 
 
 def _apportion(section: list[int], total: int) -> list[int]:
-    """Whole numbers of this total in about the proportions of `section`, none 0 if there are enough. Equal ones stay
-    equal if that is possible: some models interleave two axes."""
+    """Return whole numbers of this total in about the proportions of `section`, none 0 if there are enough. Equal ones
+    stay equal if that is possible: some models interleave two axes."""
     exact = [n * total / sum(section) for n in section]
     least = int(total >= len(section))
     near = product(*(range(max(least, math.floor(n) - 1), math.ceil(n) + 2) for n in exact))
@@ -286,7 +287,8 @@ def _apportion(section: list[int], total: int) -> list[int]:
 
 
 def _special_token(name: str, value: int) -> int:
-    """Ordinary ones are low, those of images and sounds, which no probe may hold, the last of the vocabulary."""
+    """Return a small id for ordinary special tokens. Image and sound tokens, which probes must not contain, get the
+    last ids of the vocabulary."""
     ordinary = ("pad", "bos", "eos", "sep", "cls", "mask", "unk", "decoder_start")
     kind = next((i for i, word in enumerate(ordinary) if name.startswith(word)), None)
     return min(value, kind if kind is not None else VOCABULARY - 1) if value >= 0 else value

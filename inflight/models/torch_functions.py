@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 _PACKED = ("cu_seqlens", "seq_idx")
-"""Arguments that only the functions of packages obey."""
+"""Arguments that only the functions of packages support."""
 _MARK = "_inflight_by_device"
 
 
@@ -33,7 +33,8 @@ def use_torch_on_cpu(model: nn.Module) -> None:
 
 
 def _replaceable_functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
-    """Functions under Transformers' `use_kernel_func_from_hub_with_fallback`; `kernels` wraps them in a module."""
+    """Yield functions under Transformers' `use_kernel_func_from_hub_with_fallback`; `kernels` wraps them in a
+    module."""
     for value in list(names.values()):
         if isinstance(value, nn.Module):
             held = _cell(type(value).forward, "func")
@@ -43,7 +44,7 @@ def _replaceable_functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
 
 
 def _cell(function: Any, name: str) -> Any:
-    """The cell of a function's closure with this name, or None."""
+    """Return the cell of a function's closure with this name, or None."""
     names: tuple[str, ...] = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return function.__closure__[names.index(name)] if name in names else None
 

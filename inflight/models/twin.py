@@ -1,9 +1,10 @@
-"""A small model of the same classes and the same kinds of layers as a given one, on which decisions are made.
+"""A small model with the same classes and kinds of layers as a given model, for checks.
 
-Whether packed sequences, a paged cache or fused kernels compute what a model computes depends on its classes and its
-configuration, not on its weights or their dtype. A twin has both, and is small enough to be tried in fp32 on a CPU:
-weights that are large enough for every part to show, sequences longer than every window and threshold. What differs
-there would be wrong in every dtype, and what is right there differs elsewhere by rounding only.
+A model's classes and configuration decide whether packed sequences, a paged cache or fused kernels compute the same
+results; its weights and their dtype do not. A twin has the same classes and configuration, and is small enough for fp32
+on a CPU. Its weights are large enough for every part to have an effect, and its sequences are longer than every window
+and threshold. A difference in the twin would be an error in every dtype. Without one, other dtypes differ by rounding
+only.
 """
 
 import copy
@@ -25,54 +26,56 @@ from inflight.models.torch_functions import use_torch_on_cpu
 logger = logging.getLogger("inflight.models")
 
 TOLERANCE = 1e-4
-"""The largest difference that passes, as a share of the norm of a token's logits. Rounding makes 1e-6 to 1e-5; the
-smallest mistake planted in the tests 5e-3."""
+"""Largest difference that passes, relative to the norm of a token's logits. Rounding makes 1e-6 to 1e-5; the smallest
+mistake planted in the tests 5e-3."""
 LENGTHS = (40, 23, 8, 1)
-"""Tokens of the sequences that are tried."""
+"""Lengths of the test sequences, in tokens."""
 _MAX_PARAMETERS = 8_000_000
 _MAX_TWINS = 16
 _WEIGHT_STD = 0.2
 _STEP = 0.3
-"""Standard deviation of what is added to norms' weights, biases and other parameters that are not matrices."""
+"""Standard deviation of the noise that is added to norms' weights, biases and other parameters that are not
+matrices."""
 _CHAOTIC = TOLERANCE / 4
-"""A model whose rounding errors grow to this part of its logits cannot be told from a wrong one."""
+"""Rounding error, as a part of the logits, from which rounding and mistakes can no longer be distinguished."""
 
 
 class NoTwinError(Exception):
-    """A twin of this model cannot be built or run; the message says why."""
+    """A twin of this model cannot be built or run. The message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A small model and what Transformers' own attention computes with it."""
+    """A small model and its results with Transformers' own attention."""
 
     plain: PreTrainedModel
     """fp32, on the CPU, in eval mode, with Transformers' eager attention."""
     sequences: list[torch.Tensor]
     """i64[T] each"""
     logits: list[torch.Tensor]
-    """f32[T, V] each, of a forward pass of its own."""
+    """f32[T, V] each, of a separate forward pass."""
     is_causal: bool
-    """Whether the logits of the first token are the same without those that follow."""
+    """True if later tokens do not change the logits of the first token."""
 
     def with_attention(self, name: str) -> PreTrainedModel:
-        """The same model, built anew with the attention of this name. Raises whatever building it raises."""
+        """Build the same model with the attention of this name. Raises the errors of the build."""
         model = _build(type(self.plain), self.plain.config, name)
         model.load_state_dict(self.plain.state_dict())
         return model
 
 
 _twins: dict[tuple[type, str], Twin | str] = {}
-"""Maps classes and configurations to their twins, or to why there is none."""
+"""Maps classes and configurations to their twins, or to the reason why there is none."""
 
 
 def twin_of(model: nn.Module) -> Twin:
-    """The twin of a Transformers model; of models alike it is made once. Raises NoTwinError."""
+    """Return the twin of a Transformers model. Models with the same class and configuration share a twin. Raises
+    NoTwinError."""
     kind = transformers_class(model)
     try:
         config = _with_mrope_section(model)
         key = kind, config.to_json_string(use_diff=False)
-    except Exception as error:  # a configuration that cannot be written is a foreign matter
+    except Exception as error:  # Code of other packages can fail to write a configuration.
         raise NoTwinError(f"its configuration cannot be read: {first_line(error)}") from error
     if key not in _twins:
         if len(_twins) == _MAX_TWINS:
@@ -85,8 +88,10 @@ def twin_of(model: nn.Module) -> Twin:
 
 
 def _with_mrope_section(model: nn.Module) -> Any:
-    """The model's configuration. If only the model's code decides how multimodal positions share the rotated pairs of
-    a head, the result is a copy with these numbers, because a smaller head needs smaller numbers."""
+    """Return the model's configuration.
+
+    In some models only the code decides how multimodal positions share the rotated pairs of a head. Then the result is
+    a copy with these numbers, because a smaller head needs smaller numbers."""
     config: Any = model.config
     found = next((module.mrope_section for module in model.modules() if hasattr(module, "mrope_section")), None)
     if found is None or "mrope_section" in str(config.get_text_config().rope_parameters):
@@ -102,27 +107,27 @@ def _with_mrope_section(model: nn.Module) -> Any:
 
 
 def transformers_class(model: nn.Module) -> type[PreTrainedModel]:
-    """The class that says how the model is made or run, without the ones that FSDP derives from it."""
+    """Return the class that decides how the model is made or run, without the classes that FSDP derives from it."""
     kinds = (kind for kind in type(model).__mro__ if issubclass(kind, PreTrainedModel))
     made = (kind for kind in kinds if not vars(kind).keys().isdisjoint(("__init__", "forward")))
     return next(made, type(model))  # pyright: ignore
 
 
 def row_errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """The norm of the difference of each row of logits [T, V], as a part of the norm of their row: f32[T]."""
+    """Return the norm of each row's difference of logits [T, V], relative to the norm of their row: f32[T]."""
     return (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest of the rows' errors. NaN where there is one."""
+    """Return the largest error of a row. NaN if an error is NaN."""
     return float(row_errors(ours, theirs).max())
 
 
 def try_sequences(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Random sequences, and the logits f32[T, V] that the model gives for each of them alone."""
+    """Return random sequences, and the logits f32[T, V] that the model computes for each of them alone."""
     config = model.config.get_text_config()  # pyright: ignore
     vocabulary = int(config.vocab_size)
-    highest = vocabulary - 1 if vocabulary <= VOCABULARY else vocabulary  # what a twin has last stands for an image
+    highest = vocabulary - 1 if vocabulary <= VOCABULARY else vocabulary  # the last id of a twin is an image token
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(0, highest, (length,), generator=generator) for length in _lengths(config)]
     with torch.no_grad():
@@ -130,7 +135,7 @@ def try_sequences(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tens
 
 
 def _lengths(config: PretrainedConfig) -> list[int]:
-    """LENGTHS, or so much shorter that the model can take them one by one and in a row."""
+    """Return LENGTHS, or shorter lengths that the model accepts one by one and in a row."""
     shares = [1.0]
     if isinstance(positions := getattr(config, "max_position_embeddings", None), int) and positions > 0:
         shares.append(positions / LENGTHS[0])
@@ -142,12 +147,12 @@ def _lengths(config: PretrainedConfig) -> list[int]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Return the message of an error in one line."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | str:
-    """The twin, or why there is none."""
+    """Return the twin, or the reason why there is none."""
     reasons, chaotic = [], []
     with torch.random.fork_rng(devices=[]):
         for make_small, relative in product((shrink, shrink_lengths), (False, True)):
@@ -156,7 +161,7 @@ def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | str:
                 _randomize(plain, relative=relative)
                 sequences, logits = try_sequences(plain)
                 is_causal = _is_causal(plain, sequences[0], logits[0])
-            except Exception as error:  # whatever a foreign model raises
+            except Exception as error:  # models of other packages can raise any error
                 reasons.append(f"{type(error).__name__}: {first_line(error)}")
                 continue
             if not all(bool(one.isfinite().all()) for one in logits):
@@ -173,13 +178,14 @@ def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | str:
 
 
 def _is_chaotic(twin: Twin) -> bool:
-    """Whether rounding decides what the model computes, as its float64 logits tell; False where it has none."""
+    """Return whether rounding decides the model's results, by comparison with its float64 logits. False if it has
+    none."""
     precise = copy.deepcopy(twin.plain)
     nn.Module.to(precise, dtype=torch.float64)
     try:
         with torch.no_grad():
             logits = [precise(input_ids=ids[None], use_cache=False).logits[0] for ids in twin.sequences]
-    except Exception as error:  # a foreign model may know one dtype alone
+    except Exception as error:  # some models support a single dtype
         logger.debug("%s does not run in float64: %s", type(precise).__name__, first_line(error))
         return False
     return max(map(relative_error, twin.logits, logits)) > _CHAOTIC
@@ -187,7 +193,7 @@ def _is_chaotic(twin: Twin) -> bool:
 
 @torch.no_grad()
 def _is_causal(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Told by the first token, which sees those behind it in any encoder."""
+    """Return whether the first token ignores later tokens. In any encoder it sees them."""
     return relative_error(model(input_ids=ids[None, :1], use_cache=False).logits[0], logits[:1]) < TOLERANCE
 
 
@@ -199,7 +205,7 @@ def _build(kind: type[PreTrainedModel], config: PretrainedConfig, attention: str
 
 
 class _SmallOnly(TorchFunctionMode):
-    """Raises MemoryError where a model turns out to be large after all."""
+    """Raises MemoryError if a model is large despite its configuration."""
 
     def __init__(self) -> None:
         self._left = _MAX_PARAMETERS
@@ -215,8 +221,10 @@ class _SmallOnly(TorchFunctionMode):
 
 @torch.no_grad()
 def _randomize(model: nn.Module, *, relative: bool) -> None:
-    """Weights of which each shows: no norm's is 1, no bias 0. relative: what is no matrix changes by a part of what it
-    is; a few models (nGPT) multiply such parameters by large numbers, and are chaotic otherwise."""
+    """Set weights so that each has an effect: no weight of a norm is 1, no bias is 0.
+
+    relative: parameters other than matrices change in proportion to their values. A few models (nGPT) multiply such
+    parameters by large numbers, and are chaotic otherwise."""
     generator = torch.Generator().manual_seed(0)
     state = model.state_dict(keep_vars=True)
     floats = [b for name, b in model.named_buffers() if name in state and b.is_floating_point() and b.ndim == 1]

@@ -1,4 +1,4 @@
-"""The file of a run's events: appended to within a bound, and followed while it grows."""
+"""The event file of a run: appended to up to a size limit, and followed while it grows."""
 
 import contextlib
 import logging
@@ -29,11 +29,12 @@ _PIECE_BYTES = 1 << 20
 
 
 class EventFile:
-    """Appends events. Beyond `max_bytes` the file is thinned out: of the older half of each kind every second event
-    goes, so that a run of any length keeps its whole course, the older the coarser. Raises RunError if it cannot be
-    written.
+    """Appends events. Raises RunError if the file cannot be written.
 
-    It takes one writer at a time. `keep`: go on with what the file has, else begin anew."""
+    Beyond `max_bytes` the file is thinned out: every second event in the older half of each kind is removed. So a run
+    of any length keeps its whole course, with less detail for older events. It supports one writer at a time. `keep`:
+    continue with the content of the file; otherwise start an empty file.
+    """
 
     def __init__(self, directory: Path, *, keep: bool = False, max_bytes: int = MAX_BYTES):
         if max_bytes < 1 << 16:
@@ -42,12 +43,12 @@ class EventFile:
         with file_errors(RunError, f"cannot write {self.path}"):
             directory.mkdir(parents=True, exist_ok=True)
             if not keep:
-                self.path.unlink(missing_ok=True)  # who follows the old file sees that this is another one
+                self.path.unlink(missing_ok=True)  # readers of the old file detect the new file
             self._open()
 
     def append(self, events: list[Event]) -> int:
-        """Write these events, which are there at once for readers. Returns how many are lost, since they hold something
-        that JSON has no word for."""
+        """Write these events; readers see them at once. Return the number of lost events, which contain values that
+        JSON cannot represent."""
         lines = [line for event in events if (line := _line_of(event)) is not None]
         with file_errors(RunError, f"cannot write {self.path}"):
             self._file.write(b"".join(lines))
@@ -57,7 +58,7 @@ class EventFile:
         return len(events) - len(lines)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # only after an `append` that failed is there anything left to write
+        with contextlib.suppress(OSError):  # data is left to write only after a failed `append`
             self._file.close()
 
     def _open(self) -> None:
@@ -88,7 +89,7 @@ def _line_of(event: Event) -> bytes | None:
 
 
 def thinned(lines: list[bytes]) -> list[bytes]:
-    """The lines without what is replaced by later ones, nor every second of the older half of each other kind."""
+    """Return the lines without replaced ones, and without every second line in the older half of each other kind."""
     kinds: dict[type, list[int]] = defaultdict(list)
     newest_of_version: dict[int, int] = {}
     for index, line in enumerate(lines):
@@ -104,22 +105,22 @@ def thinned(lines: list[bytes]) -> list[bytes]:
 
 
 class Piece(NamedTuple):
-    """What came of a file since the cursor before."""
+    """New content of a file since the previous cursor."""
 
     lines: list[bytes]
     cursor: str
     is_new: bool
-    """The file is another one than that of the cursor, and these lines are its first."""
+    """True if the file is not the cursor's file, and these lines are its first."""
     has_more: bool
 
 
 def read_piece(path: Path, cursor: str) -> Piece:
-    """The whole lines of a file after a cursor, "" for its beginning, at most a MiB or one line. A line that is no
-    event is left out. Raises RunError if there is no such file or it cannot be read."""
+    """Return the whole lines of a file after a cursor, "" for its beginning, at most a MiB or one line. Lines that are
+    not events are left out. Raises RunError if the file does not exist or cannot be read."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            # A new file may get the number of one that was removed; its first line tells them apart.
+            # A new file can get the number of a removed one; the first line distinguishes them.
             fingerprint = zlib.crc32(file.readline(_PIECE_BYTES))
             here = f"{status.st_dev:x}-{status.st_ino:x}-{fingerprint:x}-"
             known = number_after(here, cursor)
@@ -140,6 +141,6 @@ def read_piece(path: Path, cursor: str) -> Piece:
 
 
 def number_after(here: str, cursor: str) -> int | None:
-    """The number after this beginning of a cursor, which comes from a browser; None if the cursor is another one."""
+    """Return the number after this beginning of a cursor from a browser; None if the cursor has another beginning."""
     number = cursor.removeprefix(here)
     return int(number) if number != cursor and number.isascii() and number.isdigit() and len(number) < 18 else None

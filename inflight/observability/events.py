@@ -1,7 +1,7 @@
-"""What a run records of itself: one line of JSON per event in the file `events.jsonl` of its directory.
+"""Events of a run: one line of JSON per event in the file `events.jsonl` of its directory.
 
-Each event has a "kind" and the "time" at which it was recorded, in seconds since 1970. Where a value is not known it is
-left out or null. docs/watch.md says how to read them; `read_events` does it.
+Each event has a "kind" and the "time" at which it was recorded, in seconds since 1970. An unknown value is left out or
+null. docs/watch.md describes them; `read_events` reads them.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from inflight.core.files import file_errors
 
 EVENTS_FILE = "events.jsonl"
 LOG_RATIO_EDGES = [round(-2 + 0.1 * index, 1) for index in range(41)]
-"""The edges of the bins in which log ρ is counted: below −2, 40 bins up to 2, and above."""
+"""Edges of the bins of log ρ: below −2, 40 bins up to 2, and above."""
 
 
 class RunError(InflightError):
@@ -27,32 +27,33 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_d
 
 
 class Began(_Event, frozen=True, kw_only=True, tag="began"):
-    """A recorder was opened: a run began, or went on in the same directory."""
+    """A recorder was opened: a run began, or continued in the same directory."""
 
     title: str
     model: str = ""
     max_sequences: int = 0
-    """Sequences that the engine, or all engines of a pool, decode together at most: batch rows; 0 if not known."""
+    """Maximum number of sequences that the engine, or all engines of a pool, decode together: batch rows; 0 if
+    unknown."""
     resumed_after_step: int = 0
-    """Steps after this one that stand above are taken again, and do not count."""
+    """Step after which the run continues. Ignore earlier events of later steps, which are repeated."""
     pid: int = 0
     inflight_version: str = ""
 
 
 class Step(_Event, frozen=True, kw_only=True, tag="step"):
-    """An optimizer step. Several events may tell of one step; their numbers add to each other."""
+    """An optimizer step. Several events can report one step; their numbers complement each other."""
 
     step: int
     numbers: dict[str, float]
-    """As loggers get them: "reward", "ratio/ess", …"""
+    """Numbers as loggers receive them: "reward", "ratio/ess", …"""
     seconds: float | None = None
-    """Seconds since the event before of this kind."""
+    """Seconds since the previous event of this kind."""
     spans: dict[str, float] = {}
     """Seconds that the trainer's thread spent in each named span since then."""
     mismatch: list[int] = []
-    """Tokens by log ρ, in the bins of LOG_RATIO_EDGES: those that the trainer's own version drew."""
+    """Number of tokens of the trainer's own version by log ρ, in the bins of LOG_RATIO_EDGES."""
     stale: list[int] = []
-    """The same of tokens that older versions drew."""
+    """The same for tokens of older versions."""
 
 
 class Consumed(_Event, frozen=True, kw_only=True, tag="consumed"):
@@ -73,21 +74,20 @@ class Swapped(_Event, frozen=True, kw_only=True, tag="swapped"):
 
 
 class Engine(_Event, frozen=True, kw_only=True, tag="engine"):
-    """What the engine was doing."""
+    """States of the engine."""
 
     states: dict[str, float]
-    """Shares of the time since the event before, by what the engine did: "generating", "idle" (it has no prompts),
-    "waits for weights", "waits for the trainer", "paused", "asleep", "restarting", "silent" (it does not answer),
-    "closed"."""
+    """Maps states to shares of the time since the previous event: "generating", "idle" (it has no prompts), "waits for
+    weights", "waits for the trainer", "paused", "asleep", "restarting", "silent" (it does not answer), "closed"."""
     version: int | None = None
     num_running: int | None = None
-    """Sequences that decode: batch rows in use."""
+    """Number of sequences that decode: batch rows in use."""
     num_waiting: int | None = None
-    """Sequences that wait for a batch row."""
+    """Number of sequences that wait for a batch row."""
     num_outstanding: int | None = None
-    """Groups that were submitted and not taken by the trainer."""
+    """Number of groups that were submitted and not taken by the trainer."""
     num_tokens: int | None = None
-    """Tokens drawn since the engine began."""
+    """Number of tokens drawn since the engine started."""
     kv_used: float | None = None
     """Share of the KV cache that sequences hold."""
 
@@ -97,13 +97,14 @@ class Version(_Event, frozen=True, kw_only=True, tag="version"):
 
     version: int
     published: float | None = None
-    """When `publish()` was called, in seconds since 1970; None for the weights that the engine was launched with."""
+    """Time of the `publish()` call, in seconds since 1970; None for the weights that the engine was launched with."""
     drawn: int = 0
-    """Tokens that it drew."""
+    """Number of tokens that it drew."""
     trained: int = 0
-    """Those of them that had part in the loss of an optimizer step."""
+    """Number of its tokens in the loss of an optimizer step."""
     dropped: int = 0
-    """Those that the trainer took out of the stream and did not train on: without an advantage, truncated, too old."""
+    """Number of its tokens that the trainer took out of the stream and did not train on: without an advantage,
+    truncated, too old."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,11 +114,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens: list[str]
     versions: list[int]
     log_ratios: list[float | None]
-    """log ρ under the trainer's weights when it took the step; null where the token has no part in the loss."""
+    """log ρ under the trainer's weights when it took the step; null for tokens outside the loss."""
     reward: float | None = None
     finish_reason: str = ""
     num_tokens: int = 0
-    """All tokens of the rollout, of which long ones show only the first."""
+    """Number of tokens of the rollout. Long rollouts show only the first ones."""
 
 
 class Samples(_Event, frozen=True, kw_only=True, tag="samples"):
@@ -131,7 +132,8 @@ class Ended(_Event, frozen=True, kw_only=True, tag="ended"):
     """The recorder was closed. A run that is killed has no such event."""
 
     num_lost: int = 0
-    """Events that were not recorded, since they came faster than they could be written or held what JSON cannot say."""
+    """Number of events that were not recorded, since they arrived faster than they could be written or contained values
+    that JSON cannot represent."""
 
 
 Event = Began | Step | Consumed | Swapped | Engine | Version | Samples | Ended
@@ -141,7 +143,7 @@ _decoder = json_decoder(Event)
 
 
 def decode(line: bytes) -> Event | None:
-    """The event of a line; None for one that is cut off or is no event."""
+    """Return the event of a line; None if the line is cut off or not an event."""
     try:
         return _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -149,7 +151,7 @@ def decode(line: bytes) -> Event | None:
 
 
 def read_events(directory: Path) -> Iterator[Event]:
-    """Yield all events of a run, in order; lines that are none are left out. Raises RunError if there is no record."""
+    """Yield all events of a run, in order; other lines are left out. Raises RunError without a record."""
     path = directory / EVENTS_FILE
     with file_errors(RunError, f"cannot read {path}"), open(path, "rb") as file:
         yield from (event for line in file if (event := decode(line)) is not None)

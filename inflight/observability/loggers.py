@@ -1,6 +1,6 @@
-"""Where the numbers of a run go: a logger is anything with `log(step, values)`.
+"""Loggers for the numbers of a run. A logger is any object with `log(step, values)`.
 
-Those of libraries import them when they are made, and say what to install if they are not there.
+Loggers that need a library import it in their constructor, and name the package to install if it is missing.
 """
 
 import json
@@ -18,7 +18,7 @@ from inflight.core.files import file_errors, replacing
 
 
 class Logger(Protocol):
-    """What is told the numbers of a run."""
+    """Receives the numbers of a run."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -28,7 +28,7 @@ class _Closed(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Write pending data."""
 
     def __enter__(self) -> Self:
         return self
@@ -38,8 +38,8 @@ class _Closed(ABC):
 
 
 class JsonLines(_Closed):
-    """Appends an object to a file for each call: {"step": …, "reward": …, …}. Lines are there at once, so that a run
-    that is killed keeps what it had. The last evaluation of `grpo` has a line of its own under the last step. Raises
+    """Appends an object to a file for each call: {"step": …, "reward": …, …}. Lines are written at once, so that a
+    killed run keeps its lines. The last evaluation of `grpo` has a separate line under the last step. Raises
     LoggerError if the file cannot be written."""
 
     def __init__(self, path: str | Path):
@@ -49,8 +49,8 @@ class JsonLines(_Closed):
             self._file = open(self._path, "a", buffering=1)  # noqa: SIM115  it is closed by `close`
 
     def continue_after(self, step: int) -> None:
-        """Remove the lines of later steps, which a run that continues after this step repeats. `grpo` calls it when a
-        run was loaded. Raises LoggerError if the file has lines that are not its own."""
+        """Remove the lines of later steps. A run that continues after this step repeats them. `grpo` calls this when it
+        has loaded a run. Raises LoggerError if the file has lines that it did not write."""
         lines = self._path.read_text().splitlines(keepends=True)
         if lines and not lines[-1].endswith("\n"):  # the run was killed while it wrote this line
             del lines[-1]
@@ -110,8 +110,8 @@ class _LibraryRun(_Closed):
 class WandB(_LibraryRun):
     """Logs to a new run of Weights & Biases (`pip install wandb`).
 
-    mode: "offline" keeps it in `directory`, for `wandb sync` later; "online" sends it, which needs a login.
-    config: what the run was made of, such as `dataclasses.asdict` of options.
+    mode: "offline" keeps it in `directory`, for a later `wandb sync`; "online" sends it and needs a login. config: the
+    settings of the run, such as `dataclasses.asdict` of options.
     """
 
     def __init__(
@@ -129,9 +129,10 @@ class WandB(_LibraryRun):
 
 
 class Trackio(_LibraryRun):
-    """Logs to a new run of trackio (`pip install trackio`), which keeps it on this machine; `trackio show` shows it.
+    """Logs to a new run of trackio (`pip install trackio`) on this machine; `trackio show` shows it.
 
-    config: what the run was made of."""
+    config: the settings of the run.
+    """
 
     def __init__(self, project: str, *, name: str | None = None, config: Mapping[str, Any] | None = None):
         trackio: Any = _require("trackio", "Trackio")
@@ -142,9 +143,9 @@ class PrometheusLogger(_Closed):
     """Serves the newest numbers of a run at `GET /metrics` for Prometheus: `inflight_trainer_step`, and
     `inflight_trainer_number` with the label `name`, such as "reward" or "staleness/token_age_ms".
 
-    port: 0 lets the system choose; the attribute `port` has the choice. host: the address to listen on; "0.0.0.0"
-    for a Prometheus on another machine. There is no token. Needs `prometheus-client`, of the extra `serve`. Raises
-    MissingPackageError without it, and LoggerError if the address cannot be listened on.
+    port: 0 lets the system choose; the attribute `port` contains the choice. host: the address to listen on; "0.0.0.0"
+    for a Prometheus on another machine. Access needs no token. Needs `prometheus-client`, of the extra `serve`. Raises
+    MissingPackageError without it, and LoggerError if it cannot listen on the address.
     """
 
     def __init__(self, port: int, *, host: str = "127.0.0.1"):
@@ -182,12 +183,12 @@ def open_logger(
     run: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> JsonLines | TensorBoard | WandB | Trackio:
-    """The logger of this name, as a context manager, so that a program's user may choose: "jsonl" (steps.jsonl in the
-    directory), "tensorboard" (in its folder tensorboard), "wandb" (kept there, offline) or "trackio" (where trackio
-    keeps its runs).
+    """Return the logger of this name, as a context manager, so that the user of a program can choose one: "jsonl"
+    (steps.jsonl in the directory), "tensorboard" (in its folder tensorboard), "wandb" (in the directory, offline) or
+    "trackio" (in trackio's own storage).
 
-    run: what the run is called; None: as the directory. config: what it was made of. The last two take project, run and
-    config. Raises ValueError for another name, and LoggerError where the library is missing or nothing can be written.
+    run: name of the run; None: the name of the directory. config: its settings. The last two loggers take project, run
+    and config. Raises ValueError for another name, and LoggerError if the library is missing or nothing can be written.
     """
     directory = Path(directory)
     if name == "jsonl":

@@ -37,24 +37,24 @@ class TokenStaleness:
 
 
 class StalenessListener(Protocol):
-    """Who is told what a meter learns, in the thread that tells the meter, and briefly. Who derives from it does
-    nothing of what it does not define."""
+    """Receives the events of a meter, in the thread that reports to the meter. Calls must be short. Subclasses ignore
+    the events that they do not define."""
 
     def published(self, version: int, called_ns: int) -> None:
         """`publish()` was called for this version at this time."""
 
     def drawn(self, version: int, num_tokens: int) -> None:
-        """A forward pass drew so many tokens."""
+        """A forward pass drew this many tokens."""
 
     def swapped(self, version: int, swap_ms: float, stall_ms: float) -> None:
-        """The first token under this version came."""
+        """The first token with this version arrived."""
 
     def taken(self, weight_versions: np.ndarray, in_loss: np.ndarray) -> None:
-        """The trainer took tokens that these versions i64[n] drew out of the stream. Of those in the loss of its batch
-        the versions are in_loss i64[m]; the others it leaves out."""
+        """The trainer took tokens out of the stream. The versions i64[n] drew them. in_loss i64[m]: versions of the
+        tokens that are in the loss of its batch; the other tokens are left out."""
 
     def consumed(self, weight_versions: np.ndarray, staleness: TokenStaleness, in_loss: np.ndarray) -> None:
-        """An optimizer step consumed tokens that these versions i64[n] drew. in_loss bool[n]: which have part in the
+        """An optimizer step consumed tokens that these versions i64[n] drew. in_loss bool[n]: True for tokens in the
         loss."""
 
 
@@ -65,7 +65,7 @@ class Histogram:
     _LOG_STEP = np.log(1.01)
 
     def __init__(self) -> None:
-        self._counts = np.zeros(3200, np.int64)  # up to 1e-4 · 1.01^3199 ≈ 6.6e9; bucket 0 holds what is below 1e-4
+        self._counts = np.zeros(3200, np.int64)  # up to 1e-4 · 1.01^3199 ≈ 6.6e9; bucket 0 contains values below 1e-4
 
     def add(self, values: np.ndarray | Sequence[float]) -> None:
         clipped = np.maximum(np.asarray(values, np.float64), self._LEAST)
@@ -73,7 +73,7 @@ class Histogram:
         self._counts += np.bincount(np.minimum(buckets, len(self._counts) - 1), minlength=len(self._counts))
 
     def percentiles(self) -> dict[str, float]:
-        """Return {"p50": …, "p90": …, "p99": …}, each at most 1 % too high; empty if there are no values."""
+        """Return {"p50": …, "p90": …, "p99": …}, each at most 1 % too high; empty without values."""
         total = int(self._counts.sum())
         if not total:
             return {}
@@ -83,10 +83,10 @@ class Histogram:
 
 
 class StalenessMeter:
-    """Learns of publishes and frames, and measures tokens and swaps against them, in constant memory. Safe to use from
+    """Receives publishes and frames, and measures tokens and swaps by them, in constant memory. Safe to use from
     several threads at once.
 
-    Version 0, the weights that the engine was launched with, counts as published when the meter was made.
+    Version 0, the weights that the engine was launched with, is treated as published when the meter was made.
     """
 
     _REMEMBERED_VERSIONS = 4096
@@ -99,11 +99,11 @@ class StalenessMeter:
         }
         self._version_lags: Counter[int] = Counter()
         self._swap: Swap | None = None
-        """The newest swap, until a token has come that was drawn after it."""
+        """The newest swap, until a token drawn after it has arrived."""
         self.listener: StalenessListener | None = None
         self.num_swaps = 0
         self.num_swaps_in_flight = 0
-        """The number of swaps while requests that had drawn tokens under older weights went on."""
+        """Number of swaps during which requests with tokens from older weights continued."""
         self.last_swap_ms: float | None = None
         self._trainer_version = 0
         self._num_steps = 0
@@ -116,7 +116,7 @@ class StalenessMeter:
     @property
     def trainer_version(self) -> int:
         """Version of the trainer's weights: the last published one, or the next one if the optimizer has taken steps
-        since. A publisher that sends versions late sets it to the version that it holds back."""
+        since. A publisher that delays versions sets it to the delayed version."""
         return self._trainer_version + (self.unpublished_steps > 0)
 
     @trainer_version.setter
@@ -130,19 +130,20 @@ class StalenessMeter:
 
     @property
     def published_times(self) -> list[tuple[int, int]]:
-        """The versions that are remembered, and when each was published."""
+        """The remembered versions, each with its publish time."""
         with self._lock:
             return list(self._published)
 
     def restore(self, published: Sequence[tuple[int, int]]) -> None:
-        """These versions were published at these times, in this process or in the one that it follows."""
+        """Restore the publish times of versions from this process or an earlier one."""
         with self._lock:
             self._published = deque(published, maxlen=self._REMEMBERED_VERSIONS)
             self._steps_before = {max(version for version, _ in published): self._num_steps}
 
     def published(self, version: int, called_ns: int) -> None:
-        """`publish()` was called for this version. A publisher that follows one that died may count on from less than
-        what that one had announced; what was announced and never drawn is forgotten then."""
+        """Note that `publish()` was called for this version. A publisher that replaces a dead one can continue from a
+        lower number than the dead one had announced. The versions that were announced and never drawn are then
+        forgotten."""
         with self._lock:
             while self._published and self._published[-1][0] >= version:
                 self._published.pop()
@@ -156,13 +157,13 @@ class StalenessMeter:
                 listener.published(version, called_ns)
 
     def stepped(self, unpublished_steps: int) -> None:
-        """The trainer's optimizer takes a step, this many since the last publish. A publisher reports the steps of
+        """Note a step of the trainer's optimizer, this many since the last publish. A publisher reports the steps of
         `torch.optim` optimizers that hold its parameters; a trainer with another kind of optimizer calls it itself."""
         self.unpublished_steps = unpublished_steps
 
     def step_lag(self, weight_versions: np.ndarray) -> np.ndarray:
-        """Optimizer steps i64[n] from the weights of these versions i64[n] to the trainer's present weights. A version
-        that an earlier process published is taken for one step."""
+        """Return the optimizer steps i64[n] from the weights of these versions i64[n] to the trainer's present weights.
+        A version of an earlier process is treated as one step."""
         with self._lock:
             now, oldest = self._num_steps + self.unpublished_steps, min(self._steps_before)
             known, of_version = np.unique(weight_versions, return_inverse=True)
@@ -193,8 +194,8 @@ class StalenessMeter:
                     listener.swapped(swap.version, self.last_swap_ms, swap.stall_ns / NS_PER_MS)
 
     def taken(self, weight_versions: np.ndarray, in_loss: np.ndarray) -> None:
-        """The trainer took tokens that these versions i64[n] drew out of the stream. Of those in the loss of its batch
-        the versions are in_loss i64[m]; the others it leaves out."""
+        """Note tokens that the trainer took out of the stream. The versions i64[n] drew them. in_loss i64[m]: versions
+        of the tokens that are in the loss of its batch; the other tokens are left out."""
         if (listener := self.listener) is not None:
             listener.taken(weight_versions, in_loss)
 
@@ -207,8 +208,8 @@ class StalenessMeter:
         trainer_version: int,
         in_loss: np.ndarray | None = None,
     ) -> TokenStaleness:
-        """Measure the tokens of one optimizer step. Both columns are i64[n] over drawn tokens. in_loss: bool[n], which
-        have part in the loss; None: all. Those that have none are measured, too."""
+        """Measure the tokens of one optimizer step. Both columns are i64[n] over drawn tokens. in_loss: bool[n], True
+        for tokens in the loss; None: all. The other tokens are measured, too."""
         with self._lock:
             versions, published = np.array(self._published).T
         own = np.maximum(np.searchsorted(versions, weight_versions, side="right") - 1, 0)

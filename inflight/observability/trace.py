@@ -1,7 +1,7 @@
-"""A trace of an engine and its trainer at work: what both processes did, on one clock, in one file.
+"""A trace of an engine and its trainer: the activity of both processes, on one clock, in one file.
 
-Each process records its own part (`Recorder`): our spans, and on a GPU kernels and copies, as torch's profiler sees
-them. `Trace` starts and stops both and has the parts put together.
+Each process records its own part (`Recorder`): inflight's spans, and on a GPU kernels and copies from torch's profiler.
+`Trace` starts and stops both recordings and has the parts merged.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from inflight.observability.trace_file import Part
 logger = logging.getLogger("inflight.trace")
 
 _STOP_TIMEOUT_S = 600.0
-"""Bound for the engine to write what its profiler saw."""
+"""Time limit for the engine to write its profiler's data."""
 
 
 class Recorder:
-    """Records this process. At most one does at a time."""
+    """Records this process. At most one recorder can run at a time."""
 
     def __init__(self, process: str, directory: Path):
-        """process is what the trace calls it; directory is where its part is written."""
+        """process: name of the process in the trace. directory: location of the written part."""
         self._process, self._directory = process, directory
         self._profiler: Any = None
         self._began_ns = 0
@@ -47,7 +47,7 @@ class Recorder:
             self._profiler, self._details = _profiler(details), details
             if self._profiler is not None:
                 self._profiler.__enter__()
-        except Exception as error:  # whatever torch raises, the engine goes on
+        except Exception as error:  # torch can raise any error; the engine continues
             self._profiler = None
             stop_noting()
             if isinstance(error, InflightError):
@@ -58,7 +58,7 @@ class Recorder:
     def stop(self) -> Path:
         """Write the part and return its path. Raises InflightError if nothing was started.
 
-        torch holds the interpreter while it collects what its profiler saw, some microseconds per kernel.
+        torch holds the interpreter while it collects the data of its profiler, some microseconds per kernel.
         """
         ended_ns = now_ns()
         spans, threads = stop_noting()
@@ -82,27 +82,27 @@ class Recorder:
             )
             with file_errors(FileWriteError, f"cannot write {part}"):
                 part.write_bytes(msgspec.json.encode(recorded))
-        except Exception as error:  # likewise
+        except Exception as error:  # torch can raise any error
             raise InflightError(f"what was recorded of {self._process} could not be written: {error}") from error
         return part
 
 
 class TracedEngine(Protocol):
-    """Names what a trace asks of the connection to an engine, which it closes at its end."""
+    """The part of an engine's connection that a trace uses. The trace closes it at the end."""
 
     def call(self, verb: str, arguments: Mapping[str, Any], returns: Any = ..., *, timeout_s: float = ...) -> Any: ...
     def close(self) -> None: ...
 
 
 class Trace:
-    """A trace that is being taken of this process and of an engine's; `Engine.trace()` makes one."""
+    """A trace in progress of this process and of an engine; `Engine.trace()` makes one."""
 
     def __init__(self, connect: Callable[[], TracedEngine], path: str | Path, *, seconds: float | None, details: bool):
         self.path = check_path(path)
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds must be above 0, got {seconds}")
         self.done = False
-        """True once the file is written, or could not be, which `close()` raises."""
+        """True once the file is written or has failed. `close()` raises the failure."""
         self._lock = threading.Lock()
         self._end_timer = threading.Timer(seconds or 0.0, self._end)
         self._end_timer.name, self._end_timer.daemon = "inflight-trace", True
@@ -120,8 +120,8 @@ class Trace:
             self._end_timer.start()
 
     def close(self) -> None:
-        """End the trace if it has not ended yet, and return when the file is written. Raises what kept it from being
-        written: InflightError, EngineDiedError or OSError. Safe to call twice."""
+        """End the trace if it has not ended yet, and return when the file is written. Raises the error that prevented
+        it: InflightError, EngineDiedError or OSError. Safe to call twice."""
         self._end_timer.cancel()
         self._end()
         error, self._error = self._error, None
@@ -140,7 +140,7 @@ class Trace:
                 return
             try:
                 self._write()
-            except Exception as error:  # raised by close(), which nobody may call
+            except Exception as error:  # close() raises it, if it is called
                 logger.warning("the trace %s was not written: %s", self.path, error)
                 self._error = error
             finally:
@@ -190,8 +190,7 @@ def _epoch_minus_monotonic_ns() -> int:
 
 
 def _profiler(details: bool) -> Any:
-    """Make torch's profiler of this process, or return None where it would have nothing to add: without a GPU and
-    details."""
+    """Make torch's profiler of this process. Return None if it would add nothing: without a GPU and without details."""
     import torch
     from torch.autograd import profiler
 
@@ -202,7 +201,7 @@ def _profiler(details: bool) -> Any:
         raise InflightError("torch's profiler is running in this process already; end it first")
     from torch._C._profiler import _ExperimentalConfig
 
-    try:  # events as Python objects are not asked for, only the file
+    try:  # only the file is needed, not events as Python objects
         config = _ExperimentalConfig(profile_all_threads=True, trace_only=True)
     except TypeError:  # torch before 2.13
         config = _ExperimentalConfig(profile_all_threads=True)

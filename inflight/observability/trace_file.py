@@ -1,10 +1,11 @@
-"""What two processes recorded, put into one trace in Chrome's JSON format, for ui.perfetto.dev and chrome://tracing.
+"""Merges the recordings of two processes into a trace in Chrome's JSON format, for ui.perfetto.dev and
+chrome://tracing.
 
-`python -m inflight.observability.trace_file OUT PART…` does that in a process of its own, so that a trainer goes on.
+`python -m inflight.observability.trace_file OUT PART…` does that in a separate process, so that a trainer continues.
 
-Our spans are in CLOCK_MONOTONIC. The events of Kineto, torch's profiler, are in microseconds since its file's
-`baseTimeNanoseconds`, which counts from the epoch; each process notes how far the two clocks are apart. What lies
-outside the time in which all processes recorded is left out.
+Inflight's spans are in CLOCK_MONOTONIC. The events of Kineto, torch's profiler, are in microseconds since its file's
+`baseTimeNanoseconds`, a time since the epoch; each process notes the offset of the two clocks. Events outside the time
+in which all processes recorded are left out.
 """
 
 import gc
@@ -29,13 +30,13 @@ GPU_WORK = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _ON_GPU = GPU_WORK | {"gpu_user_annotation", "cuda_sync"}
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _FIRST_GPU_PID = 1 << 22
-"""The highest number that Linux gives a process."""
+"""The highest process number of Linux."""
 _MAX_GPUS = 1 << 10
 _ALL = 1 << 32  # values of 32 bits
 
 
 class Part(msgspec.Struct):
-    """Holds what one process recorded, with times in CLOCK_MONOTONIC."""
+    """Recording of one process, with times in CLOCK_MONOTONIC."""
 
     process: str
     pid: int
@@ -48,7 +49,7 @@ class Part(msgspec.Struct):
     kineto: str | None
     """The file that torch's profiler wrote."""
     details: bool
-    """True if all that Kineto knows is kept, else kernels and copies alone are."""
+    """True to keep all of Kineto's events, False to keep kernels and copies alone."""
 
 
 class _Kineto(msgspec.Struct):
@@ -59,8 +60,8 @@ class _Kineto(msgspec.Struct):
 
 
 def merge(parts: Sequence[Part]) -> dict[str, Any]:
-    """Merge the parts into one trace, beginning at 0 when the last process began to record, and ending when the first
-    one stopped."""
+    """Merge the parts into one trace. It begins at 0 when the last process began to record, and ends when the first one
+    stopped."""
     began_ns, ended_ns = max(part.began_ns for part in parts), min(part.ended_ns for part in parts)
     end_us = (ended_ns - began_ns) / 1e3
     events: list[Event] = []
@@ -77,7 +78,7 @@ def merge(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def write(path: Path, trace: dict[str, Any]) -> None:
-    """Write the trace, gzipped where the name ends in .gz. Raises FileWriteError."""
+    """Write the trace, gzipped if the name ends in .gz. Raises FileWriteError."""
     data = msgspec.json.encode(trace)
     with replacing(path) as partial:
         partial.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
@@ -112,7 +113,7 @@ def _kineto_events(part: Part, index: int, began_ns: int) -> Iterator[Event]:
         event["pid"] = gpu_pid + event["pid"] if on_gpu else part.pid
         if not on_gpu:
             event["tid"] = threads.get(event["tid"] % _ALL, event["tid"])
-        if "id" in event:  # of arrows from a launch to its kernel
+        if "id" in event:  # arrows from a launch to its kernel have an id
             event["id"] = event["id"] * 16 + index
         kept.append(event)
     yield from _on_streams(part.spans, kept, began_ns)
@@ -125,8 +126,8 @@ def _kineto_events(part: Part, index: int, began_ns: int) -> Iterator[Event]:
 
 
 def _on_streams(spans: list[Span], events: list[Event], began_ns: int) -> Iterator[Event]:
-    """Show spans on the GPU's streams: from the first to the last of what was launched within each. What is
-    launched by threads without spans of their own (autograd's) counts for the thread that has the most."""
+    """Show spans on the GPU's streams: from the first to the last operation launched within each. Launches of threads
+    without spans (autograd's threads) are assigned to the thread that has the most."""
     work: dict[int, dict[tuple[int, int], tuple[float, float]]] = defaultdict(dict)
     """Maps a correlation to its begin and end on each stream."""
     for event in events:
@@ -173,7 +174,7 @@ def _clip(event: Event, end_us: float) -> bool:
 
 
 def _names(part: Part, events: list[Event], index: int, num_parts: int) -> Iterator[Event]:
-    """Name processes and threads, and order them: GPUs first, so that their streams stand side by side."""
+    """Name processes and threads, and order them: GPUs first, so that their streams are adjacent."""
     lanes = sorted({(event["pid"], event["tid"]) for event in events})
     for pid in dict.fromkeys([part.pid, *(pid for pid, _ in lanes)]):
         gpu = pid - _FIRST_GPU_PID - index * _MAX_GPUS if pid != part.pid else None
@@ -192,7 +193,7 @@ def _named(what: str, pid: int, tid: int, **args: str | int) -> Event:
 
 
 def main() -> None:
-    gc.disable()  # it would walk some hundred thousand events again and again, and this process ends soon
+    gc.disable()  # it would walk some hundred thousand events repeatedly, and this process ends soon
     out, *paths = map(Path, sys.argv[1:])
     trace = merge([json_decoder(Part).decode(path.read_bytes()) for path in paths])
     try:

@@ -37,15 +37,15 @@ _NOTHING: type[Any] = type(None)
 
 
 class AttachedEngine:
-    """An engine that another process launched: rank 0 of the trainer. Calls go there. Safe to use from several threads.
+    """An engine that rank 0 of the trainer launched. Calls are sent to rank 0. Safe to use from several threads.
 
     Every call raises RankLostError if rank 0 has ended, has closed the engine or does not answer.
     """
 
     def __init__(self, address: RankAddress, rank: int, own_keys: tuple[bytes, bytes] | None = None):
-        """own_keys: the public and the secret key by which rank 0 knows a rank of another machine."""
+        """own_keys: the public and the secret key that identify a rank on another machine to rank 0."""
         self._socket = Path(address.directory) / SOCKET
-        # Containers of one machine are one host to the kernel, and need not see each other's files and processes.
+        # Containers on one machine share a boot id, but might not see each other's files and processes.
         self._is_elsewhere = address.host != this_host() or bool(address.endpoint and not self._socket.exists())
         if self._is_elsewhere and not (address.endpoint and own_keys):
             raise RankLostError(
@@ -74,7 +74,7 @@ class AttachedEngine:
             self._let_go()
             raise
         self.stream = SharedStream(self._call, self._name, joined.next, address.options.rank_timeout_s)
-        """This rank's shares, by its `batches`."""
+        """Yields this rank's shares, by its `batches`."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -90,7 +90,7 @@ class AttachedEngine:
         version: int | None = None,
         adapter: str | None = None,
     ) -> list[int]:
-        """Queue prompts beside those that other ranks submit, as `Engine.submit` does. Their groups go into the
+        """Queue prompts next to the prompts of other ranks, as `Engine.submit` does. Their groups become part of the
         batches of all ranks."""
         with self._tokenizer_lock:
             messages = make_prompts(
@@ -99,7 +99,7 @@ class AttachedEngine:
         return self._call("submit", {"prompts": messages}, list[int], timeout_s=self.options.rank_timeout_s)
 
     def status(self) -> Status:
-        """Counters of the engine: version, steps, tokens, swaps, requests waiting and running."""
+        """Return counters of the engine: version, steps, tokens, swaps, requests waiting and running."""
         return self._call("status", {}, Status)
 
     def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
@@ -112,9 +112,9 @@ class AttachedEngine:
                 raise TimeoutError(f"version {version} did not go live within {timeout_s:.0f} s")
 
     def publisher(self, model: Any = None, **options: Any) -> "ShardSender | FollowingPublisher":
-        """What this rank publishes with while rank 0 holds the Publisher, made at the same time on all ranks: a
-        `ShardSender` of a model that FSDP2 or ZeRO-3 spreads over ranks; otherwise what sends nothing, since rank 0 has
-        the whole model. options: those of `Engine.publisher`, which rank 0 heeds."""
+        """Make this rank's counterpart of rank 0's Publisher. All ranks call this at the same time. For a model that
+        FSDP2 or ZeRO-3 spreads over ranks it is a `ShardSender`. Otherwise it sends nothing, since rank 0 has the whole
+        model. options: the options of `Engine.publisher`; only rank 0 applies them."""
         index, self._num_publishers = self._num_publishers, self._num_publishers + 1
         if isinstance(model, nn.Module) and classify(model).is_sharded:
             self._publishers.append(ShardSender(model))
@@ -129,7 +129,7 @@ class AttachedEngine:
         return FollowingPublisher(version, None if isinstance(model, nn.Module) else model)
 
     def close(self) -> None:
-        """Let go of the engine, which goes on. Safe to call twice."""
+        """Detach from the engine. The engine continues. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -164,7 +164,7 @@ class AttachedEngine:
             raise RankLostError(f"{who} did not answer {verb} within {bound_s:g} s") from error
 
     def _check(self) -> None:
-        if self._rank_0 is None:  # nobody here can know
+        if self._rank_0 is None:  # another machine's processes cannot be watched from here
             return
         if self._rank_0.ended:
             raise RankLostError(f"rank 0 (process {self._rank_0.pid}), which holds the engine, has ended")
@@ -180,27 +180,28 @@ class SharedStream:
         self.last_reward = nan
         """Mean reward of the whole batch whose share `batches` yielded last."""
         self.dropped = Dropped()
-        """What rank 0 has left out so far, and why."""
+        """Counts of the samples that rank 0 has left out so far, by reason."""
 
     def batches(self, **options: Any) -> Iterator[PackedBatch]:
-        """This rank's share of each batch that rank 0 makes by its own `batches`. options: those of
-        `RolloutStream.batches`, which rank 0 heeds: it alone calls `score`.
+        """Yield this rank's share of each batch that rank 0 makes by its own `batches`. options: the options of
+        `RolloutStream.batches`; only rank 0 applies them, and only it calls `score`.
 
-        Every rank gets as many batches, and all end together. Raises RankLostError if a rank has ended, or rank 0 does
-        not ask for a batch for `rank_timeout_s` seconds; and what kept rank 0 from making a batch, by name."""
+        Every rank gets the same number of batches, and all end together. Raises RankLostError if a rank has ended, or
+        rank 0 does not ask for a batch for `rank_timeout_s` seconds. An error that kept rank 0 from making a batch is
+        raised here under the same name."""
         while (data := self._next()) is not None:
             share = decode_share(data)
             self.last_reward, self.dropped = share.info.last_reward, Dropped(**share.info.dropped)
             yield share.batch()
 
     def _next(self) -> bytes | None:
-        """The next share, or None at the end."""
+        """Return the next share, or None at the end."""
         asked = {"client": self._client, "number": self._number}
         wait, idle_s = Wait(), 0.0
         while (offer := self._call("take", asked, Offer)).kind == "nothing yet":
             idle_s += wait.tick()
             wait.tell(f"rank 0 {offer.state}")
-            if offer.state == WAITS_FOR_ROLLOUTS:  # as long as generation takes; it asks whether the engine is there
+            if offer.state == WAITS_FOR_ROLLOUTS:  # generation has no bound here; rank 0 checks that the engine lives
                 idle_s = 0.0
             if idle_s > self._timeout_s:
                 raise RankLostError(
@@ -220,7 +221,7 @@ class SharedStream:
 
 
 class FollowingPublisher:
-    """What a rank other than 0 holds where rank 0 publishes alone: it counts versions, and sends nothing."""
+    """Publisher of a rank other than 0 if rank 0 publishes alone: it counts versions, and sends nothing."""
 
     def __init__(self, version: int, weights: Callable[[], Weights] | None):
         self.version = version
@@ -228,7 +229,7 @@ class FollowingPublisher:
         self._weights = weights if callable(weights) else None
 
     def publish(self, weights: Weights | None = None) -> int:
-        """Count a version. An iterator over weights is run to its end, since it may gather them from all ranks."""
+        """Count a version. An iterator over weights is run to its end, since it might gather them from all ranks."""
         given = self._weights() if weights is None and self._weights is not None else weights
         if isinstance(given, Iterator):
             deque(given, maxlen=0)
@@ -243,7 +244,7 @@ class FollowingPublisher:
         """Return at once: nothing is read here."""
 
     def check(self) -> None:
-        """Return: nothing can go wrong here."""
+        """Return: a publisher that sends nothing cannot fail."""
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Return."""

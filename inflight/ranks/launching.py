@@ -1,4 +1,4 @@
-"""How the ranks of a trainer find the engine that rank 0 launches: by the store of their process group."""
+"""Announces rank 0's engine to the other ranks of a trainer, by the store of their process group."""
 
 import logging
 import os
@@ -43,18 +43,18 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 class TrainerRanks:
-    """The default process group of torch.distributed, over whose store ranks tell each other of engines."""
+    """The default process group of torch.distributed. Ranks exchange the addresses of engines over its store."""
 
     _num_launches = 0
 
     def __init__(self, rank: int, size: int, store: Any):
         self.rank, self.size, self._store = rank, size, store
         self._keys: dict[str, bytes] = {}
-        """The public keys of ranks by their names in the store, each as it was found there first."""
+        """Maps names in the store to the public keys of ranks, each as it was first read."""
 
     @classmethod
     def of_this_process(cls) -> "TrainerRanks | None":
-        """None if this process trains alone, or has not made a process group."""
+        """Return the ranks of this process; None if it trains alone, or has not made a process group."""
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_available() and dist.is_initialized():
             if dist.get_world_size() == 1:
@@ -71,8 +71,9 @@ class TrainerRanks:
     def announce(
         self, start: Callable[[], Launched], address_of: Callable[[Launched, Outside | None], RankAddress]
     ) -> Launched:
-        """Called on rank 0: start an engine, and tell the others of it, or what it failed with; then none is left. They
-        need not be there yet. address_of: is also told of ranks on other machines, if there are any."""
+        """Start an engine on rank 0, and announce its address to the other ranks. They can join later. If this fails,
+        announce the error and close the engine. address_of: also receives the ranks on other machines, if there are
+        any."""
         key, started = self._next_key(), None
         try:
             started = start()
@@ -81,14 +82,14 @@ class TrainerRanks:
         except BaseException as error:
             kind = type(error).__name__
             refusal = _Refusal(kind, str(error) or f"rank 0 was ended by {kind}")
-            with suppress(RuntimeError):  # the store is gone, and the others learn that from it
+            with suppress(RuntimeError):  # the store has ended, and the others notice that when they use it
                 self._store.set(key, msgspec.json.encode(refusal))
             if started is not None:
                 started.close()
             raise
 
     def attach(self, options: EngineOptions) -> "AttachedEngine":
-        """Called on the other ranks: wait for rank 0's launch, and attach to its engine. Raises what that raised."""
+        """Wait on another rank for rank 0's launch, and attach to its engine. Raises the error of that launch."""
         from inflight.ranks.attached import AttachedEngine
 
         key, wait = self._next_key(), Wait()
@@ -120,16 +121,16 @@ class TrainerRanks:
         return AttachedEngine(address, self.rank, (public, secret))
 
     def _outside(self, key: str) -> Outside | None:
-        """The ranks on other machines, if whoever started them all says that there are some."""
+        """Return the ranks on other machines, if LOCAL_WORLD_SIZE shows that there are some and MASTER_ADDR is set."""
         if int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) >= self.size or "MASTER_ADDR" not in os.environ:
             return None
-        # A rank is let in while another thread may wait in the store for a collective, whose lock that one holds.
+        # Admission uses a clone of the store: another thread might hold the store's lock, waiting for a collective.
         store = self._store.clone() if hasattr(self._store, "clone") else self._store
         return Outside(os.environ["MASTER_ADDR"], partial(self._lets_in, store, key))
 
     def _lets_in(self, store: Any, key: str, public: bytes) -> bool:
-        """Whether a rank that attaches to this launch has this public key. It has said so before it comes, and what is
-        in the store later changes nothing."""
+        """Return True if a rank that attaches to this launch has this public key. The rank stores its key before it
+        connects, and later changes in the store have no effect."""
         names = [_name_of_key(key, rank) for rank in range(1, self.size)]
         try:
             for name in names:
@@ -147,5 +148,5 @@ class TrainerRanks:
 
 
 def _name_of_key(launch: str, rank: int) -> str:
-    """What the public key of a rank is called in the store."""
+    """Return the name of a rank's public key in the store."""
     return f"{launch}/key-of-rank-{rank}"

@@ -1,4 +1,4 @@
-"""What the processes at one engine say to each other, and how they know of each other's end."""
+"""Messages between the ranks that share one engine, and a process handle that notices the end of another rank."""
 
 import os
 import platform
@@ -20,31 +20,31 @@ NOTHING_ASKED = "has not asked for a batch"
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """What a process needs to know to attach to an engine that another one launched."""
+    """Address at which a process attaches to an engine that another one launched."""
 
     options: EngineOptions
     directory: str
     pid: int
     host: str
     endpoint: str = ""
-    """Where rank 0 listens for ranks on other machines, if there are any."""
+    """Endpoint of rank 0 for ranks on other machines, if there are any."""
     key: bytes = b""
-    """The public key of that."""
+    """The public key of that endpoint."""
 
 
 @dataclass(frozen=True)
 class Outside:
-    """Ranks on other machines, as rank 0 knows them."""
+    """Ranks on other machines, and the address at which they reach rank 0."""
 
     address: str
-    """That of rank 0's machine, as they reach it: a name or a number."""
+    """Address of rank 0's machine, as they reach it: a name or a number."""
     lets_in: Callable[[bytes], bool]
-    """Whether one of them holds the secret of a public key."""
+    """Returns True if one of them has this public key."""
 
 
 class Joined(msgspec.Struct, frozen=True):
     next: int
-    """The batch that this client gets first."""
+    """Number of the first batch that this client gets."""
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -54,20 +54,20 @@ class Offer(msgspec.Struct, frozen=True):
     kind: Literal["share", "end", "error", "nothing yet"]
     nbytes: int = 0
     state: str = ""
-    """What rank 0 does, while there is nothing yet."""
+    """State of rank 0, while there is nothing yet."""
     error: tuple[str, str] = ("", "")
-    """Class and message of what kept rank 0 from making it."""
+    """Class and message of the error that kept rank 0 from making it."""
 
 
 class Take(msgspec.Struct, frozen=True):
-    """Asks for a batch. The answer is an Offer, which may take a second."""
+    """Asks for a batch. The answer is an Offer, and can take a second."""
 
     client: str
     number: int
 
 
 class Process:
-    """Another process of this machine, child or not, whose end the kernel tells at once."""
+    """Another process of this machine, child or not. The kernel reports its end at once."""
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -90,7 +90,7 @@ class Process:
 
 
 def this_host() -> str:
-    """What tells this machine, as long as it runs, from others."""
+    """Return a name that identifies this machine for as long as it runs."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node()

@@ -1,8 +1,8 @@
 """Rank 0's end: the batches of its stream, split over the ranks of a data-parallel trainer.
 
-The server listens on a socket in a directory that only this user may enter, and where there are ranks on other machines
-over TCP too, for the holders of their keys alone. Shares are pulled: a rank asks for its share of a batch, reads it in
-parts, and says that it has it.
+The server listens on a socket in a directory that only this user can enter. If there are ranks on other machines, it
+also listens on TCP, only for the holders of their keys. Shares are pulled: a rank asks for its share of a batch, reads
+it in parts, and confirms it.
 """
 
 import os
@@ -46,11 +46,11 @@ from inflight.training.data.shares import encode_share, split
 
 _CHECK_S = 0.1
 _ASK_AGAIN_S = 1.0
-"""How long the server waits at most with the answer to a rank that asks for a batch which is not there."""
+"""Maximum time after which a rank that asks for a batch is answered that there is none yet."""
 _PART_BYTES = 16 << 20
 _LOOK_EVERY_NS = 1_000_000_000
 _GONE_NS = 30_000_000_000
-"""How long a rank of another machine that cannot be reached may take to call again."""
+"""Time in which an unreachable rank of another machine has to call again."""
 _TAKE = msgpack_decoder(Take)
 
 
@@ -61,21 +61,22 @@ class _Client:
     rank: int
     name: str
     process: Process | None
-    """None on another machine, where nobody here can watch over it."""
+    """None on another machine: its processes cannot be watched from here."""
     address: bytes
-    """Where it has asked from last."""
+    """The address of its last call."""
     left: bool = False
     missed_ns: int = 0
-    """Since when it could not be reached; 0: it can."""
+    """Time since which it could not be reached; 0: it can be reached."""
     data: bytes = b""
     """The share that it is reading."""
 
 
 class RankServer:
-    """Rank 0's end: it makes a share of every batch for each rank, and does for the ranks what they ask of the engine.
+    """Rank 0's end: it makes a share of every batch for each rank, and passes calls of the ranks to the engine.
 
-    A batch is made once every rank has taken its share of the one before. A thread answers the ranks. A rank that ends,
-    leaves, or takes nothing for `timeout_s` seconds is lost: then whoever waits gets a RankLostError that names it.
+    A batch is made once every rank has taken its share of the previous one. A thread answers the ranks. A rank that
+    ends, leaves, or takes nothing for `timeout_s` seconds is lost: then waiting calls raise a RankLostError that names
+    it.
     """
 
     def __init__(
@@ -88,25 +89,25 @@ class RankServer:
         first_version: Callable[[int], int | None],
         outside: Outside | None = None,
     ):
-        """first_version: returns the version that the publisher with this index began with, None if there is no such
-        publisher yet. outside: None if all ranks are on this machine. Raises ListenError."""
+        """first_version: returns the version that the publisher with this index began with, None if that publisher was
+        not made yet. outside: None if all ranks are on this machine. Raises ListenError."""
         self._num_ranks, self._timeout_s = num_ranks, options.rank_timeout_s
         self._ask_again_ns = int(min(_ASK_AGAIN_S, options.answer_timeout_s / 4) * 1e9)
         self._submit, self._status, self._first_version = submit, status, first_version
         self._directory, self._lock_file = make_directory()
-        self._context = zmq.Context() if outside is not None else None  # each has one door
+        self._context = zmq.Context() if outside is not None else None  # one Door per context
         self._socket = ControlSocket(f"ipc://{self._directory / SOCKET}", context=self._context)
         self._door: Door | None = None
         endpoint, key = ("", b"") if outside is None else self._open(outside)
         self.own_address = RankAddress(options, str(self._directory), os.getpid(), this_host(), endpoint, key)
-        """What others need to know to attach."""
+        """Address at which the other ranks attach."""
         self._verbs = Verbs(self)
         self._condition = threading.Condition(threading.RLock())
         self._clients: dict[str, _Client] = {}
         self._caller = b""
-        """The address of whoever is being answered."""
+        """The address of the process whose call is being answered."""
         self._looked_ns = 0
-        """When it was looked last whether ranks on other machines are there."""
+        """Time of the last check for ranks on other machines."""
         self._number = 0
         """The newest batch; batches count from 1."""
         self._kind: Literal["share", "end", "error"] = "share"
@@ -118,14 +119,14 @@ class RankServer:
         self._state = NOTHING_ASKED
         self._lost: RankLostError | None = None
         self._asking: list[tuple[bytes, int, str, int, int]] = []
-        """(address, ticket, client, number, deadline in ns) of those who wait for a batch."""
+        """(address, ticket, client, number, deadline in ns) of each call that waits for a batch."""
         self._answers: deque[tuple[bytes, FromEngine]] = deque()
         self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="inflight-ranks")
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="inflight-server", daemon=True)
         self._thread.start()
 
-    # ---- what rank 0 calls ----------------------------------------------------------------------------------------
+    # ---- calls of rank 0 ------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise RankLostError if a rank is known to be lost."""
@@ -133,8 +134,8 @@ class RankServer:
             raise self._lost
 
     def shares(self, batches: Iterator[PackedBatch], stream: RolloutStream) -> Iterator[PackedBatch]:
-        """Yield rank 0's share of each batch, and keep those of the others for them. Ends on all ranks at once. Raises
-        RankLostError, and what `batches` raises, which the other ranks get too."""
+        """Yield rank 0's share of each batch, and keep the shares of the other ranks for them. Ends on all ranks at
+        once. Raises RankLostError, and the errors of `batches`, which the other ranks raise too."""
         while True:
             self._wait_until_taken()
             try:
@@ -157,12 +158,12 @@ class RankServer:
             yield batch
 
     def close(self) -> None:
-        """Answer nobody any more. Those who wait get a RankLostError. Safe to call twice."""
+        """Stop answering. Waiting calls get a RankLostError. Safe to call twice."""
         with self._condition:
             if self._closing:
                 return
             self._lose(RankLostError("rank 0 has closed its engine"))
-            self._closing = True  # from here on nobody wakes the thread
+            self._closing = True  # from here on the thread is not woken
         self._thread.join()
         self._workers.shutdown(wait=False, cancel_futures=True)
         for client in self._clients.values():
@@ -171,7 +172,7 @@ class RankServer:
         self._release()
 
     def _open(self, outside: Outside) -> tuple[str, bytes]:
-        """Listen for ranks on other machines. Returns where, and with which public key."""
+        """Listen for ranks on other machines. Returns the endpoint and the public key."""
         public, secret = zmq.curve_keypair()
         self._door = door = Door(secret, outside.lets_in, self._context)
         try:
@@ -179,7 +180,7 @@ class RankServer:
             wanted = f"tcp://[{number}]:*" if ":" in number else f"tcp://{number}:*"
             if not ip_address(number.partition("%")[0]).is_loopback or number == outside.address:
                 return self._socket.listen(lambda bound: door.open(bound, wanted)), public
-            # Debian calls a machine by its name 127.0.1.1 on the machine itself, and others have a number of their own.
+            # On Debian a machine's name resolves to 127.0.1.1 on that machine, and to another number elsewhere.
             bound = self._socket.listen(lambda bound: door.open(bound, "tcp://*:*"))
             return f"tcp://{outside.address}:{bound.rpartition(':')[2]}", public
         except OSError as error:
@@ -219,7 +220,7 @@ class RankServer:
                 here = {client.rank for client in self._clients.values() if not client.left}
                 gone = {client.rank for client in self._clients.values() if client.left} - here
                 named = f"rank {', '.join(map(str, sorted(missing)))}"
-                if self._kind == "end" and missing <= gone:  # who has gone needs no end
+                if self._kind == "end" and missing <= gone:  # closed ranks need no end
                     break
                 if missing & gone:
                     self._lose(RankLostError(f"{named} has closed its engine, and rank 0 goes on with batches"))
@@ -247,12 +248,12 @@ class RankServer:
             if not self._closing:
                 self._socket.wake()
 
-    # ---- what the others call -------------------------------------------------------------------------------------
+    # ---- calls of the other ranks ---------------------------------------------------------------------------------
 
     @verb()
     def join(self, client: str, rank: int, pid: int, host: str) -> Joined:
-        """A process attaches. It begins with the newest batch if nobody has taken its rank's share of that, else with
-        the next one. host: its machine, as `this_host` calls it; "" for one that sees neither files nor processes of
+        """Attach a process. It begins with the newest batch if its rank's share of that batch was not taken, else with
+        the next one. host: its machine, as `this_host` names it; "" for one that sees neither files nor processes of
         this one."""
         with self._condition:
             if not 0 < rank < self._num_ranks:
@@ -267,20 +268,20 @@ class RankServer:
 
     @verb()
     def leave(self, client: str) -> None:
-        """A process takes no more batches."""
+        """Note that a process takes no further batches."""
         with self._condition:
             self._client(client).left = True
             self._condition.notify_all()
 
     @verb()
     def read(self, client: str, at: int) -> bytes:
-        """A part of the share that the client is reading."""
+        """Return a part of the share that the client is reading."""
         with self._condition:
             return self._client(client).data[at : at + _PART_BYTES]
 
     @verb()
     def taken(self, client: str, number: int) -> None:
-        """The client has what it was offered."""
+        """Note that the client has received the offered batch, end or error."""
         with self._condition:
             known = self._client(client)
             known.data = b""
@@ -319,7 +320,7 @@ class RankServer:
             self._answer_those_who_ask()
             while self._answers:
                 self._socket.send(*self._answers.popleft())
-            if closing:  # and those who were asking know
+            if closing:  # waiting calls have been answered
                 return
 
     def _take_call(self, sender: bytes, parts: list[bytes]) -> None:
@@ -332,7 +333,7 @@ class RankServer:
         except (InflightError, ValueError) as error:  # a message of one part is expected
             self._refuse(sender, 0, error)
             return
-        if call.verb in ("submit", "status"):  # which wait for the engine
+        if call.verb in ("submit", "status"):  # these wait for the engine
             self._workers.submit(self._answer, sender, call).add_done_callback(lambda _: self._wake())
         else:
             self._answer(sender, call)
@@ -347,7 +348,7 @@ class RankServer:
                     self._asking.append((sender, call.ticket, asked.client, asked.number, now + self._ask_again_ns))
             else:
                 self._answers.append((sender, self._verbs.answer(call)))
-        except Exception as error:  # whatever one process sends, the others are answered
+        except Exception as error:  # an invalid message of one process must not stop the answers to others
             self._refuse(sender, call.ticket, error)
 
     def _refuse(self, sender: bytes, ticket: int, error: Exception) -> None:
@@ -370,8 +371,9 @@ class RankServer:
                 client.left = True
 
     def _is_gone(self, client: _Client) -> bool:
-        """Whether a process of another machine was not reached for a while, nor has it called. Its machine closes the
-        connection when it ends; one that only broke is there again, at another address, with the next call."""
+        """Return True if a process of another machine could not be reached for a while, and has not called. When a
+        process ends, its machine closes the connection. After a broken connection the process connects again with its
+        next call, from another address."""
         if self._socket.reaches(client.address):
             client.missed_ns = 0
             return False

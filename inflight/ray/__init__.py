@@ -1,8 +1,8 @@
 """Engines on the nodes of a Ray cluster: `inflight.launch(…, placement=inflight.ray.Placement(…))`.
 
 Ray chooses the node of each engine, gives it CPUs and GPUs, and reports its end. Prompts, tokens and weights travel
-over inflight's own connections. It needs the extra `ray`. Names are loaded when they are first used, so that actors,
-which import this package too, stay light.
+over inflight's own connections. It needs the extra `ray`. Names are loaded at their first use, since actors also import
+this package and should start quickly.
 """
 
 from importlib import import_module

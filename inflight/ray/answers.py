@@ -15,8 +15,9 @@ _CHECK_S = 0.1
 def answer_of(
     asked: "ray.ObjectRef", timeout_s: float, closing: threading.Event, what: str, waited: Wait | None = None
 ) -> Any:
-    """Return what a method of an actor returns. what: describes the wait. waited: counts towards the bound. Raises what
-    the method raises, EngineDiedError if the actor has ended, TimeoutError, and InflightError when `closing` is set."""
+    """Return the result of an actor's method. what: describes the wait. waited: counts towards the bound. Raises the
+    error of the method, EngineDiedError if the actor has ended, TimeoutError, and InflightError when `closing` is
+    set."""
     waited = waited or Wait()
     while True:
         waited.tick()

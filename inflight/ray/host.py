@@ -1,4 +1,4 @@
-"""What runs on the node of an engine: an actor that launches it there, tells of its end, and ends with it."""
+"""Actor on the node of an engine: it launches the engine there, reports its end, and ends with it."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ _CHECK_S = 0.1
 
 @dataclass(frozen=True)
 class Launched:
-    """How an engine is reached from other nodes."""
+    """Address of an engine for other nodes."""
 
     endpoint: str
     key: bytes
@@ -29,15 +29,16 @@ class Launched:
 
 
 class EngineHost:
-    """Launches one engine, whose process ends with the actor's, however that ends. Ray runs its methods in threads."""
+    """Launches one engine. The engine's process always ends with the actor's process. Ray runs its methods in
+    threads."""
 
     def address(self) -> str:
-        """That of the node, as the others reach it."""
+        """Return the address of the node, as other nodes reach it."""
         return ray.util.get_node_ip_address()
 
     def launch(self, options: EngineOptions, client: bytes) -> Launched:
-        """Start an engine that listens on the node's address and lets in the holder of this public key alone. The
-        engine's secret key never leaves the node. Raises what `inflight.launch` raises."""
+        """Start an engine that listens on the node's address and accepts only the holder of this public key. The
+        engine's secret key never leaves the node. Raises the errors of `inflight.launch`."""
         directory, lock = make_directory()  # a later launch removes it if this one is killed
         try:
             key = make_engine_keys(directory / "keys", client)
@@ -50,7 +51,8 @@ class EngineHost:
         return Launched(self._launcher.welcome.tcp_endpoint, key, self._launcher.pid)
 
     def wait(self) -> str:
-        """Return when the engine's process has ended, with what is known of its end, and leave nothing of it."""
+        """Return the message about the end of the engine's process when it has ended, and remove its files and
+        memory."""
         while True:
             try:
                 self._launcher.check()
@@ -60,5 +62,5 @@ class EngineHost:
             sleep(_CHECK_S)
 
     def end(self, how: Literal["kill", "remove", "close"]) -> None:
-        """End the engine's process by this method of its launcher; `wait` returns then."""
+        """End the engine's process by this method of its launcher. Then `wait` returns."""
         getattr(self._launcher, how)()

@@ -1,4 +1,4 @@
-"""Where Ray runs an engine, and how long that can take."""
+"""Placement of engines on the nodes of a Ray cluster."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -20,38 +20,39 @@ from inflight.weights.transports.broadcast import Broadcast
 
 _AGAIN_S = 0.5
 _MOST_CALLS = 8
-"""Methods of an actor that run at the same time: one tells of the engine's end, and the others are short."""
+"""Methods of an actor that run at the same time: one waits for the engine's end, and the others are short."""
 
 
 _ENGINES_END_BY_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
-"""Else Ray's worker kills the engine as it ends, and what the engine holds in shared memory would stay there."""
+"""Without this, Ray's worker would kill the engine when the worker ends, and the engine's shared memory would not be
+freed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement(base.Placement):
-    """What an engine needs of the node that it runs on, in Ray's terms. Its process ends with this one. With
-    `restarts`, a successor is placed again, perhaps on another node."""
+    """Resources of the node that an engine runs on, in Ray's terms. Its process ends with this one. With `restarts`, a
+    successor is placed again, perhaps on another node."""
 
     num_cpus: float = 1
-    """CPUs that are the engine's alone. Ray also has its process compute with so many threads (OMP_NUM_THREADS), unless
-    the engine's option `threads` says otherwise."""
+    """CPUs that Ray reserves for the engine. Ray also sets its number of threads to this (OMP_NUM_THREADS), unless the
+    engine's option `threads` sets another number."""
     num_gpus: float = 0
-    """GPUs that are the engine's alone, the only ones that it sees. 0: it sees none, and computes on CPUs."""
+    """GPUs that Ray reserves for the engine, the only ones that it sees. 0: it sees none, and computes on CPUs."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Other resources that the cluster's nodes were started with, by name."""
     scheduling_strategy: Any = "DEFAULT"
     """"DEFAULT", "SPREAD", or one of `ray.util.scheduling_strategies`. With "DEFAULT" it is not in the placement group
     of the trainer, if that has one: engines would find no room there."""
     timeout_s: float = 120.0
-    """How long Ray may take to find a node for an engine, and to start a process there; in a cluster that grows by
-    itself, how long that takes."""
+    """Bound for Ray to find a node for an engine and to start a process there. In an autoscaling cluster it includes
+    the time to add a node."""
 
     address: str | None = None
     """Address of the cluster ("auto": this machine is one of its nodes), for a program that has not called
-    `ray.init()`; closing the engine disconnects then."""
+    `ray.init()`. In that case closing the engine disconnects."""
     allow_unencrypted: bool = False
     """Let publishers that name no transport send weights over the cluster's network in the clear. Without it they raise
-    ValueError, unless Ray runs on the loopback alone."""
+    ValueError, unless Ray runs only on the loopback."""
 
     def __post_init__(self) -> None:
         if min(self.num_cpus, self.num_gpus, *self.resources.values()) < 0:
@@ -89,12 +90,12 @@ class Placement(base.Placement):
         return Broadcast(host=ray.util.get_node_ip_address(), allow_unencrypted=self.allow_unencrypted)
 
     def start(self, options: EngineOptions, closing: threading.Event) -> base.Process:
-        """Have Ray place the engine, and start it. Raises PlacementError, and what `inflight.launch` raises."""
+        """Have Ray place the engine, and start it. Raises PlacementError, and the errors of `inflight.launch`."""
         return RayProcess(options, self.place(EngineHost, closing), closing)
 
     def place(self, host: type, closing: threading.Event) -> Any:
-        """Have Ray run an actor of this class, and return it when it runs. Raises PlacementError if none does within
-        `timeout_s`, EngineDiedError if Ray says that none ever will, and InflightError when `closing` is set."""
+        """Have Ray run an actor of this class, and return it when it runs. Raises PlacementError if it does not run
+        within `timeout_s`, EngineDiedError if Ray cannot schedule it, and InflightError when `closing` is set."""
         waited = Wait()
         while waited.waited_s <= self.timeout_s:
             actor = self._begin(host)
@@ -123,7 +124,7 @@ class Placement(base.Placement):
 
     @property
     def wanted(self) -> str:
-        """What is asked for, in words."""
+        """Requested resources, in words."""
         return self._of(self._asked) or "room for a process"
 
     @property

@@ -18,7 +18,7 @@ from inflight.ray.host import Launched
 
 _CONNECT_S = 30.0
 _END_S = 20.0
-"""Bound for an actor to end an engine, which has half of that to end by itself."""
+"""Bound for an actor to end an engine. The engine is killed after half of that."""
 
 
 class RayProcess(RemoteProcess):
@@ -26,13 +26,13 @@ class RayProcess(RemoteProcess):
     ends with this process.
 
     The key of the client is made here and the key of the engine there, and each sends only its public part.
-    Raises what `inflight.launch` raises.
+    Raises the errors of `inflight.launch`.
     """
 
     def __init__(self, options: EngineOptions, actor: Any, closing: threading.Event):
         """actor: an EngineHost."""
         self._over = threading.Lock()
-        """Is taken by the thread that ends the actor."""
+        """Lock of the thread that ends the actor."""
         self._is_over = threading.Event()
         """The actor has been ended."""
         public, secret = zmq.curve_keypair()
@@ -52,11 +52,11 @@ class RayProcess(RemoteProcess):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"process {self.pid} at {self.client.endpoint}"
 
     def check(self) -> None:
-        """Raise EngineDiedError if the process, its actor or its node has ended, as far as Ray knows."""
+        """Raise EngineDiedError if Ray has reported the end of the process, its actor or its node."""
         if not self._end.done():
             return
         lost = self._end.exception()
@@ -68,11 +68,11 @@ class RayProcess(RemoteProcess):
             self._actor.end.remote("kill")
 
     def remove(self) -> None:
-        """Give back what a process that has ended held on its node: its memory, and its place there."""
+        """Free the memory and the resources that an ended process occupies on its node."""
         self._end_by("remove")
 
     def close(self) -> None:
-        """Ask the engine to end, for a few seconds, then make it. Safe to call twice."""
+        """Ask the engine to end, and kill it after a few seconds. Safe to call twice."""
         self._end_by("close")
         super().close()
 
@@ -84,14 +84,14 @@ class RayProcess(RemoteProcess):
             raise EngineHungError(f"an engine that Ray has placed did not start in time: {error}") from error
 
     def _end_by(self, method: str) -> None:
-        """End the engine by a method of its launcher, which has a few seconds, and then the actor; or wait until
-        another thread has done so."""
+        """End the engine by a method of its launcher, within a few seconds, and then the actor; or wait until another
+        thread has done so."""
         if not self._over.acquire(blocking=False):
             self._is_over.wait(_END_S + _CONNECT_S)
             return
         try:
             if ray.is_initialized():
-                with contextlib.suppress(RayError):  # it is gone
+                with contextlib.suppress(RayError):  # the actor has ended
                     ray.wait([self._actor.end.remote(method)], timeout=_END_S)
                 self._end_actor()
         finally:

@@ -1,4 +1,4 @@
-"""Adapters that clients load by name, and the places of the engine that they are at."""
+"""Adapters that clients load by name, and the engine's adapter slots that hold them."""
 
 import asyncio
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from inflight.server.updates import Updates
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """An adapter under a name."""
+    """Adapter with the name that clients use."""
 
     name: str
     path: str
     place: str
-    """The engine's name for it, one of those that it was launched with."""
+    """Name of its slot in the engine, one of the adapter names that the engine was launched with."""
     version: int = 0
-    """The version that brought it."""
+    """Weight version that loaded it."""
     num_using: int = 0
-    """Requests that are being drawn with it, or are about to be."""
+    """Number of requests that are using it or are about to use it."""
     unloaded: bool = False
 
 
 class Adapters:
-    """Which adapters are loaded. A place is free again when its adapter was unloaded and nobody draws with it."""
+    """Loaded adapters. A slot is free again when its adapter was unloaded and no request uses it."""
 
     def __init__(self, engine: ServedEngine, updates: Updates):
         self._updates = updates
@@ -38,15 +38,17 @@ class Adapters:
 
     @property
     def by_name(self) -> dict[str, Adapter]:
-        """All that a request may name: those that clients loaded, and those that a trainer publishes."""
+        """Map the names that requests can use to adapters: adapters that clients loaded, and adapters that a trainer
+        publishes."""
         untouched = {name: adapter for name, adapter in self._trained.items() if name not in self._taken}
         return untouched | self.loaded
 
     async def load(self, name: str, path: str, *, in_place: bool, label: str | None = None) -> Adapter:
-        """Load the adapter of a directory; requests that name it are drawn with it once this returns. in_place: one of
-        that name is replaced, and what is being drawn with it goes on with the new one. label: what clients call the
-        version that brings it. Raises ApiError, and WeightFileError or LayoutMismatchError for files that do not
-        fit."""
+        """Load the adapter of a directory. Requests that name it use it once this returns.
+
+        in_place: an adapter with this name is replaced, and its requests in progress continue with the new one. label:
+        the name that clients give the version that loads it. Raises ApiError, and WeightFileError or
+        LayoutMismatchError for files that do not fit."""
         if not self.places:
             raise ApiError(404, "this engine holds no adapters; start the server with --lora-rank")
         async with self._changing:
@@ -70,7 +72,7 @@ class Adapters:
             return adapter
 
     def unload(self, name: str) -> None:
-        """Nobody can ask for this adapter any more; what is being drawn with it goes on. Raises ApiError."""
+        """Refuse new requests for this adapter. Its requests in progress continue. Raises ApiError."""
         adapter = self.loaded.pop(name, None)
         if adapter is None:
             raise _not_loaded(name)
@@ -78,13 +80,13 @@ class Adapters:
         self._free(adapter)
 
     def hold(self, adapter: Adapter) -> None:
-        """A request is going to be drawn with it; nobody else gets its place until it is let go. Raises ApiError."""
+        """Count a request that will use an adapter, so that its slot is kept until `let_go`. Raises ApiError."""
         if adapter.unloaded:
             raise _not_loaded(adapter.name)
         adapter.num_using += 1
 
     def let_go(self, adapter: Adapter) -> None:
-        """A request that was drawn with it has ended."""
+        """Count the end of a request that used an adapter."""
         adapter.num_using -= 1
         self._free(adapter)
 

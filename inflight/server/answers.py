@@ -1,4 +1,4 @@
-"""The parts of an answer, in the shapes that clients of OpenAI and of vLLM read."""
+"""Parts of responses, in the formats of OpenAI and vLLM."""
 
 import base64
 import io
@@ -15,24 +15,24 @@ from inflight.server.errors import ApiError
 from inflight.server.text import TextDecoder
 
 _LEAST_LOGPROB = -9999.0
-"""What vLLM writes for −inf, which JSON has no word for."""
+"""Number that vLLM writes for −inf, since JSON has no −inf."""
 _FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "": None}
 
 
 def new_id(kind: str, given: str | None) -> str:
-    """The id of an answer; `given` is the client's, from its body or its X-Request-Id."""
+    """Return the id of a response. `given` is the client's id, from the body or the X-Request-Id header."""
     return f"{kind}-{(given or uuid.uuid4().hex)[:128]}"
 
 
 def finish_reason(reason: str) -> str | None:
-    """Raises ApiError for a sample that the engine could not go on with."""
+    """Return the finish reason of a sample. Raises ApiError for a sample that the engine could not continue."""
     if reason == "error":
         raise ApiError(500, "the engine could not finish a sample: its logits were not finite, or its tokens were lost")
     return _FINISH_REASONS[reason]
 
 
 def usage(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Tokens of whole samples; a prompt counts once, however many samples it has."""
+    """Count the tokens of whole samples. A prompt counts once for all its samples."""
     firsts = [rollout for rollout in rollouts if rollout.sample == 0]
     drawn = sum(len(rollout.token_ids) for rollout in rollouts)
     cached = sum(rollout.prefix_tokens for rollout in firsts)
@@ -40,7 +40,7 @@ def usage(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def usage_of(prompt_tokens: int, drawn: int, cached: int = 0) -> dict[str, Any]:
-    """The object of that name."""
+    """Return the `usage` object."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": drawn,
@@ -50,7 +50,7 @@ def usage_of(prompt_tokens: int, drawn: int, cached: int = 0) -> dict[str, Any]:
 
 
 def version_spans(versions: Sequence[int], labels: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Half-open spans of tokens that one version drew. labels: names that versions were given."""
+    """Return half-open spans of tokens that were drawn by one version each. labels: names of versions."""
     spans, begin = [], 0
     for version, run in groupby(versions):
         end = begin + len(list(run))
@@ -60,15 +60,15 @@ def version_spans(versions: Sequence[int], labels: Mapping[int, str]) -> list[di
 
 
 def completion_logprobs(rollout: Rollout, decoder: TextDecoder, *, as_ids: bool, offset: int) -> dict[str, Any]:
-    """The object of /v1/completions: the most likely tokens, if they were asked for, and always the drawn one. offset:
-    characters of the tokens before these."""
+    """Return the `logprobs` object of /v1/completions: the requested most likely tokens, and always the drawn token.
+    offset: number of characters before these tokens."""
     name = token_id_name if as_ids else decoder.token
     return _named_logprobs(rollout.token_ids, _finite(rollout.logprobs.tolist()), _tops(rollout), name, offset)
 
 
 def prompt_logprobs(rollout: Rollout, decoder: TextDecoder, top: int) -> list[dict[str, Any] | None] | None:
-    """For each token of the prompt but the first its log-probability and rank, and those of the `top` likeliest ones,
-    by id. None if the prompt was not computed before the sample was cancelled."""
+    """Return, for each prompt token but the first, its log-probability and rank, and the same for the `top` most likely
+    tokens, by id. None if the sample was cancelled before its prompt was computed."""
     if (scores := rollout.prompt_scores) is None:
         return None
 
@@ -88,8 +88,8 @@ def prompt_logprobs(rollout: Rollout, decoder: TextDecoder, top: int) -> list[di
 
 
 def echoed_logprobs(rollout: Rollout, decoder: TextDecoder, top: int, *, as_ids: bool) -> dict[str, list[Any]]:
-    """What `completion_logprobs` says of drawn tokens, of those of the prompt: None where the sample was cancelled
-    before its prompt was computed, and of the first token."""
+    """Return the object of `completion_logprobs` for prompt tokens. The entry of the first token is None. So are all
+    entries if the sample was cancelled before its prompt was computed."""
     logprobs: list[float | None] = [None] * len(rollout.prompt_token_ids)
     tops: list[list[tuple[int, float]]] = [[]] * len(logprobs)
     if (scores := rollout.prompt_scores) is not None:
@@ -115,7 +115,8 @@ def _named_logprobs(
 
 
 def chat_logprobs(rollout: Rollout, decoder: TextDecoder, *, as_ids: bool) -> dict[str, Any]:
-    """The object of /v1/chat/completions. Each entry has the token's text or its name, and its id."""
+    """Return the `logprobs` object of /v1/chat/completions. Each entry has the id of the token, and its text or
+    name."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         token = token_id_name(token_id) if as_ids else decoder.token(token_id)
@@ -126,12 +127,12 @@ def chat_logprobs(rollout: Rollout, decoder: TextDecoder, *, as_ids: bool) -> di
 
 
 def token_id_name(token_id: int) -> str:
-    """How a token is named that is not written as text."""
+    """Return the name of a token that is not written as text."""
     return f"token_id:{token_id}"
 
 
 def npy(array: np.ndarray | None) -> str | None:
-    """An array as base64 of NumPy's file format."""
+    """Encode an array as base64 of NumPy's file format."""
     if array is None:
         return None
     file = io.BytesIO()
@@ -140,7 +141,7 @@ def npy(array: np.ndarray | None) -> str | None:
 
 
 def kept_tokens(mask: SamplingMask | None) -> list[list[int] | None] | None:
-    """The ids that the filters left at each position, None for the whole vocabulary."""
+    """Return the ids that the filters kept at each position; None for the whole vocabulary."""
     if mask is None:
         return None
     parts = mask.split()
@@ -159,7 +160,7 @@ def _tops(rollout: Rollout) -> Iterable[list[tuple[int, float]]]:
 
 
 def _rows(top_token_ids: np.ndarray, top_logprobs: np.ndarray) -> Iterable[list[tuple[int, float]]]:
-    """The likeliest tokens at each position, with their log-probabilities."""
+    """Yield the most likely tokens of each position, with their log-probabilities."""
     rows = zip(top_token_ids.tolist(), top_logprobs.tolist(), strict=True)
     return ([(i, p) for i, p in zip(ids, _finite(ps), strict=True) if i >= 0] for ids, ps in rows)
 

@@ -1,4 +1,4 @@
-"""The application: the endpoint of each path, and the access to it."""
+"""The application: the endpoint of each path, and its access check."""
 
 import secrets
 import time
@@ -21,11 +21,11 @@ from inflight.server.errors import ApiError, as_api_error
 from inflight.server.served import Endpoint, Served
 
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
-"""Headers with which a peer on the loopback speaks for another machine: a proxy, or a web page."""
+"""Headers of requests that a loopback peer forwards for another machine: a proxy, or a web page."""
 
 
 class Access(Enum):
-    """Clients that an endpoint is for."""
+    """Clients that are allowed to use an endpoint."""
 
     EVERYBODY = "everybody"
     CLIENTS = "clients"
@@ -47,7 +47,7 @@ ENDPOINTS: Mapping[Access, Mapping[str, Endpoint]] = {
         "GET /metrics": models.metrics,
         "GET /load": models.load,
         "GET /server_info": models.server_info,
-        "GET /get_world_size": always({"world_size": 1}),  # of a pool, too
+        "GET /get_world_size": always({"world_size": 1}),  # also for a pool
         "POST /tokenize": models.tokenize,
         "POST /detokenize": models.detokenize,
         "POST /v1/completions": serving.completions,
@@ -64,7 +64,7 @@ ENDPOINTS: Mapping[Access, Mapping[str, Endpoint]] = {
 
 
 def make_app(served: Served) -> Starlette:
-    """The application over one engine."""
+    """Make the application of one engine."""
     routes = []
     for access, endpoints in ENDPOINTS.items():
         for name, endpoint in endpoints.items():
@@ -77,7 +77,7 @@ def make_app(served: Served) -> Starlette:
             yield
 
     async def on_http_error(request: Request, error: Exception) -> Response:
-        """The reply to a path that does not exist, or a method that it does not take."""
+        """Reply to an unknown path, or to a method that the path does not support."""
         status = error.status_code if isinstance(error, HTTPException) else 500
         told = ApiError(status, f"{request.method} {request.url.path[:200]}: {getattr(error, 'detail', 'failed')}")
         _log(served, request, request.url.path[:200], status, 0.0, told.message)
@@ -118,7 +118,7 @@ def _log(served: Served, request: Request, path: str, status: int, seconds: floa
 
 
 def _check_access(served: Served, request: Request, access: Access) -> None:
-    """Raises ApiError."""
+    """Raise ApiError for a request without access."""
     if access is Access.EVERYBODY:
         return
     if token := served.options.token:
@@ -134,7 +134,7 @@ def _check_access(served: Served, request: Request, access: Access) -> None:
 
 
 def _is_local(request: Request) -> bool:
-    """True for a program on this machine that does not forward a request."""
+    """Return whether a request is from a program on this machine that does not forward it."""
     if request.client is None or any(name in request.headers for name in _FORWARDED):
         return False
     return is_loopback(request.client.host)

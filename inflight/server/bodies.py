@@ -1,4 +1,4 @@
-"""Bodies: JSON that clients send, within a bound, and JSON that they get."""
+"""JSON bodies: requests of bounded size, and responses."""
 
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -9,12 +9,12 @@ encode = msgspec.json.Encoder().encode
 
 
 def answer(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response with a JSON body."""
+    """Return a response with a JSON body."""
     return Response(encode(value), status, headers, "application/json")
 
 
 def always(value: object) -> Callable[..., Awaitable[Response]]:
-    """An endpoint that answers the same whatever it is asked."""
+    """Return an endpoint that sends the same response to every request."""
 
     async def endpoint(*_: object) -> Response:
         return answer(value)
@@ -23,7 +23,7 @@ def always(value: object) -> Callable[..., Awaitable[Response]]:
 
 
 def event(value: object) -> bytes:
-    """A part of a streamed answer, as server-sent events have them."""
+    """Return a part of a streamed response, as a server-sent event."""
     return b"data: " + encode(value) + b"\n\n"
 
 

@@ -1,5 +1,6 @@
-"""Updates in vLLM's three steps: a client begins one, names directories or announces tensors, and finishes it. Tensors
-come by NCCL from a trainer that was met before, which broadcasts what it announces."""
+"""Updates in vLLM's three steps: a client begins one, names directories or announces tensors, and finishes it.
+
+A trainer that has joined a group with this server broadcasts the tensors that it announces, by NCCL."""
 
 import asyncio
 import queue
@@ -23,32 +24,33 @@ from inflight.weights.nccl.rendezvous import Rendezvous
 
 Value = TypeVar("Value")
 _MEETING_S = 300.0
-"""Bound for meeting a trainer, and for each buffer that it has announced."""
+"""Time limit for joining a trainer's group, and for each announced buffer to arrive."""
 _MOST_BETWEEN_S = 120.0
-"""Between two messages of an update that was begun. Other updates wait meanwhile."""
+"""Longest time between two messages of an update. Other updates wait until then."""
 _MOST_OF_LAYOUT = 5
-"""Tensors that come may have so many times the bytes of the engine's: fp64 for bf16, and then some under two names."""
+"""Largest size of arriving tensors, as a multiple of the bytes of the engine's: fp64 for bf16, and some tensors under
+two names."""
 
 
 class Broadcasts:
-    """The group of one trainer, and the update that it has begun. It is used by one event loop."""
+    """The group of one trainer, and its update in progress. One event loop uses it."""
 
     def __init__(self, engine: ServedEngine, updates: Updates):
         self._engine, self._updates = engine, updates
         self._group: NcclGroup | None = None
         self._num_met = 0
         self._lock = threading.Lock()
-        """Held while one of the two above is changed: a group is joined in a thread."""
+        """Held while one of the two above is changed, since a thread joins a group."""
         self.begun: PendingUpdate | None = None
-        """The update that was begun and not finished, if there is one."""
+        """The unfinished update, if there is one."""
 
     @property
     def met(self) -> bool:
-        """A trainer was met."""
+        """True if this server is in a trainer's group."""
         return self._group is not None
 
     async def meet(self, meeting: Rendezvous) -> None:
-        """Join the group of a trainer, in place of the one before: one that was started anew is met anew. Raises
+        """Join the group of a trainer in place of the previous group. A restarted trainer needs a new group. Raises
         BackendError, BroadcastError or InvalidRequestError."""
         await self.leave()
         turn = self._num_met
@@ -66,7 +68,7 @@ class Broadcasts:
         await _beside(join)
 
     async def leave(self) -> None:
-        """Leave the trainer's group, if there is one, and give up what it began to send."""
+        """Leave the trainer's group, if there is one, and drop its unfinished update."""
         self.give_up()
         with self._lock:
             self._num_met += 1
@@ -75,30 +77,31 @@ class Broadcasts:
             await _beside(group.close)
 
     def begin(self) -> None:
-        """Begin an update, in place of one that was begun and not finished."""
+        """Begin an update in place of an unfinished one."""
         self.give_up()
         self.begun = PendingUpdate(self._updates)
 
     def give_up(self) -> None:
-        """Forget an update that was begun and not finished."""
+        """Drop the unfinished update."""
         if self.begun is not None:
             self.begun.give_up()
             self.begun = None
 
     def take_begun(self) -> "PendingUpdate":
-        """The update that was begun, which is to be finished now. Raises InvalidRequestError if there is none."""
+        """Return the update in progress, to be finished now. Raises InvalidRequestError if there is none."""
         begun, self.begun = self._check_begun(), None
         return begun
 
     async def receive(self, info: Mapping[str, Any]) -> None:
-        """Take tensors of the update that was begun, as they come. Returns when they are here. Raises ApiError or
-        InvalidRequestError for what cannot be received, BroadcastError if they do not come; and if they do not fit what
-        the publisher raises, once they are here."""
+        """Receive tensors of the update in progress, and return when they have arrived.
+
+        Raises ApiError or InvalidRequestError for an announcement that cannot be received, BroadcastError if the
+        tensors do not arrive, and the publisher's error, after they have arrived, if they do not fit."""
         try:
             begun, tensors = self._check_begun(), read_fields(info, TensorList)
             tensors.check(_MOST_OF_LAYOUT * self._engine.info.layout.total_bytes)
         except (ApiError, InvalidRequestError):
-            # The trainer sends it all the same, and what it sends next would be read as what comes after.
+            # The trainer broadcasts in any case. Unread tensors would be taken for the next ones.
             if self.begun is not None:
                 self.begun.broken_off = True
             if self._group is not None:
@@ -115,8 +118,8 @@ class Broadcasts:
         return self.begun
 
     def _device(self) -> torch.device:
-        """Where tensors are received: on the engine's GPU, by the number that it has in this process; on another one
-        where it is not seen here."""
+        """Return the device that receives tensors: the engine's GPU, by its number in this process, or another GPU if
+        the engine's is not visible here."""
         info = self._engine.info
         if torch.device(info.device).type != "cuda":
             return torch.device(info.device)
@@ -125,24 +128,24 @@ class Broadcasts:
 
 
 class PendingUpdate:
-    """A version whose tensors come in one message or in several, or from directories. The thread that publishes reads
-    the former, while the engine draws."""
+    """A version whose tensors arrive in one message or in several, or from directories. The publishing thread reads
+    arriving tensors while the engine generates."""
 
     def __init__(self, updates: Updates):
         self._updates = updates
         self.directories: list[str] = []
-        """Checkpoints that are to be published when it is finished."""
+        """Checkpoints to publish at the finish."""
         self.broken_off = False
-        """Something was announced, and not taken."""
+        """True if announced tensors were not received."""
         self._published: asyncio.Future[int] | None = None
-        """The version that the tensors will be, once some were announced."""
+        """Version number of the tensors, once some were announced."""
         self._messages: queue.SimpleQueue[tuple[TensorList, Future[None]] | None] = queue.SimpleQueue()
         self._label: str | None = None
         self._given_up = False
         self._refused: Exception | None = None
 
     async def receive(self, group: NcclGroup, tensors: TensorList) -> None:
-        """Return when these are here, which the trainer sends now."""
+        """Return when these tensors, which the trainer now sends, have arrived."""
         if self._published is None:
             self._published = asyncio.ensure_future(self._updates.run(lambda: self._publish(group)))
         message: Future[None] = Future()
@@ -152,8 +155,8 @@ class PendingUpdate:
         await (arrived if arrived.done() else asyncio.shield(self._published))
 
     async def publish_tensors(self, label: str | None) -> bool:
-        """All have come: publish them as a version of this name. Returns False if none were announced. Raises
-        BroadcastError, or what the publisher raises."""
+        """Publish the tensors, which have all arrived, as a version with this name. Returns False if none were
+        announced. Raises BroadcastError, or the publisher's error."""
         if self.broken_off:
             self.give_up()
             raise BroadcastError("what was announced since the update began was not taken; nothing is published")
@@ -165,22 +168,23 @@ class PendingUpdate:
         return True
 
     def give_up(self) -> None:
-        """Whoever began it does not finish it."""
+        """Drop this update. Its client will not finish it."""
         self._given_up = True
         self._messages.put(None)
         if self._published is not None:
             self._published.add_done_callback(lambda given_up: given_up.cancelled() or given_up.exception())
 
     def _publish(self, group: NcclGroup) -> int:
-        """The version that was made of names and tensors as they come. Raises what the publisher raises, once nothing
-        more comes, since a trainer sends what it has announced whatever becomes of it; and BroadcastError if it does
-        not."""
+        """Publish arriving names and tensors, and return the version.
+
+        An error of the publisher is raised after all announced tensors have arrived, since the trainer sends them in
+        any case. Raises BroadcastError if they do not arrive."""
         pairs = self._pairs(group)
         try:
             return self._updates.publish("weights", pairs)
         except Exception as error:
             self._refused = error
-            with suppress(BroadcastError):  # of which whoever announced the tensors is told
+            with suppress(BroadcastError):  # The client that announced the tensors receives the error.
                 for _ in pairs:
                     pass
             raise
@@ -190,7 +194,7 @@ class PendingUpdate:
             tensors, arrived = message
             try:
                 yield from group.receive(tensors)
-            except BaseException as error:  # of memory, say; what is still to come would be taken for what comes next
+            except BaseException as error:  # The rest would be taken for the next message.
                 group.close()
                 arrived.set_exception(error)
                 raise
@@ -217,7 +221,7 @@ class PendingUpdate:
 
 
 async def _beside(function: Callable[[], Value]) -> Value:
-    """Call what may take minutes in a thread that keeps no process from ending."""
+    """Call a function that can take minutes in a thread that does not keep the process from ending."""
     called: Future[Value] = Future()
 
     def run() -> None:

@@ -14,15 +14,15 @@ _FEWEST = 16
 
 
 class Connections:
-    """Counts the open connections of a server. Each takes an open file, which weights and sockets need, too; uvicorn
-    itself accepts any number."""
+    """Counts the open connections of a server. Each needs an open file, and so do weights and sockets. uvicorn itself
+    accepts any number of connections."""
 
     def __init__(self, most: int):
         """most: requests receive a 503 while more connections are open."""
         self.most, self.num_open = most, 0
 
     def protocol(self) -> type[HttpToolsProtocol]:
-        """uvicorn's protocol, with the two callbacks of `asyncio.Protocol` that count."""
+        """Return uvicorn's protocol, with the two callbacks of `asyncio.Protocol` that count."""
         connections = self
 
         class CountedProtocol(HttpToolsProtocol):
@@ -40,7 +40,7 @@ class Connections:
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address of this machine's loopback."""
+    """Return whether an address is on this machine's loopback."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -49,6 +49,6 @@ def is_loopback(host: str) -> bool:
 
 
 def most_connections(wanted: int) -> int:
-    """The number of connections that leaves the process files for other uses, at most `wanted`."""
+    """Return the number of connections that leaves the process files for other uses, at most `wanted`."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(_FEWEST, soft - OTHER_FILES))

@@ -165,13 +165,14 @@ async def update_version(served: Served, request: Request) -> Response:
 
 
 async def weight_info(served: Served, request: Request) -> Response:
-    """The live version and its name."""
+    """Return the live version and its name."""
     return answer(_version(served, await _live_version(served)))
 
 
 async def weight_checker(served: Served, request: Request) -> Response:
-    """checksum: SHA-256 of every live tensor under its Hugging Face name. compare: names of the tensors that differ
-    from a baseline. reset: publish zeros, so that a compare after the next update shows that it has arrived."""
+    """Run an action on the live weights. checksum: SHA-256 of every live tensor under its Hugging Face name. compare:
+    names of the tensors that differ from a baseline. reset: publish zeros, so that a compare after the next update
+    shows that it has arrived."""
     fields = await _fields(request, _Checker, _MOST_NAMES_BYTES)
     if fields.action == "reset":
         return answer({"status": "reset", "version": await served.updates.publish_zeros()})
@@ -211,8 +212,8 @@ async def unload_adapter(served: Served, request: Request) -> Response:
 
 
 async def pause(served: Served, request: Request) -> Response:
-    """mode=keep: nothing stops, unless the server honours pauses. wait: requests in progress end first, within a bound.
-    abort: they are cancelled."""
+    """Pause requests. mode=keep: nothing stops, unless the server honours pauses. wait: requests in progress end first,
+    within a bound. abort: they are cancelled."""
     value = await read_body(request, _MOST_BYTES) | dict(request.query_params)
     mode = read_fields(value, _Pause).mode or "abort"
     if mode not in ("keep", "wait", "abort"):
@@ -236,7 +237,7 @@ async def resume(served: Served, request: Request) -> Response:
 
 
 async def is_paused(served: Served, request: Request) -> Response:
-    """True after a client's pause, and while the engine is paused."""
+    """Return whether a client or the engine itself has paused."""
     status = await asyncio.to_thread(served.engine.status)
     return answer({"is_paused": served.paused or status.paused})
 
@@ -254,7 +255,7 @@ async def wake_up(served: Served, request: Request) -> Response:
 
 
 async def is_sleeping(served: Served, request: Request) -> Response:
-    """True while the engine sleeps."""
+    """Return whether the engine sleeps."""
     return answer({"is_sleeping": (await asyncio.to_thread(served.engine.status)).asleep})
 
 
@@ -271,7 +272,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "POST /abort_requests": abort_requests,
     "POST /sleep": sleep,
     "POST /wake_up": wake_up,
-    # The prefix cache never serves weights other than those that computed it.
+    # A cached prefix serves only the weights that computed it.
     "POST /reset_prefix_cache": always({"success": True}),
     "POST /init_weight_transfer_engine": init_weight_transfer,
     "POST /shutdown_weight_transfer_engine": shut_down_transfer,

@@ -1,4 +1,4 @@
-"""Paths of one trainer alone: another form of an endpoint, or a way of sending weights that this server refuses."""
+"""Paths for a single trainer: another form of an endpoint, or a way to send weights that this server refuses."""
 
 from collections.abc import Mapping
 from functools import partial

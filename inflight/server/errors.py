@@ -70,7 +70,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception, what: str) -> ApiError:
-    """The response for an error of inflight's, or for a bug, which is logged. what: the operation that failed."""
+    """Return the response for an error of inflight, or for a bug. A bug is logged. what: the operation that failed."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):

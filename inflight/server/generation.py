@@ -1,4 +1,4 @@
-"""The groups that one HTTP request draws: all at once, or as their tokens arrive."""
+"""The groups of one HTTP request: all samples at once, or parts as their tokens arrive."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -63,10 +63,10 @@ class Generation:
         self.group_ids = list(group_ids)
         self._taken = self._ended = False
         self.drawn = False
-        """The engine has drawn all of it. Its client might not have read it."""
+        """True if the engine has drawn all tokens. The client might not have read them."""
 
     async def whole(self) -> list[Rollout]:
-        """All samples, prompt by prompt, when all have ended."""
+        """Return all samples, prompt by prompt, when all have ended."""
         groups = await self._stream.acollect(self.group_ids)
         self._taken = self.drawn = True
         return [rollout for group in groups for rollout in group]
@@ -78,7 +78,7 @@ class Generation:
             self._on_end(self, self._taken)
 
     async def parts(self) -> AsyncIterator[tuple[int, Rollout]]:
-        """The index of a sample and its new tokens, until all have ended. The last part of each has its
+        """Yield the index of a sample and its new tokens, until all have ended. The last part of each has its
         finish_reason."""
         bell, loop = self._bell, asyncio.get_running_loop()
         final = asyncio.ensure_future(self._stream.acollect(self.group_ids))

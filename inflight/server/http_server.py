@@ -1,4 +1,4 @@
-"""An HTTP server in front of an engine, in a thread of its own."""
+"""HTTP server of an engine, in a separate thread."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ _GRACE_S = 5
 
 
 class HttpServer(HttpThread):
-    """Serves an engine until it is closed. Requests are handled in its own thread."""
+    """Serves an engine until it is closed. A separate thread handles the requests."""
 
     def __init__(
         self, engine: ServedEngine, options: ServerOptions | None = None, listening: socket.socket | None = None

@@ -1,4 +1,4 @@
-"""Counters and times of a server for Prometheus. Some have the names that vLLM gives them."""
+"""Counters and times of a server for Prometheus. Some have vLLM's names."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -41,13 +41,13 @@ class Metrics:
         self._up = Gauge("inflight_up", "Whether the engine answers.", registry=registry)
 
     def count_reply(self, usage: Mapping[str, Any], began_s: float) -> None:
-        """Count a whole reply. usage: its object of that name. began_s: when its request arrived."""
+        """Count a whole reply. usage: its `usage` object. began_s: arrival time of its request."""
         self.prompt_tokens.inc(usage["prompt_tokens"])
         self.drawn_tokens.inc(usage["completion_tokens"])
         self.answer_s.observe(time.monotonic() - began_s)
 
     def text(self) -> bytes:
-        """The exposition format. Waits for the engine's counters."""
+        """Return the metrics in the exposition format. Waits for the engine's counters."""
         try:
             status = self._engine.status()
         except InflightError:

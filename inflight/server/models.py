@@ -1,4 +1,4 @@
-"""The endpoints that tell of the server: models, health, metrics, and its tokenizer."""
+"""The endpoints that describe the server: models, health, metrics, and its tokenizer."""
 
 import asyncio
 from typing import Any
@@ -16,7 +16,7 @@ from inflight.weights.nccl.library import why_not
 
 
 async def health(served: Served, request: Request) -> Response:
-    """200 while the engine speaks, which it does also while it is paused."""
+    """Return 200 while the engine responds, paused or not."""
     state = served.engine.stream.state
     if served.ending:
         raise ApiError(503, "the server is about to end")
@@ -26,23 +26,23 @@ async def health(served: Served, request: Request) -> Response:
 
 
 async def metrics(served: Served, request: Request) -> Response:
-    """What Prometheus scrapes."""
+    """Return the metrics for Prometheus."""
     text = await asyncio.to_thread(served.metrics.text)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def load(served: Served, request: Request) -> Response:
-    """How many requests are being drawn for clients, which routers ask."""
+    """Return the number of clients' requests in progress, for routers."""
     return answer({"server_load": len(served.running)})
 
 
 async def list_models(served: Served, request: Request) -> Response:
-    """The model under its names, and adapters."""
+    """List the model under its names, and the adapters."""
     return answer({"object": "list", "data": _cards(served)})
 
 
 async def one_model(served: Served, request: Request) -> Response:
-    """One of them."""
+    """Describe one of them."""
     name = request.path_params["name"]
     served.adapter_of(name)
     return answer(next(card for card in _cards(served) if card["id"] == name))
@@ -66,7 +66,7 @@ def _cards(served: Served) -> list[dict[str, Any]]:
 
 
 async def server_info(served: Served, request: Request) -> Response:
-    """What trainers ask a vLLM server about itself, as far as it has a meaning here."""
+    """Return the facts that trainers request from a vLLM server, if they have a meaning here."""
     info, options, adapters = served.engine.info, served.engine.options, served.adapters
     dtypes = {spec.dtype for spec in info.layout.tensors}
     lora = {"max_lora_rank": adapters.rank, "max_loras": len(adapters.places)} if adapters.places else None
@@ -97,7 +97,7 @@ async def server_info(served: Served, request: Request) -> Response:
 
 
 async def tokenize(served: Served, request: Request) -> Response:
-    """Token ids of text or of a conversation."""
+    """Return token ids of text or of a conversation."""
     fields = read_fields(await read_body(request, served.max_body_bytes), TokenizeRequest)
     served.adapter_of(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
@@ -112,7 +112,7 @@ async def tokenize(served: Served, request: Request) -> Response:
 
 
 async def detokenize(served: Served, request: Request) -> Response:
-    """Text of token ids, special ones included."""
+    """Return the text of token ids, special ones included."""
     fields = read_fields(await read_body(request, served.max_body_bytes), DetokenizeRequest)
     served.adapter_of(fields.model)
     bad = next((i for i in fields.tokens if not 0 <= i < served.engine.info.vocab_size), None)

@@ -1,4 +1,4 @@
-"""From what clients send as prompts to token ids."""
+"""Convert prompts of requests to token ids."""
 
 import inspect
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from inflight.server.errors import ApiError
 from inflight.server.requests import ChatRequest, TokenizeRequest
 
 _OURS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
-"""What a request cannot set by chat_template_kwargs."""
+"""Parameters that a request cannot set by chat_template_kwargs."""
 
 
 def completion_prompts(
     prompt: str | list[Any], tokenizer: PreTrainedTokenizerBase | None, model: str, *, special: bool = True
 ) -> list[list[int]]:
-    """Token ids of text, of token ids, or of each of a list of them. special: text gets the tokenizer's special
-    tokens. Raises ApiError or InvalidRequestError."""
+    """Return token ids of text, of token ids, or of each item of a list of them. special: text gets the tokenizer's
+    special tokens. Raises ApiError or InvalidRequestError."""
     several = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
     prompts: list[Any] = list(prompt) if several else [prompt]
     if not prompts:
@@ -43,7 +43,7 @@ def completion_prompts(
 def chat_prompt(
     fields: ChatRequest | TokenizeRequest, tokenizer: PreTrainedTokenizerBase | None, model: str
 ) -> list[int]:
-    """Token ids of a conversation, by the model's chat template. Raises ApiError."""
+    """Return token ids of a conversation, by the model's chat template. Raises ApiError."""
     if tokenizer is None or tokenizer.chat_template is None:
         what = "tokenizer" if tokenizer is None else "chat template"
         raise ApiError(400, f"{model!r} has no {what}; use /v1/completions or /inference/v1/generate with token ids")
@@ -65,14 +65,14 @@ def chat_prompt(
             return_dict=True,
             **kwargs,
         )
-    except Exception as error:  # a template raises what its author wrote
+    except Exception as error:  # Templates raise errors of any class.
         raise ApiError(400, f"the messages do not fit the chat template: {error}", param="messages") from error
     return list(encoded["input_ids"])
 
 
 def _plain(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: its content is text, and arguments of its tool calls are mappings. where: its
-    place in the request."""
+    """Return a message as templates expect it: the content is text, and the arguments of tool calls are mappings.
+    where: location of the message in the request."""
     if not isinstance(message.get("role"), str):
         raise ApiError(400, f"{where} has no role", param=f"{where}.role")
     plain = {key: value for key, value in message.items() if value is not None}
@@ -82,7 +82,7 @@ def _plain(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     elif not isinstance(content, str):
         raise ApiError(400, f"{where}.content must be text", param=f"{where}.content")
     plain["content"] = content
-    if (reasoning := plain.pop("reasoning", None)) is not None:  # templates know its other name
+    if (reasoning := plain.pop("reasoning", None)) is not None:  # templates use the other name
         plain.setdefault("reasoning_content", reasoning)
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [_with_arguments(where, call) for call in calls]
@@ -100,7 +100,7 @@ def _text_of(where: str, part: Any) -> str:
 
 
 def _with_arguments(where: str, call: Any) -> dict[str, Any]:
-    """A tool call whose arguments, a string of JSON, are a mapping."""
+    """Return a tool call with its arguments, a string of JSON, as a mapping."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise ApiError(400, f"{where}.tool_calls holds no function", param=f"{where}.tool_calls")

@@ -1,4 +1,4 @@
-"""From the text of a chat's reply to reasoning, content and tool calls, at once or part by part.
+"""Split the text of a chat's reply into reasoning, content and tool calls, at once or part by part.
 
 Transformers' parser reads the text if the tokenizer has a response template (`tokenizer.response_template`), and the
 channels of gpt-oss. `tools.py` and `reasoning.py` read the formats of checkpoints without a template. They read JSON up
@@ -68,9 +68,9 @@ class ReplyReaders:
     def of(
         self, prompt: list[int], continued: object, tools: Tools, *, skip_special_tokens: bool = True
     ) -> Callable[[], Reader] | None:
-        """A function that makes a reader for a reply to a prompt; None: the text is the content. continued: the content
-        of a message that the reply continues. tools: the tools that can be called. skip_special_tokens: only the marks
-        of the format stay text."""
+        """Return a function that makes a reader for a reply to a prompt; None: the text is the content. continued: the
+        content of a message that the reply continues. tools: the tools that can be called. skip_special_tokens: only
+        the marks of the format stay text."""
         form = self._tools if tools else None
         if self._template is not None:
             template = _with_fields(self._template, reasoning=self._split_reasoning, tools=bool(tools))
@@ -169,7 +169,7 @@ class TemplateReader(Reader):
         return read
 
     def _calls(self) -> list[ToolCall]:
-        """All calls of the reply, or none if one cannot be read."""
+        """Return all calls of the reply; no calls if one cannot be read."""
         try:
             message = parse_response(self._text, dict(self._template), prefix=self._prompt, tools=self._tools)
             found = [
@@ -199,7 +199,7 @@ class _Trimmed:
             self.waiting = "\n"
 
     def take(self) -> str:
-        """The new text without white space that might be its end."""
+        """Return the new text without white space that might be its end."""
         new = self.waiting if self.said else self.waiting.lstrip()
         given = new.rstrip()
         self.waiting = new[len(given) :]
@@ -208,13 +208,13 @@ class _Trimmed:
 
 
 def _as_text(field: Mapping[str, Any]) -> dict[str, Any]:
-    """The field with its text as its value."""
+    """Return the field with its text as its value."""
     marks = {key: value for key, value in field.items() if key.startswith(("open", "close"))}
     return {**marks, "repeats": True, "transform": "{content}"}
 
 
 def _call_of(value: Any) -> ToolCall:
-    """Raises KeyError, TypeError or ValueError for a value that is not a call."""
+    """Convert a value to a tool call. Raises KeyError, TypeError or ValueError for other values."""
     function = value["function"]
     name, arguments = function["name"], function.get("arguments") or {}
     if not isinstance(name, str):
@@ -231,7 +231,7 @@ def _response_template(tokenizer: PreTrainedTokenizerBase | None) -> Template | 
 
 
 def _with_fields(template: Template, *, reasoning: bool, tools: bool) -> Template | None:
-    """The template with these fields alone; None if only the text itself remains. Reasoning stays a field if the
+    """Return the template with these fields alone; None if only the text itself remains. Reasoning stays a field if the
     content is marked, too."""
     fields = template["fields"]
     content = fields.get("content", {})

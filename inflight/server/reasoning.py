@@ -1,4 +1,4 @@
-"""The reasoning of a model before it answers, told apart from the answer by marks around it."""
+"""The reasoning before a model's answer, separated from the answer by its marks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _OTHERS: Sequence[Marks] = (
 
 
 def thinking_marks(tokenizer: PreTrainedTokenizerBase | None) -> Marks:
-    """The marks that the chat template has, or the vocabulary as one token each; else <think> and </think>."""
+    """Return the marks in the chat template, or in the vocabulary as one token each; otherwise <think> and </think>."""
     if tokenizer is None:
         return _THINK
     template, vocabulary = str(tokenizer.chat_template or ""), tokenizer.get_vocab()
@@ -30,23 +30,23 @@ def thinking_marks(tokenizer: PreTrainedTokenizerBase | None) -> Marks:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How an answer begins. Line breaks around the marks belong to neither part, as chat templates have it."""
+    """The beginning of an answer. Line breaks around the marks belong to neither part, as in chat templates."""
 
     opened: bool
-    """The prompt has begun with it, so that the answer begins with reasoning."""
+    """True if the prompt opens the reasoning, so that the answer begins with reasoning."""
     marks: Marks = _THINK
 
     @classmethod
     def after(cls, prompt: str, continued: object = None, marks: Marks = _THINK) -> "Thinking":
-        """prompt: its end, as text; many templates end it with the opening mark. continued: the content of a message
-        that the answer continues, if there is one."""
+        """Return the beginning of an answer to a prompt. prompt: its end, as text; many templates end it with the
+        opening mark. continued: the content of a message that the answer continues, if there is one."""
         message = continued if isinstance(continued, str) else ""
         return cls(prompt.rstrip().endswith(marks[0]) or message.rfind(marks[0]) > message.rfind(marks[1]), marks)
 
     def split(self, text: str, *, whole: bool = True) -> tuple[str, str]:
-        """(the reasoning, the answer) of a text. Reasoning without an end is reasoning alone.
+        """Return (the reasoning, the answer) of a text. Reasoning without an end is reasoning alone.
 
-        whole: False while more can arrive; the result is then the part that is certain. It only grows.
+        whole: False while more text can arrive; the result is then the certain part, which only grows.
         """
         opening, closing = self.marks
         inside = text
@@ -63,7 +63,7 @@ class Thinking:
         return reasoning.strip("\n"), content.lstrip("\n")
 
     def end(self, text: str) -> int:
-        """The place after the reasoning that a text begins with; 0 if there is none, or none with an end."""
+        """Return the end of the reasoning at the beginning of a text; 0 without reasoning or without its end."""
         opening, closing = self.marks
         begins = self.opened or text.lstrip().startswith(opening)
         return text.find(closing) + len(closing) if begins and closing in text else 0

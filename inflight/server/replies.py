@@ -1,4 +1,4 @@
-"""The reply to one drawing request: its JSON at once, or event by event.
+"""The reply to one generation request: its JSON at once, or event by event.
 
 A reply has a choice for each sample. `Choice` takes the new tokens of a sample; the `Reply` of an endpoint turns them
 into JSON.
@@ -79,7 +79,7 @@ class Choice:
         return chat_logprobs(self.rollout, reply.served.decoder, as_ids=reply.as_ids) if reply.with_logprobs else None
 
     def fields(self, reply: "Reply") -> dict[str, Any]:
-        """The fields that the choices of all endpoints have."""
+        """Return the fields that the choices of all endpoints have."""
         fields: dict[str, Any] = {
             "finish_reason": self.finish_reason,
             "stop_reason": self._sample_text.stop_reason,
@@ -101,7 +101,7 @@ class Reply(ABC):
     chunk: str
     """`object` of its events."""
     scores_choices = False
-    """Each choice contains the log-probabilities of the prompt, and not the reply."""
+    """True if the log-probabilities of the prompt are in each choice instead of the reply."""
 
     def __init__(
         self,
@@ -133,18 +133,18 @@ class Reply(ABC):
 
     @abstractmethod
     def choice(self, choice: Choice) -> dict[str, Any]:
-        """The JSON of a whole choice."""
+        """Return the JSON of a whole choice."""
 
     @abstractmethod
     def delta(self, choice: Choice) -> dict[str, Any] | None:
-        """The JSON of the newest part of a choice; None if it has nothing for the client."""
+        """Return the JSON of the newest part of a choice; None if it has nothing for the client."""
 
     def beginning(self) -> Iterator[dict[str, Any]]:
-        """Events before the first token."""
+        """Yield events before the first token."""
         yield from ()
 
     def check(self) -> None:
-        """Raises ApiError for a reply that would contain too much of its prompts."""
+        """Raise ApiError for a reply that would contain too much of its prompts."""
         if (top := self.params.prompt_logprobs) is None:
             return
         entries = (self.params.n if self.scores_choices else 1) * (top + 1) * sum(map(len, self.prompts))
@@ -157,8 +157,8 @@ class Reply(ABC):
             )
 
     async def begin(self, header_id: str | None) -> Generation:
-        """Submit the prompts. header_id: the request's X-Request-Id. The caller ends the generation. Raises what the
-        engine raises."""
+        """Submit the prompts. header_id: the request's X-Request-Id. The caller ends the generation. Raises the
+        engine's errors."""
         fields = self.request
         if fields.stream and self.params.prompt_logprobs is not None:
             raise ApiError(
@@ -171,7 +171,7 @@ class Reply(ABC):
         return await self.served.begin(self.prompts, self.params, adapter, request_id=self.id, priority=fields.priority)
 
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        """The JSON of the reply, of all samples."""
+        """Return the JSON of the reply, of all samples."""
         choices = [self.choice(self._pushed(index, rollout)) for index, rollout in enumerate(rollouts)]
         used = usage(rollouts)
         self.served.metrics.count_reply(used, self.began_s)
@@ -181,7 +181,7 @@ class Reply(ABC):
         return whole | self.prompt_ids | _scores(self, rollouts[0])
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The reply part by part. A failure on the way is an event, too."""
+        """Yield the reply part by part. A failure during generation is an event, too."""
         options, head = self.request.stream_options or StreamOptions(), self._head(self.chunk)
         num_prompt, drawn, cached = sum(map(len, self.prompts)), 0, {}
         try:
@@ -220,7 +220,7 @@ class Reply(ABC):
 
 
 def _scores(reply: Reply, rollout: Rollout) -> dict[str, Any]:
-    """The log-probabilities of the prompt of a sample, if the request asked for them."""
+    """Return the log-probabilities of a sample's prompt, if they were requested."""
     if reply.num_likely is None:
         return {}
     return {"prompt_logprobs": prompt_logprobs(rollout, reply.served.decoder, reply.num_likely)}
@@ -300,7 +300,7 @@ class ChatReply(Reply):
         return json | {"finish_reason": "tool_calls"} if read.calls and choice.finish_reason == "stop" else json
 
     def _read(self, choice: Choice) -> Read:
-        """The new parts of a choice."""
+        """Return the new parts of a choice."""
         if choice.reader is None:
             return Read(content=choice.text)
         return choice.reader.feed(choice.text, last=choice.finish_reason is not None)

@@ -61,8 +61,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
     def params(self, *, max_tokens: int, top_logprobs: int, echoed: int | None = None) -> SamplingParams:
-        """Raises ApiError for a value that is out of range. max_tokens: the default. echoed: number of likeliest tokens
-        that an echo needs at each token of the prompt; None: no echo."""
+        """Return the sampling parameters. Raises ApiError for a value that is out of range. max_tokens: the default.
+        echoed: number of likeliest tokens that an echo needs at each token of the prompt; None: no echo."""
         if self.top_k is not None and self.top_k < -1:
             raise ApiError(400, f"top_k must be positive, or 0 or -1 for all tokens, got {self.top_k}", param="top_k")
         given: dict[str, Any] = {name: value for name in _AS_GIVEN if (value := getattr(self, name)) is not None}
@@ -176,9 +176,9 @@ _REFUSED: dict[type, dict[str, tuple[Any, ...]]] = {
 
 
 async def read_body(request: Request, most_bytes: int) -> dict[str, Any]:
-    """The JSON object of a body; an empty one for an empty body. Raises ApiError for another value, for a larger body,
-    and for one that does not arrive in time. Most clients read a reply only after they have sent all, so a part of a
-    larger body is read and thrown away."""
+    """Return the JSON object of a body; an empty one for an empty body. Raises ApiError for another value, for a larger
+    body, and for one that does not arrive in time. Most clients read a reply only after they have sent all, so a part
+    of a larger body is read and discarded."""
     body, num_bytes, timeout_s = bytearray(), 0, request.app.state.receive_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
@@ -211,7 +211,7 @@ async def read_body(request: Request, most_bytes: int) -> dict[str, Any]:
 
 
 def read_fields(value: Mapping[str, Any], kind: type[Body]) -> Body:
-    """The fields of a request. Raises ApiError with the name of a field that is wrong or not supported."""
+    """Return the fields of a request. Raises ApiError with the name of a field that is wrong or not supported."""
     _check_refused(value, kind)
     if kind is GenerateRequest and isinstance(sampling := value.get("sampling_params"), dict):
         _check_refused(sampling, TokenSampling)

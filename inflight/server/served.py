@@ -77,7 +77,7 @@ class Served:
             await asyncio.to_thread(self.updates.close)
 
     def adapter_of(self, model: str | None) -> Adapter | None:
-        """The adapter of this name; None for the model itself. Raises ApiError."""
+        """Return the adapter of this name; None for the model itself. Raises ApiError."""
         if not model or model in self.names:
             return None
         adapter = self.adapters.by_name.get(model)
@@ -96,7 +96,7 @@ class Served:
         request_id: str,
         priority: int | None = None,
     ) -> Generation:
-        """Submit prompts. The caller has to `end()` the generation. Raises what the engine raises."""
+        """Submit prompts. The caller has to `end()` the generation. Raises the engine's errors."""
         if self.ending:
             raise ApiError(503, "the server is about to end and takes no new requests")
         if self.engine.stream.state == "restarting":

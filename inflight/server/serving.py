@@ -1,4 +1,4 @@
-"""The endpoints that draw: /v1/completions, /v1/chat/completions and /inference/v1/generate.
+"""The generation endpoints: /v1/completions, /v1/chat/completions and /inference/v1/generate.
 
 Each makes a Reply of a request. It is sent at once or as server-sent events; a client that leaves cancels it.
 """
@@ -82,7 +82,7 @@ async def _respond(reply: Reply, request: Request) -> Response:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Value]) -> Value:
-    """The result of `work`. If the client leaves first, cancels it and raises ClientDisconnect."""
+    """Return the result of `work`. If the client leaves first, cancel it and raise ClientDisconnect."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

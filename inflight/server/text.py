@@ -1,4 +1,4 @@
-"""From drawn tokens to the text of a reply, at once or part by part."""
+"""Decode drawn tokens to the text of a reply, at once or part by part."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -30,11 +30,11 @@ class TextDecoder:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def end_of(self, ids: Sequence[int]) -> str:
-        """The text of the last tokens of a prompt, with special ones."""
+        """Return the text of the last tokens of a prompt, with special ones."""
         return self.decode(ids[-_END_TOKENS:], skip_special_tokens=False)
 
     def special_besides(self, marks: str) -> re.Pattern[str]:
-        """The texts of special tokens that are not in `marks`."""
+        """Return a pattern for the texts of special tokens that are not in `marks`."""
         texts = {self.token(token) for token in special_ids(self.tokenizer)} - {""}
         others = sorted((text for text in texts if text not in marks), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, others)) if others else r"(?!)")
@@ -44,7 +44,7 @@ class TextDecoder:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Tokens that `skip_special_tokens` omits."""
+    """Return the tokens that `skip_special_tokens` omits."""
     if tokenizer is None:
         return frozenset()
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
@@ -52,7 +52,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
 
 
 class SampleText:
-    """The text of one sample, which grows with its tokens. A possible beginning of a stop string, and the bytes of an
+    """The text of one sample. It grows with its tokens. A possible beginning of a stop string, and the bytes of an
     unfinished character, are held back until more tokens arrive."""
 
     def __init__(
@@ -126,6 +126,6 @@ class SampleText:
 
 
 def _stops(stops: Sequence[str], text: str, before: str) -> list[tuple[int, str]]:
-    """Places of the stop strings that the last token completed. before: the text without that token."""
+    """Return the places of the stop strings that the last token completed. before: the text without that token."""
     known = len(before.rstrip(UNFINISHED))
     return [(at, stop) for stop in stops if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0]

@@ -45,8 +45,8 @@ class _Form:
     """One argument, with the groups `key` and `value`. None: the arguments are JSON."""
 
     def read(self, text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int] | None:
-        """The calls that begin there, and where they end. No calls if they cannot be read. None if no call of this form
-        begins there."""
+        """Return the calls that begin there, and their end. The list is empty if they cannot be read. None if calls of
+        this form do not begin there."""
         head = self.head.match(text, at)
         if head is None:
             return None
@@ -72,30 +72,32 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes tool calls."""
+    """A model's format of tool calls."""
 
     openings: tuple[str, ...]
-    """Each call begins with one of these texts."""
+    """Texts at the beginning of a call."""
     forms: tuple[_Form, ...]
     marks: str
     """All texts of this format that can be special tokens."""
     at_start_only: bool = False
-    """Only an answer that begins with a call, and has nothing else, holds calls."""
+    """True if calls occur only in answers that begin with a call and contain nothing else."""
 
     def split(self, text: str, tools: Tools = (), after: int = 0) -> tuple[str, list[ToolCall]]:
-        """The content of an answer, and its tool calls after a place. What cannot be read as calls stays content."""
+        """Return the content of an answer, and its tool calls after a place. Text that cannot be read as calls stays
+        content."""
         begin, calls = self._parse(text, after, tools)
         return (text[:begin].rstrip(), calls) if calls else (text, [])
 
     def begin(self, text: str, after: int = 0) -> int | None:
-        """The place of the first opening, if there is one."""
+        """Return the place of the first opening, if there is one."""
         if self.at_start_only:
             begin = len(text) - len(text[after:].lstrip())
             return begin if text.startswith(self.openings, begin) else None
         return min((at for opening in self.openings if (at := text.find(opening, after)) >= 0), default=None)
 
     def sure(self, text: str, after: int = 0) -> int:
-        """How many characters of a text that is not whole are content for certain. Calls begin after a place."""
+        """Return the number of characters of an incomplete text that are certain to be content. Calls begin after a
+        place."""
         if (begin := self.begin(text, after)) is not None:
             return len(text[:begin].rstrip())
         if self.at_start_only:
@@ -104,8 +106,8 @@ class ToolFormat:
         return len(text[: len(text) - max(held(text, opening) for opening in self.openings)].rstrip())
 
     def _parse(self, text: str, after: int, tools: Tools) -> tuple[int, list[ToolCall]]:
-        """The place of the first call, and all calls, or none if one of them cannot be read. An opening that no call
-        follows is skipped: the text only mentions it."""
+        """Return the place of the first call, and all calls; no calls if one of them cannot be read. An opening without
+        a call after it is skipped, since the text only mentions it."""
         first, calls = 0, list[ToolCall]()
         at = self.begin(text, after)
         while at is not None:
@@ -122,7 +124,7 @@ class ToolFormat:
 
 
 def held(text: str, mark: str) -> int:
-    """The length of the text's end that can be the beginning of a mark."""
+    """Return the length of the text's end that can be the beginning of a mark."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
@@ -195,17 +197,17 @@ _FORMATS = {
     "<|python_tag|>": _BARE,
     "ipython": _BARE,
 }
-"""Maps texts of chat templates to formats. The first one that fits counts."""
+"""Maps texts of chat templates to formats. The first match is used."""
 
 
 def tool_format(tokenizer: PreTrainedTokenizerBase | None) -> ToolFormat | None:
-    """How the model of this tokenizer writes tool calls, or None if that is not known."""
+    """Return the format of tool calls of this tokenizer's model, or None if it is unknown."""
     template = str(tokenizer.chat_template or "") if tokenizer is not None else ""
     return next((found for mark, found in _FORMATS.items() if mark in template or mark in template.lower()), None)
 
 
 def _calls(name: str | None, value: Any) -> list[ToolCall]:
-    """The calls of a JSON value, all or none. name: None if the value has it."""
+    """Return the calls of a JSON value, all or none. name: None if the value has it."""
     if name is not None:
         return [ToolCall(name, _dumped(value))] if isinstance(value, dict) else []
     read = [_from_value(each) for each in (value if isinstance(value, list) else [value])]
@@ -220,7 +222,7 @@ def _from_value(value: Any) -> ToolCall | None:
 
 
 def _types(name: str, tools: Tools) -> dict[str, Any]:
-    """Maps the parameters of a tool to their types, as far as the request says them."""
+    """Map the parameters of a tool to their types, if the request names the types."""
     try:
         function = next(tool["function"] for tool in tools if tool["function"]["name"] == name)
         return {key: schema.get("type") for key, schema in function["parameters"]["properties"].items()}
@@ -229,13 +231,13 @@ def _types(name: str, tools: Tools) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A number, a list, … where the text is JSON; else the text."""
+    """Return the value of JSON text (a number, a list, …); otherwise the text."""
     value = _loaded(text)
     return text if value is None else value
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins there, and where it ends. The value is None if there is none."""
+    """Return the JSON value that begins there, and its end. The value is None if there is none."""
     try:
         _, end = _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):

@@ -88,7 +88,7 @@ class Updates:
         return published
 
     def name_of(self, version: int) -> str:
-        """The name of a version, or its number."""
+        """Return the name of a version, or its number."""
         return self.labels.get(version, str(version))
 
     def label(self, version: int, label: str | None) -> None:
@@ -111,7 +111,7 @@ class Updates:
         self._close_publisher()
 
     def _publisher_of(self, kind: str) -> Publisher:
-        """An engine has one publisher, of weights or of adapters."""
+        """Return the publisher. An engine has one publisher, of weights or of adapters."""
         if self._publisher is not None and (self._kind != kind or self._publisher.closed):
             self._close_publisher()
         if self._publisher is None:

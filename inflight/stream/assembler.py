@@ -16,55 +16,55 @@ from inflight.stream.row_index import Found, RowIndex
 from inflight.stream.token_store import COLUMNS_OF_ALL, StoredTokens, TokenStore
 
 _RAGGED = {name for name, column in COLUMNS.items() if column.dims[0] != TOKENS} | {"mask_cut_from"}
-"""Columns that do not go into the store, token by token."""
+"""Columns that are not kept in the token store."""
 
 
 @dataclass(slots=True)
 class _Group:
     start: GroupStart
     prompt_token_ids: np.ndarray
-    """i32[P], which its rollouts share."""
+    """i32[P], shared by its rollouts."""
     finished: list[Rollout] = field(default_factory=list)
     prompt_routed_experts: dict[int, np.ndarray] = field(default_factory=dict)
-    """Maps a position to its experts; whichever sample computed the prompt did it for all."""
+    """Maps a position to its experts; the sample that computes the prompt does it for all."""
     prompt_scores: PromptScores | None = None
-    """Of its prompt, if it asked for them; whichever sample computed the prompt did it for all."""
+    """Scores of its prompt, if it asked for them; the sample that computes the prompt does it for all."""
     engine_id: str = ""
     """The engine that draws it."""
 
     def open_scores(self) -> PromptScores | None:
-        """Where the scores of its prompt go, or None if it did not ask for them."""
+        """Return the arrays for the scores of its prompt, or None if it did not ask for them."""
         top = self.start.params.prompt_logprobs
         if self.prompt_scores is None and top is not None:
             self.prompt_scores = PromptScores.unknown(max(0, len(self.prompt_token_ids) - 1), top)
         return self.prompt_scores
 
     def known_scores(self) -> PromptScores | None:
-        """The scores of its prompt, if all have come; a prompt of one token has none to wait for."""
+        """Return the scores of its prompt, if all have arrived; a prompt of one token has none to wait for."""
         scores = self.open_scores() if len(self.prompt_token_ids) <= 1 else self.prompt_scores
         return scores if scores is not None and scores.known else None
 
 
 @dataclass(slots=True)
 class _Partial:
-    """What has arrived of one request."""
+    """Tokens and extras of one unfinished request."""
 
     group: _Group
     tokens: StoredTokens
     masks: list[tuple[np.ndarray, int]] | None = None
-    """The sampling mask of each token, if the request asked for it: its ids, and the vocabulary that they were cut from
-    or 0."""
+    """The sampling mask of each token, if the request asked for it: its ids, and the size of the vocabulary that they
+    were cut from, or 0."""
     routed_experts: dict[int, np.ndarray] = field(default_factory=dict)
-    """Maps a position to its experts; the first time that a drawn token was computed counts."""
+    """Maps a position to its experts, as they were when the drawn token there was first computed."""
     prefix_tokens: int = 0
     prefix_version: int | None = None
 
 
 class Assembler:
-    """Feed it frames in order; it returns the groups that each completes.
+    """Assembles groups from frames in order. Each frame yields the groups that it completes.
 
-    What it cannot account for it does not guess at: rows of requests whose start it never saw are counted in
-    `num_orphan_tokens`; a request of which tokens are missing comes out empty, with finish_reason "error".
+    Incomplete data is not guessed: rows of requests whose start never arrived are counted in `num_orphan_tokens`; a
+    request with missing tokens ends empty, with finish_reason "error".
     """
 
     def __init__(self) -> None:
@@ -74,25 +74,25 @@ class Assembler:
         self._index = RowIndex()
         """Maps request ids to the places of their tokens in the store."""
         self._last: dict[str, tuple[bytes, Found]] = {}
-        """Of each engine, the request ids of the last frame, and what was found of them."""
+        """Maps each engine to the request ids of its last frame and the result of their lookup."""
         self.num_tokens = 0
         self.num_orphan_tokens = 0
         self.num_unfinished_tokens_at: Counter[str] = Counter()
-        """Tokens that are held here of the requests that an engine draws, by its id."""
+        """Maps the id of an engine to the number of tokens stored here of its requests."""
         self.next_request_id = 0
-        """All requests that were announced have smaller ids."""
+        """All announced requests have smaller ids."""
         self.faults: dict[int, TokenColumnError] = {}
         """Maps groups to the errors of requests whose tokens lack a column that the request asked for. The reader of
         the frames removes them."""
 
     @property
     def num_unfinished_tokens(self) -> int:
-        """Tokens that are held here."""
+        """Number of tokens stored here."""
         return self.num_unfinished_tokens_at.total()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that unfinished requests take, but for what is ragged (sampling masks, experts)."""
+        """Bytes of memory that unfinished requests take, without ragged data (sampling masks, experts)."""
         scores = (group.prompt_scores for group in self._groups.values())
         return self._store.nbytes + sum(each.nbytes for each in scores if each is not None)
 
@@ -101,7 +101,7 @@ class Assembler:
         return group_id in self._groups
 
     def partial(self, group_id: int) -> list[Rollout]:
-        """What has arrived of the unfinished samples of a group."""
+        """Return the unfinished samples of a group, with the tokens so far."""
         if group_id not in self._groups:
             return []
         unfinished = self._unfinished(self._groups[group_id])
@@ -116,19 +116,19 @@ class Assembler:
         return {request_id: ids.tolist() for request_id, ids in tokens.items()}
 
     def known(self, group_id: int) -> list[Rollout]:
-        """All that has come of an unfinished group: its samples that have ended, and the others as far as they are."""
+        """Return all samples of an unfinished group: the ended ones, and the others with the tokens so far."""
         return [*self._groups[group_id].finished, *self.partial(group_id)]
 
     def since(self, group_id: int, seen: Mapping[int, int]) -> list[Rollout]:
-        """What `known` returns, of each request beyond the first so many tokens (0 if none are named), without
-        sampling masks and experts."""
+        """Return the samples of `known` without the tokens that the caller has, and without sampling masks and experts.
+        seen: maps request ids to the number of those tokens; 0 for other requests."""
         group = self._groups[group_id]
         ended = [rollout.since(seen.get(rollout.request_id, 0)) for rollout in group.finished]
         unfinished = self._unfinished(group).items()
         return ended + [self._columns_since(i, partial, seen.get(i, 0)) for i, partial in unfinished]
 
     def restore(self, start: GroupStart, rollouts: Iterable[Rollout]) -> None:
-        """Go on with a group of which all this has come, in another assembler."""
+        """Continue a group of another assembler, with these samples as that assembler had received them."""
         self._begin(start)
         for rollout in rollouts:
             partial = self._partials[rollout.request_id]
@@ -150,36 +150,37 @@ class Assembler:
             self._know_experts(partial, enumerate(rollout.routed_experts))
 
     def forget(self, group_ids: Set[int]) -> None:
-        """Nothing more will come of these groups."""
+        """Delete these groups, of which nothing will arrive any more."""
         for group_id in self._groups.keys() & group_ids:
             for request_id in self._unfinished(self._groups.pop(group_id)):
                 self._drop(request_id)
 
     def fail(self, group_id: int) -> list[Rollout]:
-        """End what is unfinished of a group as "error", with the tokens that have come. Returns the group."""
+        """End the unfinished samples of a group as "error", with the tokens so far. Returns the group."""
         unfinished = self._unfinished(self._groups[group_id])
         [*_, group] = [self._end(request_id, partial, "error") for request_id, partial in unfinished.items()]
         assert group is not None
         return group
 
     def abandon(self) -> list[list[Rollout]]:
-        """After frames were lost: end what is unfinished as "error", since nobody can tell whether it is whole."""
+        """End all unfinished samples as "error" after frames were lost, since any of them might lack tokens. Returns
+        their groups."""
         ended = [self._end(request_id, partial, None) for request_id, partial in self._partials.copy().items()]
         return [group for group in ended if group is not None]
 
     def add(self, frame: TokenFrame) -> list[list[Rollout]]:
-        """Groups that this frame completes, each in sample order. Raises FrameError if it starts other requests under
-        the ids of some that are under way."""
+        """Add a frame, and return the groups that it completes, each in sample order. Raises FrameError if it starts
+        other requests under the ids of unfinished ones."""
         header = frame.header
         for start in header.groups:
             if start.group_id not in self._groups:
                 self._begin(start, header.engine_id)
             elif _ids(start) != _ids(self._groups[start.group_id].start):
                 raise FrameError(f"group {start.group_id} has begun already, with other requests")
-            else:  # another engine goes on with it
+            else:  # another engine continues it
                 self._hand_to(header.engine_id, self._groups[start.group_id])
         for part in header.taken_over:
-            if (partial := self._partials.get(part.request_id)) is not None:  # what it was, at the worst
+            if (partial := self._partials.get(part.request_id)) is not None:  # record the worst case
                 partial.prefix_tokens = max(part.num_tokens, partial.prefix_tokens)
                 known = partial.prefix_version
                 partial.prefix_version = part.version if known is None else min(part.version, known)
@@ -196,7 +197,7 @@ class Assembler:
         return complete
 
     def _unfinished(self, group: _Group) -> dict[int, _Partial]:
-        """What has arrived of those requests of a group that have not ended, by their ids."""
+        """Return the unfinished requests of a group by their ids."""
         return {i: self._partials[i] for i in _ids(group.start) if i in self._partials}
 
     def _begin(self, start: GroupStart, engine_id: str = "") -> None:
@@ -214,14 +215,14 @@ class Assembler:
         self._last.clear()
 
     def _hand_to(self, engine_id: str, group: _Group) -> None:
-        """From now on this engine draws the group."""
+        """Note that this engine draws the group from now on."""
         num_tokens = sum(self._store.length(partial.tokens) for partial in self._unfinished(group).values())
         self.num_unfinished_tokens_at[group.engine_id] -= num_tokens
         self.num_unfinished_tokens_at[engine_id] += num_tokens
         group.engine_id = engine_id
 
     def _end(self, request_id: int, partial: _Partial, reason: str | None) -> list[Rollout] | None:
-        """Finish a request, or give it up without a token if there is no reason. Returns its group if that is
+        """Finish a request. Without a reason it ends as "error", without tokens. Returns its group if that is
         complete."""
         group = partial.group
         lacks = self._lacks(partial) if reason is not None else []
@@ -240,7 +241,7 @@ class Assembler:
         return sorted(group.finished, key=lambda rollout: rollout.sample)
 
     def _lacks(self, partial: _Partial) -> list[str]:
-        """Names of the columns that a request asked for and some of its tokens do not have."""
+        """Return the names of the columns that a request asked for and some of its tokens do not have."""
         num_tokens = self._store.length(partial.tokens)
         lacks = [name for name, count in partial.tokens.num_values.items() if count != num_tokens]
         num_masks = num_tokens if partial.masks is None else len(partial.masks)
@@ -249,7 +250,7 @@ class Assembler:
         return lacks
 
     def _drop(self, request_id: int) -> None:
-        """Give the place of an unfinished request back."""
+        """Free the place of an unfinished request."""
         partial = self._partials.pop(request_id)
         num_tokens = self._store.length(partial.tokens)
         self.num_unfinished_tokens_at[partial.group.engine_id] -= num_tokens
@@ -267,7 +268,7 @@ class Assembler:
         columns |= {name: values for name, values in extras.items() if name not in _RAGGED}
         if len(rows) < header.num_tokens:
             columns = {name: values[known] for name, values in columns.items()}
-        if "routed_experts" in extras:  # before the tokens that the pass drew: nothing had depended on these
+        if "routed_experts" in extras:  # before this pass's tokens are stored: no token depended on these experts yet
             self._append_routed_experts(extras)
         if "scored_logprobs" in extras:
             self._append_prompt_scores(extras)
@@ -276,8 +277,8 @@ class Assembler:
             self._append_masks(frame.request_ids.tolist(), extras)
 
     def _find(self, engine_id: str, request_ids: np.ndarray) -> Found:
-        """Which of these requests are known, and where in the store those go. One that is named twice counts once,
-        which its end will not agree with."""
+        """Return which of these requests are known, and the rows of the known ones in the store. A request that is
+        named twice counts once; the token count at its end will then differ."""
         key, last = request_ids.tobytes(), self._last.get(engine_id)
         if last is None or last[0] != key:
             self._last[engine_id] = last = key, self._index.find(request_ids)
@@ -289,7 +290,7 @@ class Assembler:
         for request_id, mask in zip(request_ids, zip(ids, cut_from, strict=False), strict=True):
             partial = self._partials.get(request_id)
             if partial is not None and partial.masks is not None and (len(mask[0]) or mask[1]):
-                partial.masks.append(mask)  # a mask that is empty is none
+                partial.masks.append(mask)  # an empty mask means that the token has none
 
     def _append_routed_experts(self, extras: Mapping[str, np.ndarray]) -> None:
         ids, positions = extras["routed_request_ids"].tolist(), extras["routed_positions"].tolist()
@@ -298,8 +299,8 @@ class Assembler:
                 self._know_experts(partial, [(position, experts)])
 
     def _append_prompt_scores(self, extras: Mapping[str, np.ndarray]) -> None:
-        """Until a token is drawn, later scores replace earlier ones: a prompt that new weights compute again has all of
-        its scores under them."""
+        """Store scores of prompts. Until a token is drawn, later scores replace earlier ones, so that all scores of a
+        prompt that new weights compute again are from those weights."""
         ids, places = extras["scored_request_ids"], extras["scored_positions"]
         for request_id in np.unique(ids).tolist():
             partial = self._partials.get(request_id)
@@ -318,8 +319,8 @@ class Assembler:
                     known[rows[new]] = told
 
     def _know_experts(self, partial: _Partial, experts: Iterable[tuple[int, np.ndarray]]) -> None:
-        """experts: positions, and the experts of the tokens there. Until a token is drawn, the experts of a prompt
-        that is computed again replace the earlier ones."""
+        """Store experts of a request. experts: positions, and the experts of the tokens there. Until a token is drawn,
+        the experts of a prompt that is computed again replace the earlier ones."""
         num_prompt_tokens = len(partial.group.prompt_token_ids)
         for position, chosen in experts:
             if position >= num_prompt_tokens:
@@ -333,7 +334,7 @@ class Assembler:
         return bool(group.finished) or any(self._store.length(partial.tokens) for partial in unfinished)
 
     def _rollout(self, request_id: int, partial: _Partial, reason: str, *, whole: bool = True) -> Rollout:
-        """What has arrived of a request; without its tokens if it is not whole."""
+        """Return the rollout of a request so far; without its tokens if it is not whole."""
         start = partial.group.start
         rollout = self._columns_since(request_id, partial, 0, reason)
         if not whole:
@@ -351,7 +352,7 @@ class Assembler:
         return rollout
 
     def _columns_since(self, request_id: int, partial: _Partial, begin: int, reason: str = "") -> Rollout:
-        """The tokens of a request from `begin` on, and what has one value for each of them."""
+        """Return a rollout with the tokens of a request from `begin` on, and the columns with one value per token."""
         start, columns = partial.group.start, self._store.read(partial.tokens, begin)
         return Rollout(
             request_id=request_id,
@@ -374,11 +375,11 @@ class Assembler:
 
 
 def _ids(start: GroupStart) -> range:
-    """Ids of the requests of a group."""
+    """Return the ids of the requests of a group."""
     return range(start.first_request_id, start.first_request_id + start.params.n)
 
 
 def _narrow(name: str, values: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """A column, each row no longer than the request asked for."""
+    """Return a column with each row no longer than the request asked for."""
     column = COLUMNS.get(name)
     return values[:, : column.asked_by(params)] if column is not None and values.ndim > 1 else values

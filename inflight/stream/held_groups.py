@@ -12,7 +12,7 @@ Group = list[Rollout]
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """An outstanding group, and what has arrived of it."""
+    """An outstanding group, with its samples so far."""
 
     ids: Ids
     reserved: bool
@@ -22,7 +22,7 @@ class SavedGroup:
     origin: tuple[int, int] | None
     """The request that it is forked from, and the number of tokens of that request."""
     rollouts: Group
-    """Its samples; the finish_reason of those that have not ended is ""."""
+    """Its samples; the finish_reason of an unfinished one is ""."""
 
     @property
     def is_finished(self) -> bool:
@@ -40,7 +40,7 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """What a finished group holds."""
+    """Tokens, rollouts and bytes of a finished group."""
 
     num_tokens: int
     num_rollouts: int
@@ -61,7 +61,7 @@ class GroupSize:
 
 
 class HeldGroups:
-    """Counts what finished groups hold."""
+    """Totals of the tokens, rollouts and bytes of finished groups."""
 
     def __init__(self) -> None:
         self.num_tokens = self.num_rollouts = self.nbytes = 0

@@ -44,9 +44,10 @@ class JournalWriter:
     """
 
     def __init__(self, directory: str | Path, *, sync: str = "rotation"):
-        """directory: is made, for its owner alone, if it does not exist. sync: forces frames to the disk, rotation each
-        time that the write-ahead log is full and at the end, frame after every frame. Raises JournalError if the
-        directory cannot be written to, has another writer, or has a file of that name which is not a journal."""
+        """directory: made with access for its owner only if it does not exist. sync: "rotation" forces frames to the
+        disk each time that the write-ahead log is full, and at the end; "frame" does so after every frame. Raises
+        JournalError if the directory cannot be written to, has another writer, or has a file of the journal's name that
+        is not a journal."""
         if sync not in JOURNAL_SYNCS:
             raise ValueError(f"sync must be {' or '.join(JOURNAL_SYNCS)}, got {sync!r}")
         self.directory = Path(directory)
@@ -75,8 +76,8 @@ class JournalWriter:
             raise JournalError(f"the journal in {self.directory} cannot be continued: {_reason(error)}") from error
 
     def append(self, data: bytes) -> None:
-        """Write an encoded frame. Raises JournalError if the disk does not take it. Then no part of it is left, and
-        this writer is closed."""
+        """Write an encoded frame. Raises JournalError if the write fails. In that case no part of the frame is left,
+        and this writer is closed."""
         with self._mutex:
             if self._closed:
                 raise JournalError(f"the journal in {self.directory} was closed")
@@ -150,13 +151,13 @@ class JournalReader:
     """
 
     def __init__(self, directory: str | Path, *, skip_damage: bool = False):
-        """Raises JournalError if there is no journal in the directory."""
+        """Check the directory. Raises JournalError if it lacks a journal."""
         self.directory, self._skip_damage = Path(directory), skip_damage
         self.path = self.directory / FILE
         self.damage: list[Damage] = []
         """Damage that the last iteration found."""
         self.num_bytes = self.num_runs = 0
-        """Bytes of the frames that the last iteration has read, and runs that they were from."""
+        """Bytes of the frames that the last iteration has read, and number of their runs."""
         if not self.path.is_file():
             raise JournalError(f"there is no journal in {directory}: it has no file {FILE}")
 
@@ -164,7 +165,7 @@ class JournalReader:
         return (frame for _, frame in self.frames())
 
     def frames(self) -> Iterator[tuple[int, TokenFrame]]:
-        """(run, frame) for each frame that was there when this was called. Raises JournalError."""
+        """Yield (run, frame) for each frame that the journal contains at the first iteration. Raises JournalError."""
         self.damage, self.num_bytes, self.num_runs = [], 0, 0
         run, before = 0, "at the beginning"
         try:
@@ -227,7 +228,7 @@ def _open(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def _row(database: sqlite3.Connection, number: int) -> tuple[int, bytes] | None:
-    """(run, frame) of a row; None for one that is missing or damaged."""
+    """Return (run, frame) of a row; None for one that is missing or damaged."""
     try:
         row = database.execute("SELECT run, checksum, data FROM frames WHERE number = ?", (number,)).fetchone()
     except sqlite3.DatabaseError as error:
@@ -244,7 +245,7 @@ def _is_busy(error: sqlite3.Error) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Reason of a failure, in one line."""
+    """Return the reason of a failure in one line."""
     if isinstance(error, OSError):
         return str(reason_of(error))
     name = getattr(error, "sqlite_errorname", "")

@@ -1,5 +1,5 @@
-"""Encoded frames that wait for their acknowledgement: in memory, and beyond a bound in files without a name, which are
-gone with their process however it ends."""
+"""Encoded frames that wait for their acknowledgement: in memory, and beyond a bound in files without a name. The
+system deletes these files when the process ends, however it ends."""
 
 import logging
 import os
@@ -10,12 +10,12 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _FILE_BYTES = 64 << 20
-"""A file of this size is followed by another one."""
+"""Size of a file after which the next frame starts another one."""
 
 
 @dataclass(slots=True)
 class _SpillFile:
-    """It is closed, and its space is free again, when none of its frames is wanted any more."""
+    """A file of frames. It is closed, and its space freed, when all of its frames have been forgotten."""
 
     descriptor: int
     num_bytes: int = 0
@@ -30,23 +30,23 @@ class _Spilled:
 
 
 class KeptFrames:
-    """A queue of encoded frames, numbered from 0 as they come."""
+    """A queue of encoded frames, numbered from 0 in order of arrival."""
 
     def __init__(self, memory_bytes: int, directory: Path):
-        """memory_bytes: what comes beyond goes to files in the directory."""
+        """memory_bytes: frames beyond this size are written to files in the directory."""
         self._memory_bytes, self._directory = memory_bytes, directory
         self._frames: dict[int, bytes | _Spilled] = {}
         self._file: _SpillFile | None = None
-        """The one that the next frame may go to."""
+        """The file for the next frame, if it has room."""
         self._disk_failed = False
         self.oldest = 0
         """Number of the first frame that is still kept."""
         self.next = 0
-        """Number of the frame that is appended next."""
+        """Number of the next frame to be appended."""
         self.bytes_in_memory = self.bytes_in_files = 0
 
     def append(self, data: bytes) -> None:
-        """Keep a frame. If no file can take it, it stays in memory: none is dropped."""
+        """Keep a frame. If it cannot be written to a file, it stays in memory and is never dropped."""
         spilled = self._spill(data) if self.bytes_in_memory + len(data) > self._memory_bytes else None
         self._frames[self.next] = spilled or data
         if spilled is None:
@@ -54,7 +54,7 @@ class KeptFrames:
         self.next += 1
 
     def __getitem__(self, number: int) -> bytes:
-        """Raises KeyError for a frame that is not kept, and OSError if its file cannot be read."""
+        """Return a frame. Raises KeyError for a frame that is not kept, and OSError if its file cannot be read."""
         frame = self._frames[number]
         if isinstance(frame, bytes):
             return frame
@@ -64,7 +64,7 @@ class KeptFrames:
         return data
 
     def forget(self, below: int) -> None:
-        """Let go of all frames with smaller numbers."""
+        """Delete all frames with smaller numbers."""
         while self.oldest < min(below, self.next):
             frame = self._frames.pop(self.oldest)
             self.oldest += 1
@@ -78,11 +78,11 @@ class KeptFrames:
                 self._file = None if self._file is frame.file else self._file
 
     def close(self) -> None:
-        """Let go of all."""
+        """Delete all frames."""
         self.forget(self.next)
 
     def _spill(self, data: bytes) -> _Spilled | None:
-        """Write a frame to a file. None if there is no room for it."""
+        """Write a frame to a file. Returns None if the write fails."""
         try:
             if self._file is None or self._file.num_bytes > _FILE_BYTES:
                 with tempfile.TemporaryFile(dir=self._directory) as new:

@@ -2,11 +2,11 @@
 
     SUBMITTED → DRAWING → FINISHED → READY ⇄ LENT → GONE
          ⇅         ⇅
-          UNASSIGNED (its engine has ended, and another one is to continue it)
+          UNASSIGNED (its engine has ended, and another one has to continue it)
 
-A group belongs to the caller that submitted it. Groups for training leave by `next`, in the order in which they become
-ready. A group that is reserved goes only to a caller that names it. One lock guards all records, the frames that are
-assembled, and the callers that wait; whoever holds it waits for nothing else.
+A group belongs to the caller that submitted it. `next` returns groups for training, in the order in which they become
+ready. Only a caller that names a reserved group gets it. One lock guards all records, the frames that are assembled,
+and the callers that wait. A thread that holds the lock waits for nothing else.
 """
 
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Owner(Enum):
-    """Who gets a group."""
+    """The caller that gets a group."""
 
     NOBODY = auto()
     """No caller has learned its id yet."""
@@ -59,9 +59,9 @@ class State(Enum):
     READY = auto()
     """`next` can return it."""
     LENT = auto()
-    """`next` has returned it, and it can be put back."""
+    """`next` has returned it, and `put_back` can return it to the queue."""
     GONE = auto()
-    """A caller has it, or no caller gets it. It is not in the ledger any more."""
+    """A caller has it, or no caller gets it. The ledger has deleted it."""
 
 
 _NO_IDS = Ids(0, 0)
@@ -70,7 +70,7 @@ _FINISHED = (State.FINISHED, State.READY, State.LENT)
 
 @dataclass(slots=True, eq=False)
 class GroupRecord:
-    """All that the trainer's side knows of one group."""
+    """State of one group on the trainer's side."""
 
     group_id: int
     owner: Owner = Owner.NOBODY
@@ -92,13 +92,13 @@ class GroupRecord:
     at: Any = None
     """The connection to the engine that draws it; None if no engine does."""
     cancelled: set[int] = field(default_factory=set)
-    """Ids of requests that are to end, whichever engine draws them."""
+    """Ids of requests that have to end, on any engine that draws them."""
     drawn: dict[int, list[int]] | None = None
-    """Maps its unfinished requests to their tokens when its last engine ended; None: it had not begun."""
+    """Maps its unfinished requests to their tokens at the end of its last engine; None: it had not begun."""
     version: int = 0
     """Minimum weight version of an engine that continues it."""
     waited_s: float = 0.0
-    """Time in which there were engines, and none could continue it."""
+    """Time in which engines served and none could continue it."""
 
     @property
     def is_finished(self) -> bool:
@@ -136,8 +136,7 @@ class Ledger:
 
     A caller that asks for groups that have not finished gets a future without a value: when it is done, the caller asks
     again. The future fails with EngineDiedError, EngineHungError, JournalError, or with FrameError or StreamGapError
-    when frames were lost. Then every group that was in flight counts as lost, and its samples arrive with finish_reason
-    "error".
+    when frames were lost. In that case the samples of every unfinished group arrive with finish_reason "error".
     """
 
     def __init__(self) -> None:
@@ -149,7 +148,7 @@ class Ledger:
         self.changed = threading.Condition(self.lock)
         """Notified when groups become unassigned."""
         self.records: dict[int, GroupRecord] = {}
-        """Maps their ids to the groups that are outstanding, or of which frames still arrive."""
+        """Maps group ids to records of outstanding groups, and of groups whose frames still arrive."""
         self.waiters = Waiters()
         self._ready: OrderedDict[int, GroupRecord] = OrderedDict()
         """Groups in the state READY, in the order in which `next` returns them."""
@@ -196,8 +195,8 @@ class Ledger:
             return len(self.waiters) > 0 and (self.waiters.for_named_groups or in_hand)
 
     def held_of(self, engine_id: str | None, num_tokens: int, num_rollouts: int) -> Held:
-        """Report to an engine, which has sent this much, what is still unconsumed. engine_id: counts the output of one
-        of several engines; None counts the output of all."""
+        """Return the flow-control report for an engine that has sent this number of tokens and rollouts. engine_id:
+        counts the output of one of several engines; None counts the output of all."""
         with self.lock:
             if engine_id is None:
                 held, unfinished = list(self._held.values()), self._assembler.num_unfinished_tokens
@@ -244,8 +243,8 @@ class Ledger:
             self._wake_if_nothing_is_left()
 
     def drop(self, group_ids: Collection[int]) -> None:
-        """Discard these groups, also what arrives later. Callers that wait for them learn that they are not
-        outstanding."""
+        """Discard these groups and their later tokens. Callers that wait for them are woken, and get the error that
+        they are not outstanding."""
         with self.lock:
             for record in self._known(group_ids):
                 if record.is_finished or record.is_wanted:
@@ -263,7 +262,7 @@ class Ledger:
         return False
 
     def forget(self, records: Iterable[GroupRecord]) -> None:
-        """Delete groups with the lock held, and the tokens that have arrived of them."""
+        """Delete groups and their tokens, with the lock held."""
         for record in records:
             if record.state is not State.GONE:
                 self._assembler.forget({record.group_id})
@@ -272,8 +271,8 @@ class Ledger:
     # ---- groups for training ------------------------------------------------------------------------------------
 
     def next(self) -> "GroupRecord | Future[None] | None":
-        """Lend a group that is ready, until `remove` or `put_back` is called. None if all that is outstanding is
-        reserved or lent."""
+        """Return a ready group, in the state LENT until `remove` or `put_back` is called. Returns None if all
+        outstanding groups are reserved or in that state."""
         with self.lock:
             self.waiters.raise_error()
             if self._ready:
@@ -283,7 +282,7 @@ class Ledger:
             return None if self._nothing_is_left else self.waiters.wait(set(), 1)
 
     def put_back(self, group_ids: Collection[int]) -> None:
-        """Take back groups that `next` has lent; it returns them first."""
+        """Queue groups again that `next` has returned. `next` returns them first."""
         with self.lock:
             for record in reversed(self._known(group_ids)):
                 if record.owner is Owner.TRAINING and record.is_finished:
@@ -292,13 +291,13 @@ class Ledger:
             self.waiters.wake_for_any()
 
     def hold(self, record: GroupRecord) -> None:
-        """Take back a group that `next` has lent, and that is not ready until `ready` is called."""
+        """Keep a group that `next` has returned out of the queue until `ready` is called."""
         with self.lock:
             if record.state is State.LENT:
                 record.state = State.FINISHED
 
     def ready(self, record: GroupRecord) -> bool:
-        """Let `next` return a finished group. Returns False if the group is not for training any more."""
+        """Let `next` return a finished group. Returns False if the group is not for training."""
         with self.lock:
             if record.owner is not Owner.TRAINING or not record.is_finished:
                 return False
@@ -316,9 +315,9 @@ class Ledger:
     # ---- groups by name -----------------------------------------------------------------------------------------
 
     def take(self, group_ids: Collection[int], count: int | None = None) -> "dict[int, Group] | Future[None]":
-        """Take this number of the groups (None: all), once they have finished; then they are not outstanding any more.
+        """Take this number of the groups (None: all), once they have finished, and remove them from the ledger.
 
-        Raises ValueError if one is not outstanding, and StreamGapError if one was lost; then nothing has been taken.
+        Raises ValueError if one is not outstanding, and StreamGapError if one was lost, without taking any group.
         """
         wanted = set(group_ids)
         with self.lock:
@@ -344,7 +343,7 @@ class Ledger:
             self.waiters.leave(future)
 
     def partial(self, group_id: int) -> Group:
-        """Return the unfinished samples of a group, as far as they have arrived."""
+        """Return the unfinished samples of a group, with the tokens so far."""
         with self.lock:
             self.waiters.raise_error()
             return self._assembler.partial(group_id)
@@ -359,12 +358,12 @@ class Ledger:
             return self._assembler.since(group_id, seen) if self._assembler.knows(group_id) else []
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call this after every frame, in the thread that reads; it must return at once."""
+        """Call this listener after every frame, in the thread that reads; it must return at once."""
         with self.lock:
             self._listeners = (*self._listeners, listener)
 
     def unlisten(self, listener: Callable[[], None]) -> None:
-        """Stop calling this."""
+        """Stop calling this listener."""
         with self.lock:
             self._listeners = tuple(other for other in self._listeners if other != listener)
 
@@ -408,7 +407,8 @@ class Ledger:
         self.offer(offered)
 
     def end(self, error: InflightError) -> None:
-        """Note that no more frames arrive, and raise this in callers that would wait."""
+        """Note that the stream has ended. Raise this error in waiting callers, and from now on in callers that would
+        wait."""
         with self.lock:
             self.waiters.end(error)
 
@@ -420,8 +420,8 @@ class Ledger:
     # ---- engines ------------------------------------------------------------------------------------------------
 
     def begin(self, prompt: Prompt, at: Any, origin: tuple[int, int] | None = None) -> GroupRecord:
-        """Make the record of a prompt that an engine is about to be given, with the lock held. A prompt without a seed
-        gets one, which an engine that continues the group needs too. `claim` gives the group to the user."""
+        """Make the record of a prompt that is about to be sent to an engine, with the lock held. A prompt without a
+        seed gets one, since another engine needs it to continue the group. `claim` sets the owner of the group."""
         params, ids = prompt.params, self.next_ids
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(62))
@@ -442,7 +442,7 @@ class Ledger:
             return next((record for record in unfinished if request_id in record.request_ids), None)
 
     def note_cancelled(self, group_ids: Collection[int], request_ids: Collection[int]) -> None:
-        """Note samples that are to end, also on an engine that continues their groups."""
+        """Note samples that have to end, also on an engine that continues their groups."""
         with self.lock:
             for record in self._known(group_ids):
                 record.cancelled.update(record.request_ids)
@@ -456,9 +456,9 @@ class Ledger:
         return [record for record in self.records.values() if record.state is State.UNASSIGNED]
 
     def unassign(self, at: Any, engine_id: str, version: int) -> int:
-        """Note that an engine has ended, all of whose frames have been read. Groups that a caller wants become
-        unassigned, and all others are forgotten. version: the newest one of the engine. Returns the number of the
-        former."""
+        """Note that an engine has ended. All of its frames must have been read. Its unfinished groups become
+        unassigned. Groups that are not outstanding are deleted. version: the newest one of the engine. Returns the
+        number of groups that became unassigned."""
         with self.lock:
             num_left = 0
             for record in list(self.records.values()):
@@ -482,7 +482,7 @@ class Ledger:
         record.at, record.state, record.waited_s = None, State.UNASSIGNED, 0.0
         if not record.drawn or not any(record.drawn.values()):
             record.version = 0
-        elif record.prompt is not None and record.pin == LIVE_VERSION:  # its version is the one that has drawn it
+        elif record.prompt is not None and record.pin == LIVE_VERSION:  # the version that has drawn it becomes its pin
             partial = self._assembler.partial(record.group_id)
             version = next(int(r.weight_versions[0]) for r in partial if len(r.weight_versions))
             record.prompt = msgspec.structs.replace(record.prompt, version=version)
@@ -490,8 +490,7 @@ class Ledger:
     # ---- trainers that follow -----------------------------------------------------------------------------------
 
     def snapshot(self) -> list[SavedGroup]:
-        """Return all groups that are outstanding, in the order in which they leave, with all that has arrived of
-        them."""
+        """Return all outstanding groups with their samples so far, in the order in which `next` returns them."""
         with self.lock:
             lent = sorted(group_id for group_id, record in self.records.items() if record.state is State.LENT)
             in_order = dict.fromkeys([*lent, *self._ready, *sorted(self.records)])
@@ -503,8 +502,7 @@ class Ledger:
             ]
 
     def restore(self, groups: Sequence[SavedGroup], next_ids: Ids) -> None:
-        """Continue groups that another trainer has saved, before anything is submitted. Raises InflightError if
-        something was."""
+        """Continue groups that another trainer has saved. Raises InflightError if prompts were submitted before."""
         with self.lock:
             if any(record.is_wanted for record in self.records.values()):
                 raise InflightError("prompts were submitted already; load a run before that")
@@ -557,7 +555,7 @@ class Ledger:
 
     @property
     def _nothing_is_left(self) -> bool:
-        """True if no caller of `next` has a group to wait for."""
+        """True if every group for training has been returned by `next`."""
         records = self.records.values()
         return all(record.owner is not Owner.TRAINING or record.state is State.LENT for record in records)
 
@@ -566,7 +564,7 @@ class Ledger:
             self.waiters.wake_for_any()
 
     def _finish(self, groups: list[Group], engine_id: str = "") -> list[GroupRecord]:
-        """Keep groups that this engine has ended."""
+        """Record finished groups of this engine. Returns their records."""
         finished: list[GroupRecord] = []
         for group in groups:
             record = self._record(group[0].group_id)
@@ -589,7 +587,7 @@ class Ledger:
         self._assembler.faults.clear()
 
     def _forget_lost_groups(self, next_group_id: int) -> None:
-        """Give up groups that were announced in lost frames: no other frame has named them."""
+        """Delete groups that were announced in lost frames: no other frame has named them."""
         lost = {
             group_id
             for group_id, record in self.records.items()
@@ -600,6 +598,6 @@ class Ledger:
             self._count_as_lost(lost, f"groups {sorted(lost)} were lost with their frames")
 
     def _count_as_lost(self, group_ids: set[int], why: str) -> None:
-        """Delete these groups, and raise the reason in callers that wait for one."""
+        """Delete these groups, and raise StreamGapError with this reason in callers that wait for one."""
         self.remove(group_ids)
         self.waiters.wake(lambda waiter: not waiter.wanted.isdisjoint(group_ids), StreamGapError(why))

@@ -18,21 +18,21 @@ from inflight.stream.wire import Ack, Beat, Held, Leave, Refused, Subscribe, enc
 _FRAMES_PER_ACK = 32
 _ACK_NS = 500_000_000
 _ACK_PACE_NS = 40_000_000
-"""A reader that waits acknowledges after so long at the earliest: an engine with a pass per millisecond would lose a
-part of it to every acknowledgement."""
+"""Minimum interval between acknowledgements of a waiting reader. Each one costs an engine with a pass per millisecond
+a part of that pass."""
 _REFUSED_NS = 1_000_000_000
-"""For so long a new reader asks again when the engine has another one."""
+"""Time for which a new reader subscribes again if the engine refuses it."""
 _MOST_LATE_NS = 50_000_000
-"""For so long beyond its time `receive` reads on through messages that are no new frames."""
+"""Time beyond its timeout for which `receive` reads messages that contain no new frame."""
 _SILENCE_NS = 2_000_000_000
-"""After so long without a sign of life the reader subscribes again, in case that its connection was lost."""
+"""Silence after which the reader subscribes again, in case the connection was lost."""
 
 
 class StreamReader:
-    """Receives the frames of one engine in order, each once, whatever happens to the connection.
+    """Receives the frames of one engine in order, each once, also after the connection was lost.
 
-    A frame is acknowledged when the next one is asked for; until then the engine keeps it. Where there is a journal, a
-    frame is in it before it is returned, and so before it is acknowledged.
+    The call for the next frame acknowledges the previous one; until then the engine keeps it. With a journal, a frame
+    is written there before it is returned, and so before it is acknowledged.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class StreamReader:
         journal: JournalWriter | None = None,
         keys: ClientKeys | None = None,
     ):
-        """begin: number of the first frame; None: the oldest one that no reader has acknowledged. held: says what the
-        engine is told of what the trainer holds; it is given the numbers of tokens and rollouts received here. journal:
-        stays its owner's to close. keys: for an endpoint of TCP."""
+        """begin: number of the first frame; None: the oldest one that no reader has acknowledged. held: returns the
+        report of unconsumed output for the engine; its arguments are the numbers of tokens and rollouts received here.
+        journal: its owner closes it. keys: for an endpoint of TCP."""
         self._journal = journal
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        """Is for whoever waits for several readers at once."""
-        self.socket.rcvhwm = 0  # the writer bounds what is on its way
+        """Socket for a caller that polls several readers at once."""
+        self.socket.rcvhwm = 0  # the writer bounds the bytes in transit
         self.socket.maxmsgsize = MAX_FRAME_BYTES
         self.socket.linger = 0
         prepare_client(self.socket, endpoint, keys)
@@ -58,30 +58,30 @@ class StreamReader:
         self._held_by_trainer, self._told = held, Held()
         self._name = secrets.token_hex(8)
         self.next = begin
-        """Number of the frame that comes next, if the beginning is known."""
+        """Number of the next frame, if the first one is known."""
         self._acknowledged = begin or 0
         self._acknowledged_ns = self._asked_ns = 0
         self._made_ns = self._heard_ns = now_ns()
         self._damaged = False
-        """A frame could not be read; nobody knows its number."""
+        """A frame could not be read; its number is unknown."""
         self._subscribed = False
-        """The writer has told with which frame it goes on."""
+        """The writer has sent the number of its next frame."""
         self._resent = False
-        """No frame has come since then."""
+        """No frame has arrived since then."""
         self._parts: deque[bytes] = deque()
-        """What has come in one message, and was not looked at yet."""
+        """Unprocessed parts of a message."""
         self._held: tuple[TokenFrame, bytes] | None = None
-        """The first frame behind a gap of which `receive` has told, and what it was read from."""
+        """The first frame after a gap that `receive` has reported, and its encoded bytes."""
         self.state = ""
-        """What the engine said last of what it is doing."""
+        """The last state that the engine has reported."""
         self.num_duplicates = 0
-        """Frames that came again, and were left out."""
+        """Number of frames that arrived again and were skipped."""
         self.num_bytes = 0
         """Bytes of all frames received."""
         self.num_tokens = 0
-        """Tokens of those that did not come again."""
+        """Tokens of the frames received, without duplicates."""
         self.num_rollouts = 0
-        """Samples of which these told that they ended."""
+        """Number of samples whose ends these frames report."""
         self._subscribe()
 
     is_urgent = False
@@ -89,15 +89,15 @@ class StreamReader:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since anything came from the engine."""
+        """Seconds since anything arrived from the engine."""
         return (now_ns() - self._heard_ns) / 1e9
 
     def receive(self, timeout_ms: int) -> TokenFrame | None:
-        """The next frame, or None if none came in time; the one before is acknowledged now.
+        """Acknowledge the previous frame and return the next one, or None if none arrives in time.
 
         Raises FrameError for a frame that cannot be read and StreamGapError when frames were lost; after either,
-        `receive` may be called again and goes on right behind the damage. Raises ProtocolError if the engine has
-        another reader, and JournalError if the journal does not take the frame, which is not acknowledged then.
+        `receive` can be called again and continues right after the damage. Raises ProtocolError if the engine has
+        another reader, and JournalError if the journal cannot store the frame. That frame is not acknowledged.
         """
         if self._held is not None:
             frame, data = self._held
@@ -119,8 +119,8 @@ class StreamReader:
         return None
 
     def close(self) -> None:
-        """Let the socket go; the engine keeps what was not acknowledged, and a frame that `receive` has not returned.
-        Safe to call twice."""
+        """Close the socket. The engine keeps frames that were not acknowledged, and a frame that `receive` has not
+        returned. Safe to call twice."""
         if not self.socket.closed:
             if self._held is not None:
                 self.next, self._held = self._held[0].header.sequence, None
@@ -129,7 +129,7 @@ class StreamReader:
             self.socket.close(linger=100)
 
     def _take(self, data: bytes) -> TokenFrame | None:
-        """None for a frame that came before, or comes too early."""
+        """Decode and count a frame. Returns None for a frame that has arrived before, or arrives too early."""
         self._heard_ns = now_ns()
         self.num_bytes += len(data)
         try:
@@ -142,7 +142,7 @@ class StreamReader:
         if number < expected:
             self.num_duplicates += 1
             return None
-        if number > expected and not (self._resent or self._damaged):  # what lies between is sent again
+        if number > expected and not (self._resent or self._damaged):  # the frames in between are sent again
             self._subscribe()
             return None
         self.num_tokens += frame.header.num_tokens
@@ -164,7 +164,7 @@ class StreamReader:
         message = to_reader(data)
         self._heard_ns = now_ns()
         if isinstance(message, Refused):
-            if self._heard_ns - self._made_ns < _REFUSED_NS:  # the one before may be about to leave
+            if self._heard_ns - self._made_ns < _REFUSED_NS:  # the previous reader might be about to leave
                 sleep(0.05)
                 self._subscribe()
                 return
@@ -184,7 +184,8 @@ class StreamReader:
         self._tell(Subscribe(self._name, self.next))
 
     def _acknowledge(self) -> None:
-        """Say what has come and what the trainer holds, if that is news or has not been said for long."""
+        """Send the acknowledgement and the report of unconsumed output if either has changed, or the last one is
+        old."""
         held = self._held_by_trainer(self.num_tokens, self.num_rollouts)
         if self._acknowledges_late or (self.next or 0) != self._acknowledged or held != self._told:
             self._told, self._acknowledged, self._acknowledged_ns = held, self.next or 0, now_ns()
@@ -195,12 +196,12 @@ class StreamReader:
         return now_ns() - self._acknowledged_ns > _ACK_NS
 
     def _tell(self, message: Ack | Leave | Subscribe) -> None:
-        with suppress(zmq.Again):  # nobody is there, or reads; what matters of it is said again
+        with suppress(zmq.Again):  # the peer is absent or does not read; important messages are sent again
             self.socket.send(encode(message), zmq.NOBLOCK)
 
     def _next_message(self, deadline_ns: int) -> bytes | None:
-        """What comes next, or None if nothing comes in time. Before it waits for long, all that has come is
-        acknowledged."""
+        """Return the next part of a message, or None if none arrives in time. Before a long wait, acknowledge all
+        frames that have arrived."""
         if not self._parts and not self._take_message():
             due_ns = self._acknowledged_ns + _ACK_PACE_NS
             if not (now_ns() < due_ns < deadline_ns and self._comes_by(due_ns)):
@@ -211,14 +212,14 @@ class StreamReader:
         return self._parts.popleft() if self._parts else None
 
     def _take_message(self) -> bool:
-        """Take a message that has come, if one has, with all its parts: a connection that ends between two of them
-        would leave ZeroMQ's socket useless."""
+        """Read a message that has arrived, if one has, with all its parts: a connection that ends between two parts
+        would leave ZeroMQ's socket useless. Returns True if there are parts to process."""
         with suppress(zmq.Again):
             self._parts.extend(self.socket.recv_multipart(zmq.NOBLOCK))
         return bool(self._parts)
 
     def _comes_by(self, time_ns: int) -> bool:
-        """Wait for a message, at the latest until then."""
+        """Wait for a message until this time. Returns True if one arrives."""
         return bool(self.socket.poll(max(0, (time_ns - now_ns()) // 1_000_000)))
 
 

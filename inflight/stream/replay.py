@@ -15,14 +15,14 @@ from inflight.stream.journal import Damage, JournalReader
 from inflight.stream.ledger import Ledger
 
 _READ_AHEAD_BYTES = 256 << 20
-"""What is held of a journal before anybody waits for it."""
+"""Bound for the bytes that are read ahead of waiting callers."""
 _LOOK_EVERY_BYTES = 4 << 20
 _REST_S = 0.005
 
 
 @dataclass(slots=True)
 class JournalSummary:
-    """What is in a journal."""
+    """Counts of a journal's frames, tokens, groups and versions."""
 
     num_bytes: int = 0
     """Bytes of its frames."""
@@ -49,15 +49,15 @@ class JournalSummary:
 
 
 def read_groups(reader: JournalReader) -> Iterator[tuple[TokenFrame | StreamGapError, list[Group]]]:
-    """The frames of a journal with the groups that each completes, as a trainer gets them. StreamGapError stands where
-    frames are missing, with the groups that failed for it. Raises JournalError."""
+    """Yield the frames of a journal with the groups that each completes, as a trainer gets them. Where frames are
+    missing, yield a StreamGapError with the groups that failed for it. Raises JournalError."""
     assembler = Assembler()
     for event in _events(reader):
         yield event, assembler.abandon() if isinstance(event, StreamGapError) else assembler.add(event)
 
 
 def summarize(reader: JournalReader, on_group: Callable[[Group], object] = lambda group: None) -> JournalSummary:
-    """Read a journal to its end, and call a function with each group that comes out of it. Raises JournalError."""
+    """Read a journal to its end, and call a function with each finished group. Raises JournalError."""
     found, finished, started = JournalSummary(), set(), set()
     spans: dict[str, tuple[int, int]] = {}
     versions: set[int] = set()
@@ -88,11 +88,12 @@ def summarize(reader: JournalReader, on_group: Callable[[Group], object] = lambd
 
 
 class ReplaySource:
-    """Gives a ledger the frames of a journal, as fast as groups are taken: it reads ahead only so far, unless somebody
-    waits for what comes later, and does not begin before."""
+    """Source of a journal's frames for a ledger, read as fast as groups are taken. Reading begins when a caller waits.
+    From then on it reads ahead up to a bound, and beyond the bound only while a caller waits for later groups."""
 
     def __init__(self, reader: JournalReader, summary: JournalSummary):
-        """summary: of the part of the journal that is to be read; what a writer appends meanwhile is left out."""
+        """summary: counts of the part of the journal that is to be read; frames that a writer appends later are left
+        out."""
         self._reader = reader
         self._events = islice(_events(reader), summary.num_frames + summary.num_gaps)
         self._ledger: Ledger | None = None
@@ -102,12 +103,12 @@ class ReplaySource:
         self.silent_s, self.is_urgent = 0.0, False
 
     def read_for(self, ledger: Ledger) -> None:
-        """Begin when somebody waits at this ledger, and mind how much it holds."""
+        """Begin when a caller waits at this ledger, and bound the bytes that it stores."""
         self._ledger = ledger
 
     def receive(self, timeout_ms: int) -> TokenFrame | None:
-        """The next frame; None if there is no room for it in time, or none any more. Raises StreamGapError where frames
-        are missing, and JournalError."""
+        """Return the next frame; None if the ledger has too little room in time, or the journal has ended. Raises
+        StreamGapError where frames are missing, and JournalError."""
         deadline = time.monotonic() + timeout_ms / 1000
         while self.state == "ended" or not self._may_read():
             if time.monotonic() > deadline:
@@ -121,7 +122,7 @@ class ReplaySource:
         return event
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self.state = "ended"
 
     def _may_read(self) -> bool:
@@ -137,8 +138,8 @@ class ReplaySource:
 
 
 def _events(reader: JournalReader) -> Iterator[TokenFrame | StreamGapError]:
-    """The frames of a journal, and StreamGapError where some are missing. Ids of groups and requests are those of the
-    first run; those of later runs, which begin at 0 again, are counted on. Raises JournalError."""
+    """Yield the frames of a journal, and StreamGapError where some are missing. The first run keeps its ids of groups
+    and requests. In later runs ids begin at 0 again, and an offset is added to them. Raises JournalError."""
     run = engine = None
     expected = first_group = first_request = next_group = next_request = 0
     for number, frame in reader.frames():
@@ -161,7 +162,7 @@ def _events(reader: JournalReader) -> Iterator[TokenFrame | StreamGapError]:
 
 
 def _renumbered(frame: TokenFrame, groups: int, requests: int) -> TokenFrame:
-    """The same frame, with so much added to the ids of its groups and requests."""
+    """Return the same frame, with these offsets added to the ids of its groups and requests."""
     replace, header, extras = msgspec.structs.replace, frame.header, dict(frame.extras)
     starts = [
         replace(

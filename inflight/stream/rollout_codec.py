@@ -1,4 +1,4 @@
-"""Rollouts as bytes, for another process or for a file: what is plain as MessagePack, arrays as safetensors."""
+"""Rollouts as bytes, for another process or for a file: arrays as safetensors, other fields as MessagePack."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ Header = TypeVar("Header", bound=msgspec.Struct)
 
 
 class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollout holds beside its arrays."""
+    """Fields of a rollout other than its arrays."""
 
     request_id: int
     group_id: int
@@ -42,12 +42,12 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def header_of(rollout: Rollout) -> RolloutHeader:
-    """What a rollout holds beside its arrays."""
+    """Return the fields of a rollout other than its arrays."""
     return RolloutHeader(**{name: getattr(rollout, name) for name in RolloutHeader.__struct_fields__})
 
 
 def arrays_of(rollout: Rollout) -> Arrays:
-    """The arrays of a rollout by their names."""
+    """Return the arrays of a rollout by their names."""
     arrays = {name: getattr(rollout, name) for name in (*_ARRAYS, "routed_experts")}
     arrays |= {f"columns/{name}": column for name, column in rollout.columns.items()}
     if rollout.sampling_mask is not None:
@@ -58,7 +58,7 @@ def arrays_of(rollout: Rollout) -> Arrays:
 
 
 def make_rollout(header: RolloutHeader, arrays: Mapping[str, np.ndarray]) -> Rollout:
-    """The rollout of this header and these arrays. Raises KeyError if one is missing."""
+    """Return the rollout of this header and these arrays. Raises KeyError if an array is missing."""
     mask = {name: arrays.get(f"mask/{name}") for name in _MASK_ARRAYS}
     scores = [arrays[f"scores/{name}"] for name in SCORES] if "scores/logprobs" in arrays else None
     plain: dict[str, Any] = msgspec.structs.asdict(header) | {name: arrays[name] for name in _ARRAYS}
@@ -72,9 +72,9 @@ def make_rollout(header: RolloutHeader, arrays: Mapping[str, np.ndarray]) -> Rol
 
 
 def encode(header: msgspec.Struct, arrays: Sequence[Mapping[str, np.ndarray]]) -> bytes:
-    """One message: the length of the header, the header, and the arrays of one thing after another.
+    """Encode one message: the length of the header, the header, and the arrays, one mapping after another.
 
-    Raises InvalidRequestError for what MessagePack cannot hold."""
+    Raises InvalidRequestError for values that MessagePack cannot encode."""
     try:
         plain = msgspec.msgpack.encode(header)
     except (TypeError, ValueError, OverflowError) as error:
@@ -86,8 +86,8 @@ def encode(header: msgspec.Struct, arrays: Sequence[Mapping[str, np.ndarray]]) -
 
 
 def decode(data: bytes, kind: type[Header], count: Callable[[Header], int]) -> tuple[Header, list[Arrays]]:
-    """Read what `encode` wrote: a header of this kind, and the arrays of as many things as `count` says of it. Raises
-    ProtocolError for anything else."""
+    """Decode a message of `encode`: a header of this kind, and its mappings of arrays. count: returns the number of
+    mappings for a header. Raises ProtocolError for other data."""
     end = _LENGTH.size + (_LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else 0)
     try:
         header = msgpack_decoder(kind).decode(data[_LENGTH.size : end])

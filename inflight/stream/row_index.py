@@ -1,4 +1,4 @@
-"""Which requests are under way, and where each has its tokens: arrays, so that a whole frame is looked up at once."""
+"""Maps unfinished requests to the places of their tokens, in arrays, so that a whole frame is looked up at once."""
 
 from collections import Counter
 
@@ -8,24 +8,24 @@ Found = tuple[np.ndarray, np.ndarray]
 
 _BITS = 10
 _PAGE = 1 << _BITS
-"""Ids to a page."""
+"""Number of ids in a page."""
 _MOST_JOINED = 8
-"""Pages that lie close together are looked into as one."""
+"""Maximum number of neighbouring pages that are joined for one lookup."""
 _UNKNOWN = -1
 
 
 class RowIndex:
-    """Maps ids of requests, u64, to their rows in a store, i64. The ids of a group follow one another, and those of all
-    that is under way lie close together, so that a few pages of a table hold them."""
+    """Maps ids of requests, u64, to their rows in a store, i64. The ids of a group are consecutive, and the ids of all
+    unfinished requests are close together, so that a few pages of a table contain them."""
 
     def __init__(self) -> None:
         self._pages: dict[int, np.ndarray] = {}
         """Maps the number of a page to the rows i64[_PAGE] of its ids, or _UNKNOWN."""
         self._num_known: Counter[int] = Counter()
-        """The number of ids of each page that are known."""
+        """Maps the number of a page to the number of its known ids."""
 
     def add(self, first_id: int, rows: list[int]) -> None:
-        """Requests first_id, first_id + 1, … have these rows. None of them is known yet."""
+        """Map requests first_id, first_id + 1, … to these rows. All of them must be unknown."""
         while rows:
             page, begin = first_id >> _BITS, first_id % _PAGE
             fitting, rows = rows[: _PAGE - begin], rows[_PAGE - begin :]
@@ -36,7 +36,7 @@ class RowIndex:
             first_id += len(fitting)
 
     def remove(self, request_id: int) -> None:
-        """This request, which is known, is not under way any more."""
+        """Remove a known request that has ended."""
         page = request_id >> _BITS
         self._pages[page][request_id % _PAGE] = _UNKNOWN
         self._num_known[page] -= 1
@@ -44,8 +44,8 @@ class RowIndex:
             del self._pages[page], self._num_known[page]
 
     def find(self, request_ids: np.ndarray) -> Found:
-        """u64[n] to bool[n], which of them are known, and i64[k], the rows of these. An id that is named again counts
-        the first time alone."""
+        """Map ids u64[n] to bool[n], True for known ids, and i64[k], the rows of the known ids. Only the first
+        occurrence of an id counts."""
         rows = self._rows(request_ids)
         known = rows != _UNKNOWN
         rows = rows[known]
@@ -56,7 +56,7 @@ class RowIndex:
         return known, rows
 
     def _rows(self, request_ids: np.ndarray) -> np.ndarray:
-        """i64[n], _UNKNOWN for those that are not known."""
+        """Return the rows i64[n], _UNKNOWN for unknown ids."""
         if not len(request_ids):
             return np.empty(0, np.int64)
         first, last = int(request_ids.min()) >> _BITS, int(request_ids.max()) >> _BITS

@@ -20,7 +20,7 @@ MEMORY_BYTES = 1 << 30
 
 
 class FrameSource(Protocol):
-    """Where frames come from; `StreamReader` and `MergedFrames` describe it."""
+    """Source of frames; `StreamReader` and `MergedFrames` document the methods."""
 
     @property
     def state(self) -> str: ...
@@ -30,7 +30,7 @@ class FrameSource(Protocol):
 
     @property
     def is_urgent(self) -> bool:
-        """True if frames have to be read even if there is no memory for their groups."""
+        """True if frames have to be read even if their groups exceed the memory bound."""
         ...
 
     def receive(self, timeout_ms: int) -> TokenFrame | None: ...
@@ -39,7 +39,7 @@ class FrameSource(Protocol):
 
 
 class StreamThread:
-    """Reads frames until it is closed, or no more frames arrive."""
+    """Reads frames until it is closed, or the stream has ended."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class StreamThread:
         memory_bytes: int = MEMORY_BYTES,
     ):
         """check_engine: raises if no engine is left; it is called while nothing arrives. silence_s: time without a sign
-        of life after which the state is "silent". memory_bytes: while finished groups take more and no caller waits,
-        nothing more is read."""
+        of life after which the state is "silent". memory_bytes: while finished groups take more memory and no caller
+        waits, reading stops."""
         self.source, self._ledger = source, ledger
         self._check_engine, self._silence_s, self._memory_bytes = check_engine, silence_s, memory_bytes
         self._closing = False

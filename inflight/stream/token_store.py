@@ -1,8 +1,8 @@
 """The tokens of unfinished requests, as columns.
 
-Tokens of all requests arrive together, one or none for each request in a frame, and leave request by request. They lie
-in pages of one request each, so that a frame is taken in by a few operations on arrays, whatever it holds, and memory
-grows with what is unfinished.
+Tokens of all requests arrive together, at most one for each request in a frame, and leave request by request. Each page
+stores tokens of one request. So a few array operations add any frame, and memory grows with the number of unfinished
+tokens.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 PAGE = 128
-"""Tokens to a page, a power of two."""
+"""Number of tokens in a page, a power of two."""
 _FIRST_PAGES = 64
 _NUM_SENT = 2
 """Columns that every frame has; the others of COLUMNS_OF_ALL have one value for all of its tokens."""
@@ -31,7 +31,8 @@ class StoredTokens:
 
 
 class TokenStore:
-    """Columns token_ids i32, logprobs f32, weight_versions i64, sampled_at_ns i64, and those that requests ask for."""
+    """Columns token_ids i32, logprobs f32, weight_versions i64, sampled_at_ns i64, and the optional columns that
+    requests ask for."""
 
     def __init__(self) -> None:
         self._columns = {name: np.empty(_FIRST_PAGES * PAGE, dtype) for name, dtype in COLUMNS_OF_ALL.items()}
@@ -49,7 +50,7 @@ class TokenStore:
         return self._ends.nbytes + sum(column.nbytes for column in self._columns.values())
 
     def open(self, columns: list[str]) -> StoredTokens:
-        """A place for the tokens of a request, which asks for these optional columns."""
+        """Return a place for the tokens of a request that asks for these optional columns."""
         if not self._free_rows:
             num_rows = len(self._ends)
             self._ends = np.concatenate([self._ends, np.zeros_like(self._ends)])
@@ -60,7 +61,7 @@ class TokenStore:
         return tokens
 
     def close(self, tokens: StoredTokens) -> None:
-        """Give the place back."""
+        """Free the place."""
         self._free_pages += tokens.pages
         self._free_rows.append(tokens.row)
         self._ends[tokens.row] = 0
@@ -69,7 +70,8 @@ class TokenStore:
 
     def append(self, rows: np.ndarray, version: int, time_ns: int, columns: Mapping[str, np.ndarray]) -> None:
         """Append a token to each of these requests, named by their rows i64[n] and each at most once. columns:
-        token_ids, logprobs and optional ones [n, …], which are left out if no request of the store asked for them."""
+        token_ids, logprobs and optional ones [n, …]. Optional ones for which no request of the store asked are skipped.
+        """
         if len(columns) > _NUM_SENT:
             columns = {n: values for n, values in columns.items() if n in COLUMNS_OF_ALL or self._num_asking[n]}
         ends = self._ends[rows]
@@ -94,7 +96,7 @@ class TokenStore:
         self._ends[rows] = ends + 1
 
     def fill(self, tokens: StoredTokens, columns: Mapping[str, np.ndarray]) -> None:
-        """Hold the tokens of a request of which nothing has come here yet. columns: [T, …], as `read` returned them."""
+        """Store all tokens so far of a request that has none here. columns: [T, …], as `read` returned them."""
         num_tokens = len(columns["token_ids"])
         for name in columns.keys() - COLUMNS_OF_ALL.keys():
             self._make_room(name, columns[name])
@@ -109,13 +111,14 @@ class TokenStore:
         tokens.num_values |= dict.fromkeys(tokens.num_values.keys() & columns.keys(), num_tokens)
 
     def length(self, tokens: StoredTokens) -> int:
-        """Tokens of a request so far."""
+        """Return the number of tokens of a request so far."""
         if not tokens.pages:
             return 0
         return (len(tokens.pages) - 1) * PAGE + int(self._ends[tokens.row]) - tokens.pages[-1] * PAGE
 
     def read(self, tokens: StoredTokens, begin: int = 0) -> dict[str, np.ndarray]:
-        """The columns of a request [T − begin], from this token on; an optional one only if every token has a value."""
+        """Return the columns of a request [T − begin], from this token on; an optional one only if every token has a
+        value."""
         num_tokens = self.length(tokens)
         names = [
             *COLUMNS_OF_ALL,

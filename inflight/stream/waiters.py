@@ -11,7 +11,8 @@ from inflight.core.errors import InflightError
 
 @dataclass(slots=True)
 class Waiter:
-    """A caller that waits until `needed` of the `wanted` groups have finished; no wanted group: for any group."""
+    """A caller that waits until `needed` of the `wanted` groups have finished. Empty `wanted`: it waits for any
+    group."""
 
     wanted: set[int]
     needed: int
@@ -26,7 +27,7 @@ class Waiters:
         self._errors: deque[InflightError] = deque()
         """Errors that no caller has received; each is raised once."""
         self.ended: InflightError | None = None
-        """The reason why no more groups will arrive."""
+        """The reason why further groups will not arrive."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -87,7 +88,7 @@ class Waiters:
             raise self._errors.popleft()
 
     def end(self, error: InflightError) -> None:
-        """Raise this in all callers from now on that would wait."""
+        """Raise this error in all waiting callers, and from now on in callers that would wait."""
         self.ended = error
         self.wake(lambda waiter: True, error)
         self._errors.clear()

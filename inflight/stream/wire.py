@@ -1,4 +1,4 @@
-"""What the two ends of a stream say to each other besides frames: MessagePack, tagged by type."""
+"""Messages between the two ends of a stream other than frames: MessagePack, tagged by type."""
 
 from typing import Any
 
@@ -9,66 +9,66 @@ from inflight.core.errors import ProtocolError
 from inflight.core.frames import Count
 
 MAX_WIRE_BYTES = 64 << 10
-"""The largest of these messages; who sends the engine a larger one is disconnected."""
+"""Maximum size of these messages. A peer that sends the engine a larger one is disconnected."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=True):
-    """Reader → writer: send me every frame from `next` on. Said again after a silence, since the connection may be
-    another one by now."""
+    """Reader → writer: requests every frame from `next` on. Sent again after a silence, since the connection might have
+    been replaced."""
 
     reader: str
-    """What tells this reader from others, also when it connects again."""
+    """Name that identifies this reader, also when it connects again."""
     next: Count | None = None
-    """None: begin with the oldest frame that is there."""
+    """Number of the first frame. None: the oldest frame that the writer has."""
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What the trainer has received and not consumed, that is, handed out."""
+    """Flow-control report: counts of the received output, and of the output that no caller has taken."""
 
     num_tokens: Count = 0
-    """Tokens received from this engine, whatever became of them."""
+    """Tokens received from this engine, including consumed ones."""
     num_rollouts: Count = 0
-    """Rollouts of which it has said that they ended."""
+    """Rollouts whose ends the engine has reported."""
     held_tokens: Count = 0
-    """Tokens of unfinished requests, and of finished groups that nobody has taken."""
+    """Tokens of unfinished requests, and of finished groups that no caller has taken."""
     held_rollouts: Count = 0
     """Rollouts of such groups."""
     oldest: Count | None = None
     """The oldest version of a token among them."""
     waits: bool = True
-    """Somebody waits for rollouts."""
+    """A caller waits for rollouts."""
     follows: bool = False
-    """Somebody takes tokens as they come, as a server does."""
+    """A caller takes tokens as they arrive, as a server does."""
     awaits_ends: bool = False
-    """Somebody waits until certain groups have ended, and may then ask for more."""
+    """A caller waits until certain groups have ended, and might then ask for more."""
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """Reader → writer: all frames below `next` are safe here. It comes at least every second, as a sign of life."""
+    """Reader → writer: all frames below `next` are safe here. It is sent at least every second, as a sign of life."""
 
     next: Count
     held: Held = Held()
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Reader → writer: another reader may come."""
+    """Reader → writer: another reader can subscribe."""
 
 
 class Subscribed(msgspec.Struct, frozen=True, tag=True):
-    """Writer → reader: the next frame that comes is this one."""
+    """Writer → reader: number of the frame that is sent next."""
 
     next: Count
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Writer → reader: there is no frame to send, but the engine is there."""
+    """Writer → reader: sign of life of an engine that has no frame to send."""
 
     state: str = ""
-    """What the engine is doing."""
+    """State of the engine."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Writer → reader: another one is subscribed."""
+    """Writer → reader: another reader is subscribed."""
 
 
 ToWriter = Subscribe | Ack | Leave
@@ -80,12 +80,12 @@ _TO_READER = msgpack_decoder(ToReader)
 
 
 def to_writer(data: bytes) -> ToWriter:
-    """Raises ProtocolError."""
+    """Decode a message to the writer. Raises ProtocolError."""
     return _read(_TO_WRITER, data)
 
 
 def to_reader(data: bytes) -> ToReader:
-    """Raises ProtocolError."""
+    """Decode a message to the reader. Raises ProtocolError."""
     return _read(_TO_READER, data)
 
 

@@ -1,8 +1,9 @@
 """The engine's end of the token stream.
 
-A frame is kept until the reader acknowledges it, and sent again if the connection was lost meanwhile. Only so much is
-on its way at a time; the rest waits here, in memory and beyond a bound on disk. One reader subscribes; while it is
-connected others are refused. When it is gone, the next one begins with the oldest frame that was not acknowledged.
+A frame is kept until the reader acknowledges it, and sent again if the connection was lost before that. The bytes in
+transit are bounded; the other frames wait here, in memory and beyond a bound on disk. One reader subscribes; while it
+is connected others are refused. After it disconnects, the next one begins with the oldest frame that was not
+acknowledged.
 """
 
 import logging
@@ -35,17 +36,18 @@ logger = logging.getLogger(__name__)
 MEMORY_BYTES = 1 << 30
 _MESSAGES_PER_FLUSH = 16
 _WINDOW_BYTES = 16 << 20
-"""What may be on its way to the reader without being acknowledged."""
+"""Bound for the unacknowledged bytes in transit to the reader."""
 _BEAT_NS = 500_000_000
 _FLUSH_SHARE = 0.005
 _MOST_HELD_BACK_NS = 100_000_000
 _MOST_FOLLOWED_NS = 25_000_000
 _MOST_ENDED_NS = 5_000_000
-"""Frames that follow each other closely are sent together, so that sending them takes about this share of the
-generator's time; but none waits for longer than this: the second, where somebody follows the tokens, and then or where
-somebody waits for certain groups the third, where it tells of an end, after which that one may ask again."""
+"""Frames in quick succession are sent together, so that sending takes about this share of the generator's time. None
+waits longer than _MOST_HELD_BACK_NS, or _MOST_FOLLOWED_NS if a caller follows the tokens. If a caller follows the
+tokens or waits for certain groups, a frame with the end of a sample waits at most _MOST_ENDED_NS: that caller might
+then submit more."""
 _PASSES_PER_MESSAGE = 5
-"""Where nobody follows the tokens, a message has at least so many passes, unless it tells of an end: it wakes the
+"""Minimum number of passes in a message if no caller follows the tokens and no sample ends: each message wakes the
 reader."""
 
 
@@ -53,7 +55,8 @@ class StreamWriter:
     """Sends frames to the subscribed reader; never blocks the generator."""
 
     def __init__(self, endpoint: str, *, memory_bytes: int = MEMORY_BYTES, spill_directory: Path | None = None):
-        """memory_bytes: frames that wait beyond these go to files in the spill directory (None: the temporary one)."""
+        """memory_bytes: waiting frames beyond this size are written to files in the spill directory (None: the
+        temporary one)."""
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.sndhwm = 0
         self._socket.maxmsgsize = MAX_WIRE_BYTES
@@ -63,37 +66,37 @@ class StreamWriter:
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.kept = KeptFrames(memory_bytes, spill_directory or Path(tempfile.gettempdir()))
         self.state = ""
-        """What the engine is doing, which the reader is told while no frame comes."""
+        """State of the engine, sent to the reader when no frame was sent for a while."""
         self.trainer = Held()
-        """What the reader said last of what it holds."""
+        """The reader's last report of unconsumed output."""
         self._reader: str | None = None
         self._address = b""
-        """The connection of the reader, which changes when it connects again."""
+        """The connection of the reader. It changes when the reader connects again."""
         self._next_to_send = 0
         self._bytes_on_way = 0
         self._sent_ns = 0
         self._held_back: deque[TokenFrame] = deque()
         self._due_ns = 0
-        """When these are sent at the latest."""
+        """Time at which the waiting frames are sent at the latest."""
         self._rested_ns = 0
-        """When sending again takes no more than the share of the time."""
+        """Time from which sending again keeps to _FLUSH_SHARE."""
         self._frame_ns = self._pass_ns = 0
-        """When the last frame came, and how long after the one before it."""
+        """Time of the last frame, and the interval between it and the previous one."""
 
     def listen(self, bind: Callable[[zmq.Socket], str]) -> str:
-        """Have `bind` bind the socket to another endpoint, which is returned."""
+        """Have `bind` bind the socket to another endpoint. Returns the endpoint."""
         return bind(self._socket)
 
     @property
     def num_unsent(self) -> int:
-        """Frames that are not on their way yet."""
+        """Number of frames that were not sent yet."""
         return self.kept.next + len(self._held_back) - self._next_to_send
 
     def send(self, frame: TokenFrame, *, at_once: bool = True) -> None:
-        """Send a frame behind those that wait, as soon as there is a reader. Their numbers rise from 0 without gaps.
-        at_once: no call follows soon, or the reader should have it now; else its tokens may wait a little for those
-        of the next frames, where they come so fast that sending each alone would slow the generator down. The frame
-        after one that is sent at once does not wait either: it may have the first token of who asks again."""
+        """Send a frame after the waiting ones, as soon as there is a reader. Their numbers rise from 0 without gaps.
+        at_once: no call follows soon, or the reader should have it now. Otherwise its tokens can wait a little for the
+        next frames, if frames arrive so fast that sending each alone would slow the generator down. The frame after one
+        that is sent at once does not wait either: it might contain the first token of a new request."""
         self._held_back.append(frame)
         came_ns = now_ns()
         self._pass_ns, self._frame_ns = came_ns - self._frame_ns, came_ns
@@ -107,7 +110,8 @@ class StreamWriter:
             self._due_ns = 0
 
     def flush(self) -> None:
-        """Hear what readers say, and send what the reader can take; if there is nothing, a sign of life."""
+        """Process messages of readers, and send the frames that fit into the window; without frames, send a sign of
+        life."""
         began_ns, num_tokens = now_ns(), 0
         while self._held_back:
             frame = self._held_back.popleft()
@@ -122,11 +126,11 @@ class StreamWriter:
             self._rested_ns, self._due_ns = ended_ns + rest_ns, ended_ns + min(max(rest_ns, least_ns), most_ns)
 
     def wait(self, timeout_ms: int) -> None:
-        """Return when a reader says something, at the latest after so long."""
+        """Return when a message of a reader arrives, or after the timeout."""
         self._socket.poll(timeout_ms)
 
     def close(self) -> None:
-        """Let the socket go. What is on its way has two seconds to arrive. Safe to call twice."""
+        """Close the socket. Frames in transit have two seconds to arrive. Safe to call twice."""
         if self._socket.closed:
             return
         self.flush()
@@ -134,7 +138,7 @@ class StreamWriter:
         self.kept.close()
 
     def _exchange(self) -> None:
-        for _ in range(_MESSAGES_PER_FLUSH):  # a flood of them does not stop the generator
+        for _ in range(_MESSAGES_PER_FLUSH):  # a flood of messages must not stop the generator
             if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                 break
             self._hear(self._socket.recv_multipart())

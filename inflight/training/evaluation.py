@@ -1,4 +1,4 @@
-"""Held-out prompts, answered by one version of the weights while training goes on."""
+"""Held-out prompts, answered by one version of the weights while training continues."""
 
 import logging
 import threading
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """What one version scored on held-out prompts."""
+    """Results of one version on held-out prompts."""
 
     name: str
     step: int
-    """The optimizer step after which it began; 0: before the first."""
+    """The optimizer step after which the evaluation began; 0: before the first."""
     version: int
     """The version that drew every token."""
     reward: float | None
-    """Mean over the rollouts that have one; None if none has."""
+    """Mean over the rollouts that have a reward; None if there are none."""
     num_failed: int
     """Rollouts without a reward: cancelled or ended with an error, or not scored."""
     rollouts: list[Rollout] = field(repr=False)
@@ -51,7 +51,7 @@ class EvaluationResult:
 
 @named()
 class Evaluation:
-    """Evaluates held-out prompts beside training: nothing trains on them, and generation and training go on.
+    """Evaluates held-out prompts during training: they are not trained on, and generation and training continue.
 
         evaluation = inflight.Evaluation(engine, held_out, score, every=25)
         for report in inflight.grpo(…, evaluation=evaluation):
@@ -59,9 +59,10 @@ class Evaluation:
         evaluation.results
 
     Every token of an evaluation is drawn by the version that was the newest when it began. A slot keeps that version
-    until it ends: with `launch(slots=3)` others are published meanwhile, with two slots publishing waits for it. One is
-    under way at a time; one that would begin before is left out, and one that fails is over: both are logged, and
-    training goes on. In a loop of one's own, call `start` after `publish`, `finished` now and then, and `wait` last.
+    until it ends: with `launch(slots=3)` other versions are published during the evaluation, with two slots publishing
+    waits for it. One evaluation runs at a time. If the next is due earlier, it is skipped; if one fails, it is over.
+    Both are logged, and training continues. In a custom loop, call `start` after `publish`, `finished` now and then,
+    and `wait` last.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class Evaluation:
         every: int = 25,
         name: str = "eval",
     ):
-        """examples: as those of `grpo`; all of them are answered each time. sampling: None is greedy, with at most 256
+        """examples: as in `grpo`; all of them are answered each time. sampling: None is greedy, with at most 256
         tokens. every: optimizer steps between two; `grpo` evaluates before the first step and after the last, too.
-        name: what its numbers are called. Raises ValueError without a prompt, and for `every` below 1."""
+        name: prefix of its numbers. Raises ValueError without a prompt, and for `every` below 1."""
         self._engine, self._examples = engine, [as_example(example) for example in examples]
         if not self._examples:
             raise ValueError("an evaluation needs at least one prompt")
@@ -87,18 +88,18 @@ class Evaluation:
         self._own_scorer = None if self._scorer is score else self._scorer
         self._running: _Running | None = None
         self.last_begun: int | None = None
-        """The step after which the last one began."""
+        """The step after which the last evaluation began."""
         self.results: list[EvaluationResult] = []
-        """Those that have ended, in the order in which they began."""
+        """Finished evaluations, in the order in which they began."""
         self._num_told = 0
 
     @property
     def running(self) -> list[int]:
-        """Ids of the groups of the evaluation that is under way."""
+        """Ids of the groups of the evaluation in progress."""
         return self._running.group_ids if self._running is not None else []
 
     def start(self, step: int, version: int) -> None:
-        """Begin to evaluate a version that has just been published, after this step. Waits until it is live, submits
+        """Start to evaluate a version that has just been published, after this step. Waits until it is live, submits
         its prompts, and returns. Warns if the trainer has other weights than this version: nothing was published, or
         optimizer steps were taken since. Raises the errors of `engine.submit`."""
         if self._engine.staleness.unpublished_steps and version == self._engine.staleness.published_version:
@@ -121,21 +122,21 @@ class Evaluation:
         threading.Thread(target=self._evaluate, args=(self._running,), name="inflight-evaluation", daemon=True).start()
 
     def finished(self) -> list[EvaluationResult]:
-        """The results that have come since this was called last."""
+        """Return the results that have arrived since the last call."""
         self._take_result()
         new, self._num_told = self.results[self._num_told :], len(self.results)
         return new
 
     def wait(self) -> list[EvaluationResult]:
-        """Wait until the running evaluation has ended: as long as its answers take, while the engine lives. Returns the
-        results that `finished` returns next."""
+        """Wait until the running evaluation has ended: as long as its answers take, while the engine lives. `finished`
+        returns its results next."""
         if self._running is not None:
             wait([self._running.result])
             self._take_result()
         return self.results[self._num_told :]
 
     def close(self) -> None:
-        """Cancel what is under way, and let the scorer's threads go."""
+        """Cancel the evaluation in progress, and end the scorer's threads."""
         self._take_result()
         running, self._running = self._running, None
         if running is not None:
@@ -174,12 +175,12 @@ class Evaluation:
                 rollouts=rollouts,
             )
             running.result.set_result(result)
-        except Exception as error:  # it is told by `_take_result`, or by nobody after `close`
+        except Exception as error:  # `_take_result` reports the error; after `close` it is dropped.
             self._give_up(running.group_ids)
             running.result.set_exception(error)
 
     def _give_up(self, group_ids: list[int]) -> None:
-        with suppress(InflightError):  # the engine may be gone
+        with suppress(InflightError):  # The engine might have ended.
             self._engine.stream.drop(group_ids)
             self._engine.cancel(group_ids)
 

@@ -1,5 +1,5 @@
-"""GRPO (Shao et al., arXiv 2402.03300) and its kin against a generator that never stops: groups of rollouts come in
-scored, a corrected policy-gradient step is taken, and new weights are published while the generator goes on drawing."""
+"""GRPO (Shao et al., arXiv 2402.03300) and related algorithms with continuous generation: receive scored groups of
+rollouts, take a corrected policy-gradient step, and publish new weights while the generator continues drawing."""
 
 import logging
 import os
@@ -65,30 +65,30 @@ def grpo(
     evaluation: Evaluation | None = None,
     loggers: Sequence[Logger] = (),
 ) -> Iterator[StepReport]:
-    """Train for `config.steps` optimizer steps, or until the examples end; yields after each. Groups still in flight at
-    the end are cancelled.
+    """Train for `config.steps` optimizer steps, or until the examples end. Yields a report after each step. Groups
+    still in flight at the end are cancelled.
 
     The model's weights are published first, and are live before a prompt is submitted: every token is drawn by weights
-    of this trainer. A run that was loaded has published them on loading. It trains on one rank; several raise
-    InflightError (`engine.stream.batches` gives each rank its share).
+    of this trainer. Loading a run has published them already. Training runs on one rank; several raise InflightError
+    (`engine.stream.batches` gives each rank its share).
 
-    examples: prompts as `engine.submit` takes them (text, token ids, chat messages, rows of a `datasets.Dataset`), or
-    `Example`s of such a prompt and metadata. One that the engine refuses, such as a prompt longer than its context, or
-    that can exceed `config.micro_batch_tokens` with its answer, is skipped: logged by its index, and counted in
-    `dropped.num_unfit_examples`. If the first ones do not fit, ValueError is raised.
+    examples: prompts for `engine.submit` (text, token ids, chat messages, rows of a `datasets.Dataset`), or `Example`s
+    of such a prompt and metadata. An example is skipped if the engine refuses it, such as a prompt longer than its
+    context, or if it can exceed `config.micro_batch_tokens` with its answer. Skipped examples are logged by their index
+    and counted in `dropped.num_unfit_examples`. If the first ones do not fit, ValueError is raised.
     score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`.
-    reference: the policy that a KL penalty refers to, such as a copy of the model made before training; it is put into
-    evaluation mode, and scores every batch once. None: a PEFT model without its adapters.
-    If a KL penalty has neither, ValueError is raised at once.
+    reference: the reference policy of a KL penalty, such as a copy of the model made before training. It is put into
+    evaluation mode, and scores every batch once. None: a PEFT model without its adapters. If a KL penalty has neither,
+    ValueError is raised at once.
     run: an `inflight.Run`. Its `progress` is updated before each report: save model, optimizer and `lr_scheduler` after
-    a report, and then the run. If the run was loaded, training continues with the next step. Give the same examples:
+    a report, and then the run. If the run was loaded, training continues with the next step. Pass the same examples:
     the examples that were submitted before are skipped.
-    evaluation: begins before the first step, after every `evaluation.every` steps, and after the last. The last one is
-    waited for after the last report. A finished evaluation is in the next report and in `evaluation.results`; the
-    last one is only in `evaluation.results` and in the loggers.
-    loggers: each receives the numbers of every report, `log(step, report.as_dict())`; they stay their owner's to close.
-    An update whose loss or gradient is not finite is not taken; it is counted and logged. Weights that are not finite
-    are never published: NonFiniteWeightsError ends the run, and the engine keeps its weights.
+    evaluation: begins before the first step, after every `evaluation.every` steps, and after the last. The last
+    evaluation is waited for after the last report. A finished evaluation is in the next report and in
+    `evaluation.results`; the last one is only in `evaluation.results` and in the loggers.
+    loggers: each receives the numbers of every report, `log(step, report.as_dict())`. The caller closes them.
+    An update with a non-finite loss or gradient is not taken; it is counted and logged. Non-finite weights are never
+    published: NonFiniteWeightsError ends the run, and the engine keeps its weights.
     """
     _check_one_rank(engine)
     score_reference = reference_scorer(
@@ -155,19 +155,19 @@ def grpo(
 
 
 class GRPOProgress(msgspec.Struct, frozen=True):
-    """How far `grpo` has come."""
+    """Progress of `grpo`, from which a loaded run continues."""
 
     step: int = 0
-    """Steps that were taken."""
+    """Number of steps taken."""
     num_submitted: int = 0
-    """Examples that were submitted."""
+    """Number of examples submitted."""
     in_flight: list[int] = []
     """Ids of the groups that were submitted and not taken."""
     num_skipped: int = 0
     """As in StepReport; so is `dropped`."""
     dropped: dict[str, int] = {}
     evaluating: list[int] = []
-    """Ids of the groups of an evaluation that was under way."""
+    """Ids of the groups of an evaluation in progress."""
 
 
 class _Trainer:
@@ -245,18 +245,19 @@ class _Trainer:
         )
 
     def progress(self, step: int, admission: Admission, evaluating: list[int]) -> GRPOProgress:
-        """How far the run has come after a step."""
+        """Return the progress of the run after a step."""
         in_flight, dropped = sorted(admission.in_flight), asdict(self.dropped)
-        dropped["num_unfit_examples"] += admission.num_unfit  # skipped while groups of the next step were submitted
+        # These were skipped while groups of the next step were submitted.
+        dropped["num_unfit_examples"] += admission.num_unfit
         return GRPOProgress(step, admission.num_submitted, in_flight, self._num_skipped, dropped, evaluating)
 
 
 def _check_one_rank(engine: RolloutEngine) -> None:
-    """Raise InflightError on every rank of a trainer of several."""
+    """Raise InflightError on every rank if the trainer has several."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if dist.is_available() and dist.is_initialized():
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    attached = getattr(engine, "rank", None)  # of an engine that another rank launched
+    attached = getattr(engine, "rank", None)  # The rank is set if another rank launched the engine.
     if attached is not None or (size.isdigit() and int(size) > 1):
         raise InflightError(
             f"grpo trains on one rank, and this is rank {rank if attached is None else attached} of {size}; write the "
@@ -265,7 +266,8 @@ def _check_one_rank(engine: RolloutEngine) -> None:
 
 
 def _publish_first(engine: RolloutEngine, publisher: WeightPublisher) -> None:
-    """Have the engine draw with the trainer's weights, whatever it was launched with."""
+    """Publish the trainer's weights and wait until the engine draws with them, whichever weights it was launched
+    with."""
     version = publisher.publish()
     with telling(f"version {version}, the trainer's weights before the first step, goes live"):
         engine.wait_for_version(version, timeout_s=LIVE_S)
@@ -274,7 +276,7 @@ def _publish_first(engine: RolloutEngine, publisher: WeightPublisher) -> None:
 def _begin_evaluation(
     engine: RolloutEngine, publisher: WeightPublisher, evaluation: Evaluation | None, progress: GRPOProgress
 ) -> None:
-    """Evaluate before the first step, or once more what was under way when a run was saved."""
+    """Evaluate before the first step, or repeat the evaluation in progress when the run was saved."""
     if progress.evaluating:
         engine.stream.drop(progress.evaluating)
         engine.cancel(progress.evaluating)
@@ -283,7 +285,7 @@ def _begin_evaluation(
 
 
 def _end_evaluation(evaluation: Evaluation, step: int, version: int, loggers: Sequence[Logger]) -> None:
-    """Wait for what is under way, and evaluate the last version if that was not done."""
+    """Wait for the running evaluation, and evaluate the last version if that is still missing."""
     evaluation.wait()
     if evaluation.last_begun != step:
         evaluation.start(step, version)

@@ -8,7 +8,7 @@ import torch
 
 
 def random_state() -> dict[str, np.ndarray]:
-    """The state of all of them."""
+    """Return the state of all these generators."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     assert (version, kind) == (3, "MT19937")
@@ -26,8 +26,8 @@ def random_state() -> dict[str, np.ndarray]:
 
 
 def restore_random_state(states: Mapping[str, np.ndarray]) -> None:
-    """Go on from a state that `random_state` returned. GPUs that are not there are left out. Raises KeyError or
-    ValueError for what it did not return."""
+    """Continue from a state that `random_state` returned. States of missing GPUs are left out. Raises KeyError or
+    ValueError for any other data."""
     gauss = states["python_gauss"].tolist()
     position, has_gauss = states["numpy_rest"].tolist()
     random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))

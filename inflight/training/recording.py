@@ -1,4 +1,4 @@
-"""Records what a run does while it does it, for `inflight watch` and for reports afterwards."""
+"""Recorder of a run: writes events in the background for `inflight watch` and for later reports."""
 
 import logging
 import os
@@ -46,14 +46,14 @@ from inflight.training.data.rollout_stream import RolloutStream
 logger = logging.getLogger("inflight")
 
 _WRITE_EVERY_S = 1.0
-"""Time between two writes, and between two questions to the engine for its counters."""
+"""Time between two writes, and between two status calls to the engine."""
 _SAMPLE_EVERY_S = 5.0
 _SAMPLED_ROLLOUTS = 3
 _SHOWN_TOKENS = 160
 _SHOWN_PROMPT = 1000
 _WAITING_EVENTS = 4096
 _VERSIONS = 256
-"""Versions whose tokens are counted; of older ones it is known by then what became of them."""
+"""Number of versions whose tokens are counted. The counts of older versions are final by then."""
 _CLOSE_S = 5.0
 _ASK_S = 1.0
 _MEASURES = ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag")
@@ -88,7 +88,7 @@ class _Life:
 
 
 def _harmless(listen: Callable[..., None]) -> Callable[..., None]:
-    """What fails in a recorder that is told something ends that it is told anything, and not the run."""
+    """Wrap a callback of the recorder: if it raises, the recorder stops listening and the run continues."""
 
     @wraps(listen)
     def listen_harmlessly(recorder: "RunRecorder", *told: Any) -> None:
@@ -103,19 +103,19 @@ def _harmless(listen: Callable[..., None]) -> Callable[..., None]:
 
 @named()
 class RunRecorder:
-    """Writes what a run does into `events.jsonl` of a directory, for as long as it is open; one at a time in a process.
+    """Writes the events of a run into `events.jsonl` of a directory while it is open. One at a time in a process.
 
         with inflight.RunRecorder(engine, "runs/mine") as recorder:
             for step, batch in enumerate(engine.stream.batches(…), 1):
                 …
                 recorder.log(step, {"reward": engine.stream.last_reward, **stats.as_dict()})
 
-    It is a logger, too: `inflight.grpo(…, loggers=[recorder])`. Staleness, swaps, ratios, sample rollouts and what the
-    engine does are recorded without being told. title: what the run is called. resumed_after_step: the run goes on
-    after this step, in the same file; None: a new one. max_bytes: what the file is thinned out to.
+    It is a logger, too: `inflight.grpo(…, loggers=[recorder])`. Staleness, swaps, ratios, sample rollouts and the state
+    of the engine are recorded without further calls. title: name of the run. resumed_after_step: continue the file of
+    the run after this step; None: a new file. max_bytes: size to which the file is thinned out.
 
-    Files are written in a thread of its own. If one cannot be written later on, the run goes on without a record, which
-    is logged. Raises RunError if the file cannot be opened, and InflightError if another recorder is open.
+    A thread writes the file. If a later write fails, a warning is logged and the run continues without a record. Raises
+    RunError if the file cannot be opened, and InflightError if another recorder is open.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class RunRecorder:
         self._num_lost = 0
         self._lives: dict[int, _Life] = {}
         self._earlier: dict[int, _Life] = {}
-        """What the run that goes on had recorded of versions which nothing was heard of since."""
+        """Recorded counts of the resumed run, for versions without events since."""
         self._changed: set[int] = set()
         self._mismatch, self._stale = np.zeros(_NUM_BINS, np.int64), np.zeros(_NUM_BINS, np.int64)
         self._sampled_s = 0.0
@@ -156,7 +156,7 @@ class RunRecorder:
                 inflight_version=__version__,
             )
         )
-        spans.start_adding_up()  # it refuses a second recorder, before that one removes the file of the first
+        spans.start_adding_up()  # Refuses a second recorder before it removes the file of the first.
         with ExitStack() as undo:
             undo.callback(spans.stop_adding_up)
             self._file = EventFile(self.directory, keep=resumed_after_step is not None, max_bytes=max_bytes)
@@ -171,7 +171,7 @@ class RunRecorder:
         self._stream.observers.append(self._observe)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the numbers of a step, but for those that are not finite."""
+        """Record the finite numbers of a step."""
         numbers = {name: _rounded(value) for name, value in values.items() if isfinite(value)}
         now, before = now_ns(), self._logged_ns
         with self._lock:
@@ -191,13 +191,13 @@ class RunRecorder:
         )
 
     def close(self) -> None:
-        """Write what is not written yet, and record that the run has ended. Safe to call twice."""
+        """Write the remaining events, and record that the run has ended. Safe to call twice."""
         if self._closing.is_set():
             return
         self._stop_listening()
         spans.stop_adding_up()
         self._closing.set()
-        self._asker.join(_ASK_S)  # an engine that does not answer is not waited for
+        self._asker.join(_ASK_S)  # An engine that does not respond is not waited for.
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             logger.warning("the last second of the run is not in %s: its writer does not end", self._file.path)
@@ -208,12 +208,12 @@ class RunRecorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- what the meter tells (`StalenessListener`) ---------------------------------------------------------------
+    # ---- callbacks of the meter (`StalenessListener`) ----------------------------------------------------------------
 
     @_harmless
     def published(self, version: int, called_ns: int) -> None:
         with self._lock:
-            self._earlier.pop(version, None)  # that version has another life now
+            self._earlier.pop(version, None)  # A resumed run can publish the version again, so its counts start from 0.
             self._life(version).published = round(self._to_unix_s + called_ns / 1e9, 3)
 
     @_harmless
@@ -244,12 +244,12 @@ class RunRecorder:
                 self._life(version).trained += count
         self._put(Consumed(time=self._now(), num_tokens=len(weight_versions), measures=measures))
 
-    # ---- what the loss shows ---------------------------------------------------------------------------------------
+    # ---- callback of the loss ----------------------------------------------------------------------------------------
 
     @_harmless
     def _observe(self, batch: PackedBatch, rows: torch.Tensor, log_ratios: torch.Tensor) -> None:
         logs = log_ratios.float().cpu().numpy()
-        if batch.trainer_version is not None:  # else nobody can tell mismatch from staleness
+        if batch.trainer_version is not None:  # Otherwise mismatch and staleness cannot be distinguished.
             finite = np.isfinite(logs)
             bins = np.clip(np.floor((logs[finite] - LOG_RATIO_EDGES[0]) / _BIN) + 1, 0, _NUM_BINS - 1).astype(np.int64)
             own = (batch.weight_versions[rows] >= batch.trainer_version).cpu().numpy()[finite]
@@ -263,7 +263,7 @@ class RunRecorder:
             self._put(self._samples(batch, of_rows))
 
     def _samples(self, batch: PackedBatch, log_ratios: np.ndarray) -> Samples:
-        """Some rollouts of different prompts. log_ratios: f32[T], NaN where there is none."""
+        """Return some rollouts of different prompts. log_ratios: f32[T], NaN for tokens without a ratio."""
         ends = batch.cu_seqlens.tolist()[1:]
         spread = np.linspace(0, len(ends) - 1, min(_SAMPLED_ROLLOUTS, len(ends))).astype(int).tolist()
         found = []
@@ -284,7 +284,7 @@ class RunRecorder:
             )
         return Samples(time=self._now(), trainer_version=batch.trainer_version, rollouts=found)
 
-    # ---- the threads that write and ask -----------------------------------------------------------------------------
+    # ---- the threads that write and query the engine -----------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -300,7 +300,7 @@ class RunRecorder:
             self._file.close()
 
     def _ask(self) -> None:
-        """Ask beside the thread that writes, which a slow engine must not hold up."""
+        """Query the engine in a separate thread, so that a slow engine does not delay writing."""
         try:
             while not self._closing.wait(_WRITE_EVERY_S) and self._thread.is_alive():
                 self._put(self._engine_now())
@@ -318,16 +318,16 @@ class RunRecorder:
             self._num_lost += num_lost
 
     def _engine_now(self) -> Engine:
-        """The counters of the engine, or what is known of one that is in no state to be asked."""
+        """Return the counters of the engine, or only its state if it cannot respond."""
         state = self._stream.state
         if state in ("restarting", "silent", "closed"):
             return Engine(time=self._now(), states={state: 1.0})
         try:
             status = self._engine.status()
-        except (InflightError, TimeoutError):  # its end is told to those who wait for rollouts
+        except (InflightError, TimeoutError):  # The callers that wait for rollouts receive the error.
             return Engine(time=self._now(), states={"silent": 1.0})
         before, self._seconds_by_state = self._seconds_by_state, Counter(status.seconds_by_state)
-        spent = self._seconds_by_state - before  # nothing of an engine that was just started again
+        spent = self._seconds_by_state - before  # Empty if the engine has just been restarted.
         return Engine(
             time=self._now(),
             states={name: _rounded(seconds / spent.total()) for name, seconds in spent.items()},
@@ -343,7 +343,7 @@ class RunRecorder:
 
     def _stop_listening(self) -> None:
         self._meter.listener = None
-        with suppress(ValueError):  # it has stopped already
+        with suppress(ValueError):  # The observer has been removed already.
             self._stream.observers.remove(self._observe)
 
     def _put(self, event: Event) -> None:
@@ -354,7 +354,7 @@ class RunRecorder:
                 self._num_lost += 1
 
     def _life(self, version: int) -> _Life:
-        """The counts of a version, which change; the lock is held."""
+        """Return the mutable counts of a version. The caller holds the lock."""
         if version not in self._lives:
             self._lives[version] = self._earlier.pop(version, None) or _Life()
         life = self._lives[version]
@@ -370,20 +370,20 @@ class RunRecorder:
 
 
 def _lives_of(directory: Path) -> dict[int, _Life]:
-    """What a run has recorded of its newest versions."""
+    """Read the recorded counts of the newest versions of a run."""
     events = (event for event in read_events(directory) if isinstance(event, Version))
     lives = {event.version: _Life(event.published, event.drawn, event.trained, event.dropped) for event in events}
     return dict(sorted(lives.items())[-_VERSIONS:])
 
 
 def _counts(versions: np.ndarray) -> list[tuple[int, int]]:
-    """Each version of i64[n], and how often it occurs."""
+    """Count each version of i64[n]."""
     return [(int(version), int(count)) for version, count in zip(*np.unique(versions, return_counts=True), strict=True)]
 
 
 def _percentiles(columns: Sequence[np.ndarray]) -> list[list[float]]:
-    """The percentiles that are recorded of each of these columns [n], as `np.percentile` interpolates them, which takes
-    ten times as long for as many tokens as a step has."""
+    """Return the recorded percentiles of each of these columns [n], with the interpolation of `np.percentile`. For the
+    tokens of a step, `np.percentile` takes ten times as long."""
     ordered = np.sort(np.stack(columns).astype(np.float64))
     places = np.array(_PERCENTS) / 100 * (ordered.shape[1] - 1)
     below, above = np.floor(places).astype(int), np.ceil(places).astype(int)
@@ -391,6 +391,6 @@ def _percentiles(columns: Sequence[np.ndarray]) -> list[list[float]]:
 
 
 def _rounded(value: float) -> float:
-    """Five digits of a number, or all of one that counts something."""
+    """Round to five significant digits. Integers are returned in full."""
     value = float(value)
     return value if value.is_integer() else float(f"{value:.5g}")

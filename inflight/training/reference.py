@@ -1,5 +1,5 @@
-"""The policy that a KL penalty refers to: a model of its own, or what a model with adapters is without them; and the
-penalty where it is part of the reward."""
+"""The reference policy of a KL penalty: a separate model, or a model with adapters without them; and the penalty if it
+is part of the reward."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -26,10 +26,12 @@ ReferenceScorer = Callable[[PackedBatch], torch.Tensor]
 def reference_scorer(
     objective: Objective, model: nn.Module, reference: nn.Module | None, *, reward_kl_weight: float = 0.0
 ) -> ReferenceScorer | None:
-    """The function that scores tokens for a KL penalty, in the objective or in the reward, or None if there is none.
+    """Return the function that scores tokens for a KL penalty, in the objective or in the reward, or None without a
+    penalty.
 
-    reference: put into evaluation mode and never changed. None: the base of a PEFT model, whose adapters are switched
-    off for a forward pass. Raises ValueError if there is no policy to refer to, or one that nothing refers to.
+    reference: put into evaluation mode and never changed. None: the base of a PEFT model; its adapters are switched off
+    for a forward pass. Raises ValueError if a penalty has no reference policy, or a reference is given without a
+    penalty.
     """
     if not objective.kl_weight and not reward_kl_weight:
         if reference is not None:
@@ -63,14 +65,14 @@ def _score(policy: nn.Module, context: Callable[[], AbstractContextManager[Any]]
 
 
 def charge_kl(scored: ScoredGroups, score_reference: ReferenceScorer, config: GRPOConfig) -> tuple[ScoredGroups, float]:
-    """The same groups with rewards r − reward_kl_weight · Σ_t KL_t, and the mean of Σ_t KL_t over their rollouts. There
-    must be a group.
+    """Return the same groups with rewards r − reward_kl_weight · Σ_t KL_t, and the mean of Σ_t KL_t over their
+    rollouts. There must be a group.
 
-    Σ_t runs over the drawn tokens of the rollout, and KL_t is estimated from the log-probability recorded when the
-    token was drawn, π_b, and that of the reference policy. With k1 its expectation is KL(π_b ‖ π_ref) of the whole
-    answer, and what it adds to the expected gradient of the reward is the gradient of that KL, on-policy (RLOO,
-    Ahmadian et al., arXiv 2402.14740, §2). REINFORCE++ charges each token for the KL from it on instead. Rollouts are
-    copied: those that are given keep the rewards that they have.
+    Σ_t runs over the drawn tokens of the rollout. KL_t is estimated from two log-probabilities of a token: π_b,
+    recorded when it was drawn, and the reference policy's. With k1 its expectation is KL(π_b ‖ π_ref) of the whole
+    answer. On-policy, it adds the gradient of that KL to the expected gradient of the reward (RLOO, Ahmadian et al.,
+    arXiv 2402.14740, §2). REINFORCE++ instead charges each token for the KL of itself and all later tokens. Rollouts
+    are copied: the given rollouts keep their rewards.
     """
     batch = pack(scored.rollouts, [0.0] * len(scored.rollouts))
     kl_of: dict[int, float] = {}

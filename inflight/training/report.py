@@ -1,4 +1,4 @@
-"""What one optimizer step of `grpo` was like."""
+"""Report of one optimizer step of `grpo`."""
 
 from dataclasses import dataclass, field
 from math import nan
@@ -18,9 +18,9 @@ class StepReport:
 
     step: int
     version: int
-    """The newest version that the engine was sent, after the step."""
+    """The newest version sent to the engine after the step."""
     reward: float
-    """Mean over all rollouts that were drawn for the step, those of groups that others replaced included."""
+    """Mean over all rollouts that were drawn for the step, including replaced groups."""
     reward_parts: dict[str, float]
     """The same mean of each of several score functions, by its name (`inflight.Rewards`)."""
     num_tokens: int
@@ -29,19 +29,20 @@ class StepReport:
     """Statistics of the first update. None if there was nothing to learn, because every group was uniform or too old,
     or if the loss was not finite."""
     grad_norm: float | None
-    """Norm of the first update's gradient before it was clipped; None where there was none."""
+    """Norm of the first update's gradient before it was clipped; None if there was no gradient."""
     lr_factor: float | None
-    """What the first update's learning rate was multiplied by for its effective sample size; None where it was not."""
+    """Factor of the first update's learning rate, from its effective sample size; None if it was not scaled."""
     num_skipped: int
     """Updates since the run began that were not taken because their loss or gradient was not finite."""
     reward_kl: float | None
-    """Mean KL of a rollout, Σ_t KL_t, that its reward was charged for; None without a KL penalty in the reward."""
+    """Mean KL of a rollout, Σ_t KL_t, that was charged to its reward; None without a KL penalty in the reward."""
     staleness: TokenStaleness | None
-    """How old the step's tokens were; None if there was no batch."""
+    """Staleness of the step's tokens; None if there was no batch."""
     causes: RatioCauses | None
-    """How much of the ratios is mismatch and how much staleness; None in steps that `probe_every` does not pick."""
+    """Ratios split into mismatch and staleness; None in steps that `probe_every` does not select."""
     dropped: Dropped
-    """What was left out since the run began, and why. Groups that failed or have no reward were replaced by others."""
+    """Counts of omissions since the run began, by reason. Groups that failed or have no reward were replaced by
+    others."""
     finished_ns: int
     """The time at which the step ended, CLOCK_MONOTONIC."""
     groups: list[list[Rollout]] = field(repr=False)
@@ -62,7 +63,7 @@ class StepReport:
     @property
     def lengths(self) -> dict[str, float]:
         """The least and the largest number of drawn tokens of a rollout, "min" and "max"; their standard deviation,
-        "std"; and the mean of those that stopped by themselves, "stopped_mean", NaN if none did."""
+        "std"; and the mean of the rollouts that stopped by themselves, "stopped_mean", NaN if none did."""
         lengths = [len(rollout.token_ids) for rollout in self.rollouts]
         stopped = [len(rollout.token_ids) for rollout in self.rollouts if rollout.finish_reason == "stop"]
         numbers = {"min": min(lengths), "max": max(lengths), "std": pstdev(lengths)}
@@ -76,17 +77,17 @@ class StepReport:
 
     @property
     def reward_std(self) -> float:
-        """Mean over groups of the standard deviation of their rewards: how much there is to learn from."""
+        """Mean over groups of the standard deviation of their rewards; 0 if the rewards of each group are equal."""
         return fmean(pstdev([rollout.reward or 0.0 for rollout in group]) for group in self.groups)
 
     def as_dict(self) -> dict[str, float]:
-        """All of it as numbers under flat names, for any logger: those of `LossStats.as_dict` ("loss", "ratio/ess", …),
+        """Return all values as numbers under flat names, for any logger: `LossStats.as_dict` ("loss", "ratio/ess", …),
         "step", "version", "reward", "reward_std", "reward/NAME" (each of several score functions), "reward_kl",
-        "num_tokens" (drawn; "ratio/num_tokens" is those in the loss), "mean_length", "length/min" and the like,
-        "truncated", "grad_norm", "lr_factor", "num_skipped", those of `Dropped.as_dict` ("dropped/num_failed_groups",
+        "num_tokens" (drawn; "ratio/num_tokens" counts the tokens in the loss), "mean_length", "length/min" and the
+        like, "truncated", "grad_norm", "lr_factor", "num_skipped", `Dropped.as_dict` ("dropped/num_failed_groups",
         "dropped/stale_share", …), means of "staleness/weight_lag_ms", "/policy_age_ms", "/token_age_ms" and
-        "/version_lag", "probe/mismatch/kl" and the like where the step was probed, and those of the newest evaluation
-        that has ended (`EvaluationResult.as_dict`). What is None or NaN is left out."""
+        "/version_lag", "probe/mismatch/kl" and the like if the step was probed, and `EvaluationResult.as_dict` of the
+        newest finished evaluation. Values of None or NaN are left out."""
         numbers: dict[str, float | None] = {} if self.stats is None else {**self.stats.as_dict()}
         numbers |= {name: getattr(self, name) for name in _NUMBERS}
         numbers |= {f"reward/{name}": mean for name, mean in self.reward_parts.items()}

@@ -1,18 +1,18 @@
-"""When prompts are submitted: three ways in which a generator and a trainer share their time.
+"""Schedules submit prompts: three ways to divide time between a generator and a trainer.
 
-A schedule yields the groups of one optimizer step after another; between two of them the trainer trains and publishes.
+A schedule yields the groups of one optimizer step after another. Between two of them the trainer trains and publishes.
 Letters are batches, numbers the weight versions that draw them:
 
     inflight       engine    A0 A0 A1 B1 B1 B2 C2 C3 …    never stops; new weights between two forward passes
                    trainer         [A  ][B  ][C  ]
     sync           engine    A0          B1          C2    one of the two works at a time
                    trainer       [A  ]       [B  ]
-    one_step_off   engine    A0 B0    C1    D2             the next batch, under one version, beside the training
+    one_step_off   engine    A0 B0    C1    D2             the next batch, under one version, during training
                    trainer      [A  ][B  ][C  ]
 
-When the prompts end, what is in flight is still taken: the last batch may be smaller. A group that cannot be trained
-on, because a sample of it was cancelled or ended with an error, or none has a reward, is replaced by another prompt
-while its batch is taken; so are groups of equal rewards, up to a bound, where that is wanted.
+When the prompts end, the groups in flight are still taken: the last batch can be smaller. A group cannot be trained on
+if a sample of it was cancelled or ended with an error, or if no sample has a reward. Another prompt replaces such a
+group while its batch is taken. If configured, groups of equal rewards are replaced as well, up to a bound.
 """
 
 import logging
@@ -35,26 +35,26 @@ from inflight.training.data.scoring import GroupScorer, Score
 logger = logging.getLogger(__name__)
 
 LIVE_S = 3600.0
-"""As long as a publisher waits for a slot, which an evaluation may keep."""
+"""Time that a publisher waits for a slot, because an evaluation can keep it."""
 _MOST_UNFIT_IN_A_ROW = 1000
-"""Examples that are skipped one after another before a run ends with an error."""
+"""Number of consecutive skipped examples after which a run ends with an error."""
 
 
 class Example(NamedTuple):
-    """A prompt, as `engine.submit` takes it, and what its score function needs to know."""
+    """A prompt for `engine.submit`, and the metadata for its score function."""
 
     prompt: Any
     metadata: Mapping[str, Any]
 
 
 def as_example(example: Any) -> Example:
-    """An example as such, or what `engine.submit` takes for a prompt: text, token ids, chat messages, or a row of a
-    dataset, whose other columns become metadata."""
+    """Return an example unchanged, or make one of a prompt for `engine.submit`: text, token ids, chat messages, or a
+    row of a dataset. Other columns of the row become metadata."""
     return example if isinstance(example, Example) else Example(example, {})
 
 
 class RolloutEngine(Protocol):
-    """What a training loop asks of an engine; `inflight.launch` returns one."""
+    """The part of an engine that a training loop uses; `inflight.launch` returns one."""
 
     @property
     def stream(self) -> RolloutStream: ...
@@ -69,18 +69,18 @@ class RolloutEngine(Protocol):
 
 
 class WeightPublisher(Protocol):
-    """What a training loop asks of a publisher."""
+    """The part of a publisher that a training loop uses."""
 
     @property
     def version(self) -> int:
-        """The newest version that was published."""
+        """The newest published version."""
         ...
 
     def publish(self) -> int: ...
 
 
 class HasProgress(Protocol):
-    """Where a training loop notes how far it has come, and reads it when it goes on; `inflight.Run` is one."""
+    """Stores the progress of a training loop, which reads it to resume; `inflight.Run` is one."""
 
     progress: dict[str, Any]
 
@@ -92,13 +92,13 @@ class Admission:
     Examples that the engine refuses, such as a prompt longer than its context, are skipped, counted and logged by their
     index. If it refuses all of the first ones, its error is raised.
 
-    As a context manager it cancels, at the end, all prompts in flight.
+    As a context manager it cancels all prompts in flight at the end.
     """
 
     engine: RolloutEngine
     publisher: WeightPublisher
     examples: Iterator[Any]
-    """Each is an `Example`, or a prompt as `as_example` takes it."""
+    """Each is an `Example`, or a prompt as in `as_example`."""
     sampling: SamplingParams
     score: Score | GroupScorer
     """Computes the rewards of a group as soon as it has finished."""
@@ -106,34 +106,34 @@ class Admission:
     limit: int
     in_flight: set[int] = field(default_factory=set)
     num_submitted: int = 0
-    """Examples that were taken so far."""
+    """Number of examples taken so far."""
     most_replaced: int = 0
-    """Groups of equal rewards that further prompts take the place of, at most, for each batch."""
+    """Maximum number of uniform-reward groups per batch that are replaced by further prompts."""
     most_tokens: int = 0
-    """Tokens of a prompt and its longest answer, at most; examples that can exceed it are skipped. Before the first
-    step they raise ValueError instead. 0: no bound."""
+    """Maximum number of tokens of a prompt and its longest answer. Examples that can exceed it are skipped; before the
+    first step they raise ValueError instead. 0: no bound."""
     num_unfit: int = 0
-    """Examples that were skipped since the last batch was taken."""
+    """Examples skipped since the last batch was taken."""
     _num_unfit_in_a_row: int = 0
     _any_accepted: bool = False
 
     def __post_init__(self) -> None:
-        self._any_accepted = self.num_submitted > 0  # before the run was saved
+        self._any_accepted = self.num_submitted > 0  # They were accepted before the run was saved.
 
     def fill(self, version: int | None = None) -> None:
-        """Submit prompts up to the limit, or until there are no more.
+        """Submit prompts up to the limit, or until the prompts end.
 
         version: the version that draws all of their tokens; None: each token is drawn by the newest.
         """
         self._submit(max(0, self.limit - len(self.in_flight)), version)
 
     def take(self, version: int | None = None) -> ScoredGroups:
-        """The next groups that can be trained on, with their rewards: those of one step, fewer if the prompts have
-        ended.
+        """Return the next groups that can be trained on, with rewards: the groups of one step, or fewer if the prompts
+        have ended.
 
-        version: the one with which the groups were submitted, for what replaces those that cannot be trained on, or
-        that have equal rewards.
-        Raises InflightError if more groups than a step has cannot, and what the stream raises.
+        version: the version with which the groups were submitted. It also draws replacements of groups that cannot be
+        trained on or have equal rewards.
+        Raises InflightError if more groups than a step has cannot be trained on, and the exceptions of the stream.
         """
         scored, count = ScoredGroups(), self.groups_per_step
         for group in self.engine.stream.groups(score=self.score):
@@ -155,17 +155,18 @@ class Admission:
         return scored
 
     def wait_until_live(self) -> int:
-        """Wait until a slot holds the newest version that was published: prompts can be pinned to it. Returns it."""
+        """Wait until a slot holds the newest published version, so that prompts can be pinned to it. Returns the
+        version."""
         version = self.publisher.version
         self.engine.wait_for_version(version, timeout_s=LIVE_S)
         return version
 
     def _replace(self, version: int | None) -> bool:
-        """Submit one more prompt. Returns whether there was one."""
+        """Submit one more prompt. Returns False if the prompts have ended."""
         return self._submit(1, version) > 0
 
     def _submit(self, count: int, version: int | None) -> int:
-        """Submit `count` further prompts, and skip prompts that do not fit. Returns the number of submitted ones."""
+        """Submit `count` further prompts, and skip prompts that do not fit. Returns the number of submitted prompts."""
         num_accepted = 0
         while num_accepted < count and (taken := list(islice(self.examples, count - num_accepted))):
             first, examples = self.num_submitted, [as_example(example) for example in taken]
@@ -173,7 +174,7 @@ class Admission:
             fitting = self._within_bound(first, examples)
             try:
                 accepted = self._accept([examples[index - first] for index in fitting], version)
-            except InvalidRequestError:  # of one of them: the others are submitted one by one
+            except InvalidRequestError:  # One of them is invalid, so each is submitted separately.
                 each = partial(self._accept_alone, version=version)
                 accepted = [group_id for index in fitting for group_id in each(index, examples[index - first])]
                 if not (accepted or self._any_accepted):
@@ -217,7 +218,7 @@ class Admission:
             return list(everything)
         try:
             lengths = self.engine.prompt_lengths([example.prompt for example in examples])
-        except InvalidRequestError:  # the engine refuses the same prompt
+        except InvalidRequestError:  # The engine refuses the same prompt when it is submitted.
             return list(everything)
         fitting = []
         for index, length in zip(everything, lengths, strict=True):
@@ -244,13 +245,14 @@ class Admission:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if in_flight := sorted(self.in_flight):
-            with nullcontext() if kind is None else suppress(InflightError):  # it would hide the first error
+            # An error here would hide the first error.
+            with nullcontext() if kind is None else suppress(InflightError):
                 self.engine.stream.drop(in_flight)
                 self.engine.cancel(in_flight)
 
 
 def _in_flight(admission: Admission) -> Iterator[ScoredGroups]:
-    """Groups as they finish, while as many others as are admitted stay in flight."""
+    """Yield groups in the order in which they finish, and keep the admitted number of others in flight."""
     admission.fill()
     while (scored := admission.take()).groups:
         admission.fill()
@@ -258,7 +260,8 @@ def _in_flight(admission: Admission) -> Iterator[ScoredGroups]:
 
 
 def _in_turn(admission: Admission) -> Iterator[ScoredGroups]:
-    """A whole batch under the newest weights, then nothing until it has been trained on and its weights are live."""
+    """Yield a whole batch under the newest weights. Submit the next only after training, once the new weights are
+    live."""
     admission.fill()
     while (scored := admission.take()).groups:
         yield scored
@@ -267,9 +270,9 @@ def _in_turn(admission: Admission) -> Iterator[ScoredGroups]:
 
 
 def _one_step_off(admission: Admission) -> Iterator[ScoredGroups]:
-    """Each batch is drawn, all of it under one version, while the one before it is trained on.
+    """Draw each batch under one version, while the previous batch is trained on.
 
-    What replaces a group that failed may be of the version after it, if nothing else holds the batch's version.
+    A replacement of a failed group can use the next version, if no other group holds the batch's version.
     """
     version = admission.wait_until_live()
     admission.fill(version)
@@ -281,14 +284,14 @@ def _one_step_off(admission: Admission) -> Iterator[ScoredGroups]:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When prompts are submitted."""
+    """Function that submits prompts, and the number of batches it keeps in flight."""
 
     run: Callable[[Admission], Iterator[ScoredGroups]]
     """Yields the groups of one optimizer step after another, until the prompts have ended. Between two of them the
     trainer trains and publishes."""
     batches_ahead: int = 0
-    """Batches in flight in addition to the next one, for which `GRPOConfig.groups_in_flight` can set another number of
-    groups. 0: exactly one batch is in flight."""
+    """Batches in flight in addition to the next one. `GRPOConfig.groups_in_flight` can replace their number of groups.
+    0: exactly one batch is in flight."""
 
 
 SCHEDULES: Mapping[str, Schedule] = {
@@ -299,7 +302,7 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 
 def resolve_schedule(schedule: str | Schedule) -> Schedule:
-    """Return the schedule itself, by its name in `SCHEDULES`, or as "module:name". Raises ValueError."""
+    """Return the schedule itself, or load it by its name in `SCHEDULES` or as "module:name". Raises ValueError."""
     found = resolve_by_name(schedule, SCHEDULES, "schedule")
     if not isinstance(found, Schedule):
         raise ValueError(f"schedule {schedule!r} must be a Schedule, got {type(found).__name__}")

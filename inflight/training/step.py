@@ -1,5 +1,4 @@
-"""Optimizer steps: those on one batch, and the end of each, where gradients are clipped and what is not finite changes
-nothing."""
+"""Optimizer steps on one batch. At the end of each, gradients are clipped. Non-finite values change nothing."""
 
 import logging
 import math
@@ -28,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Update:
-    """What became of the optimizer steps on one batch."""
+    """Results of the optimizer steps on one batch."""
 
     stats: LossStats | None = None
     """Statistics of the first step; None if its loss was not finite."""
     grad_norm: float | None = None
     """Norm of the gradient, before it was clipped, of the first step that had a finite loss."""
     lr_factor: float | None = None
-    """What the learning rate of that step was multiplied by; None where none is (`GRPOConfig.scale_lr_by_ess`)."""
+    """Factor of the learning rate of that step; None without scaling (`GRPOConfig.scale_lr_by_ess`)."""
     num_skipped: int = 0
     """Steps that were not taken because their loss or gradient was not finite."""
 
@@ -49,8 +48,7 @@ def train_step(
     score_reference: ReferenceScorer | None = None,
 ) -> Update:
     """Take the optimizer steps on one batch. A batch on the CPU is moved in micro-batches. score_reference: computes
-    the log-probabilities that the KL penalty refers to, where the objective has one and the batch does not bring
-    them."""
+    the reference log-probabilities of the KL penalty, if the objective has one and the batch does not contain them."""
     parts = batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]
     if resolve(config.objective).proximal == "recomputed":
         with torch.no_grad():
@@ -81,7 +79,7 @@ def train_step(
 
 
 def _backward(model: nn.Module, parts: list[PackedBatch], config: GRPOConfig) -> LossStats:
-    """Add up the gradients of the micro-batches, at least one. Returns their statistics."""
+    """Add up the gradients of a non-empty list of micro-batches. Returns their statistics."""
     of_parts: list[LossStats] = []
     for part in parts:
         with span("forward", tokens=part.num_drawn):
@@ -94,11 +92,11 @@ def _backward(model: nn.Module, parts: list[PackedBatch], config: GRPOConfig) ->
 
 def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.0, lr_factor: float = 1.0) -> float:
     """Scale the gradients of the optimizer's parameters down to `max_grad_norm` if their norm is larger (0: leave them
-    as they are), take a step and zero them. Returns the norm that they had. lr_factor: what learning rates are
-    multiplied by for this step alone, such as `ess_factor`.
+    as they are), take a step and zero them. Returns the norm before scaling. lr_factor: factor of the learning rates
+    for this step alone, such as `ess_factor`.
 
-    If the norm is NaN or infinite no step is taken: parameters and the optimizer's state stay what they are, the
-    gradients are zeroed, and a warning is logged. `math.isfinite` of what is returned tells. One such step would make
+    If the norm is NaN or infinite no step is taken: parameters and the optimizer's state remain unchanged, the
+    gradients are zeroed, and a warning is logged. Test the returned norm with `math.isfinite`. One such step would make
     every parameter NaN. Raises ValueError for a bound that is negative or NaN.
     """
     if not max_grad_norm >= 0:
@@ -129,11 +127,11 @@ def _scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[N
 
 
 def ess_factor(ess: float, reference: float) -> float:
-    """√(min(1, ess / reference)), by which VCPO multiplies the learning rate of a step (Huang et al., arXiv 2602.17616,
+    """Return √(min(1, ess / reference)), VCPO's factor of the learning rate of a step (Huang et al., arXiv 2602.17616,
     §3.2; "sqrt" of the authors' code, mit-han-lab/vcpo).
 
     ess: effective sample size of the sequences of the step as a share of their number, from ratios without any bound
-    (`LossStats.sequences.ess`). reference: what it is on-policy: 1, or less where engine and trainer differ in
+    (`LossStats.sequences.ess`). reference: the on-policy value of `ess`: 1, or less if engine and trainer differ in
     numerics. A step without sequences (NaN) is not scaled. Ranks of a trainer must take the same factor.
     """
     return 1.0 if math.isnan(ess) else math.sqrt(min(1.0, ess / reference))
@@ -141,9 +139,9 @@ def ess_factor(ess: float, reference: float) -> float:
 
 @torch.no_grad()
 def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
-    """Raises NonFiniteWeightsError, naming parameters, if some are NaN or infinite. It reads every parameter once.
+    """Raise NonFiniteWeightsError, naming parameters, if some are NaN or infinite. It reads every parameter once.
 
-    trainable: only those that training changes.
+    trainable: only parameters that training changes.
     """
     parameters = {
         name: parameter
@@ -151,9 +149,10 @@ def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
         if (parameter.requires_grad or not trainable)
         and parameter.numel()
         and parameter.is_floating_point()
-        and parameter.element_size() > 1  # not of a layer quantized to 4 or 8 bits
+        and parameter.element_size() > 1  # This excludes layers quantized to 4 or 8 bits.
     }
-    largest = [torch.linalg.vector_norm(p, math.inf).float() for p in parameters.values()]  # NaN if one value is
+    # The norm is NaN if one value is.
+    largest = [torch.linalg.vector_norm(p, math.inf).float() for p in parameters.values()]
     if not largest:
         return
     finite = torch.stack([value.to(largest[0].device) for value in largest]).isfinite().tolist()  # one transfer

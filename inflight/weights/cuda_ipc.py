@@ -106,7 +106,7 @@ def use_own_stream(device: torch.device) -> None:
 
 
 def uuid_of(device: torch.device) -> str:
-    """Return the UUID of a GPU, which is the same in every process; "" for a CPU."""
+    """Return the UUID of a GPU, the same in every process; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 

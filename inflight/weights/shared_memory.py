@@ -31,7 +31,7 @@ _own: set[Path] = set()
 
 
 def default_directory() -> Path:
-    """Return /dev/shm if it is writable, else the directory for temporary files, which might be on a disk."""
+    """Return /dev/shm if it is writable, else the directory for temporary files. That directory might be on a disk."""
     return _SHM if _SHM.is_dir() and os.access(_SHM, os.W_OK) else Path(tempfile.gettempdir())
 
 
@@ -126,7 +126,7 @@ def remove_own() -> None:
 
 
 def remove_orphans(directory: Path) -> int:
-    """Remove slots without a lock, whose engine is dead. Return their number."""
+    """Remove slots without a lock, since their engine is dead. Return their number."""
     removed = 0
     for path in directory.glob(_PREFIX + "*"):
         try:

@@ -1,4 +1,4 @@
-"""Kernels of inflight, each beside its plain PyTorch reference: Triton on a GPU, C on a CPU where there is a compiler.
+"""Kernels of inflight: Triton on a GPU, C on a CPU with a compiler, and a plain PyTorch reference of each.
 
 Importing this package needs no GPU, no Triton and no compiler.
 """

@@ -11,14 +11,14 @@ import triton.language as tl
 
 BLOCK: Any = 8192  # elements
 TAIL: Any = 1024
-"""Elements that the last, shorter block of a tensor moves at a time: with masks for all of it no registers would be
-left for a second program on a multiprocessor."""
+"""Elements that the last, shorter block of a tensor moves at a time. Masks for the whole block would leave too few
+registers for a second program on a multiprocessor."""
 ALIGNMENT = 16
 """Bytes that a thread loads and stores at once."""
 PIECE: Any = 512
-"""Words of 4 bytes of which the blocks of a cache must be multiples."""
+"""Words of 4 bytes. The size of a cache's blocks must be a multiple of it."""
 _MOST_WORDS = 4096
-"""What one program holds in registers: 8 loads of 16 bytes for each of 128 threads."""
+"""Number of words in the registers of one program: 8 loads of 16 bytes for each of 128 threads."""
 _KINDS = {
     (torch.float32, torch.float32): 0,
     (torch.bfloat16, torch.bfloat16): 1,
@@ -30,7 +30,7 @@ _KINDS = {
     (torch.float16, torch.float32): 6,
     (torch.float16, torch.bfloat16): 7,
 }
-"""Maps the dtypes of (source, destination) to what the kernel does with them."""
+"""Maps the dtypes of (source, destination) to the kernel's operation."""
 
 F32, BF16, F16, I32, I16 = (
     tl.constexpr(tl.pointer_type(dtype)) for dtype in (tl.float32, tl.bfloat16, tl.float16, tl.int32, tl.int16)
@@ -39,7 +39,8 @@ F32, BF16, F16, I32, I16 = (
 
 @triton.jit
 def move(source, destination, offsets, mask, FROM: tl.constexpr, TO: tl.constexpr):
-    # Cast here: the operation that makes a value keeps what is known of its alignment, and none makes an argument.
+    # The cast is here, because the operation that makes a value keeps its known alignment. No operation makes an
+    # argument.
     source = tl.multiple_of(source.to(FROM), 16)
     destination = tl.multiple_of(destination.to(TO), 16)
     tl.store(destination + offsets, tl.load(source + offsets, mask=mask).to(destination.dtype.element_ty), mask=mask)
@@ -83,7 +84,7 @@ def copy_kernel(table, owners, BLOCK: tl.constexpr, TAIL: tl.constexpr):
 def copy_all(
     destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Copy what lies on the device of the first destination as the kernel needs it. Returns the rest."""
+    """Copy the pairs on the device of the first destination that meet the kernel's conditions. Return the rest."""
     device = destinations[0].device
     rows: list[tuple[int, int, int, int]] = []
     left: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -113,7 +114,7 @@ def _table(
     rows: tuple[tuple[int, int, int, int], ...], device: torch.device, stream: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (i64[tensors, 5]: source, destination, number of elements, kind and first block; i32[blocks]: the tensor
-    of each block). They are copied on this stream, and good for what is launched there."""
+    of each block). They are copied on this stream, and valid for later launches on it."""
     values = torch.tensor(rows, dtype=torch.int64)
     blocks = (values[:, 2] + BLOCK - 1) // BLOCK
     first = blocks.cumsum(0) - blocks
@@ -136,16 +137,16 @@ def copy_blocks_kernel(table, pairs, WORDS: tl.constexpr):
 
 
 class BlockTable(NamedTuple):
-    """Tensors of N in which blocks are copied, as the kernel reads them."""
+    """Tensors in N of which blocks are copied, as the kernel reads them."""
 
     table: torch.Tensor
-    """i64[N, 3]: the address of a tensor, the words of 4 bytes of its blocks, and its group."""
+    """i64[N, 3]: the address of a tensor, the number of 4-byte words of its blocks, and its group."""
     words: int
-    """Words that a program moves at a time: a power of two, of which all blocks are multiples."""
+    """Words that a program moves at a time: a power of two that divides the size of all blocks."""
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[torch.Tensor]]) -> Self | None:
-        """None if the kernel cannot copy their blocks."""
+        """Return the table; None if the kernel cannot copy the blocks of these tensors."""
         rows: list[tuple[int, int, int]] = []
         for index, tensors in enumerate(groups):
             for tensor in tensors:
@@ -158,7 +159,7 @@ class BlockTable(NamedTuple):
         return cls(table.to(groups[0][0].device), words)
 
     def copy(self, copies: Sequence[Mapping[int, int]]) -> None:
-        """to block → from block, for each group; no block is both."""
+        """Copy to block → from block, for each group; no block is both."""
         pairs = [(*pair, group) for group, mapping in enumerate(copies) for pair in mapping.items()]
         if not pairs:
             return

@@ -1,9 +1,9 @@
 """Compiles `_cpu.c` for this machine on first use and calls it.
 
 The shared object is kept under $XDG_CACHE_HOME/inflight (or ~/.cache/inflight), keyed by source, flags, compiler and
-processor. Where that cannot be written to, it is kept in the temporary directory, for this user alone. It uses the
-OpenMP runtime that PyTorch has loaded, so that both share one pool of threads. Where there is no C compiler, or
-INFLIGHT_NO_C=1, `library()` is None and the PyTorch references run instead; `problem()` says why.
+processor. If that directory is not writable, it is kept in the temporary directory, for this user alone. It uses the
+OpenMP runtime that PyTorch has loaded, so that both share one pool of threads. Without a C compiler, or with
+INFLIGHT_NO_C=1, `library()` is None and the PyTorch references run instead; `problem()` returns the reason.
 """
 
 import ctypes
@@ -46,12 +46,12 @@ _problem = ""
 
 
 class _NotCompiledError(Exception):
-    """There are no C kernels; the message has the reason and the remedy."""
+    """The C kernels are missing. The message contains the reason and the remedy."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None with the reason logged once."""
+    """Return the compiled kernels, or None with the reason logged once."""
     global _problem
     _problem = ""
     if os.environ.get("INFLIGHT_NO_C") == "1":
@@ -69,14 +69,15 @@ def library() -> ctypes.CDLL | None:
 
 
 def problem() -> str:
-    """Return why there are no compiled kernels, or why they are not in the usual directory, and the remedy; "" if
-    neither is so."""
+    """Return why the compiled kernels are missing or not in the usual directory, and the remedy; "" without a
+    problem."""
     library()
     return _problem
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """Whether the C kernels can read these tensors: on the CPU, all float32 or all bfloat16, rows end to end."""
+    """Return whether the C kernels can read these tensors: on the CPU, all float32 or all bfloat16, each row
+    contiguous."""
     dtype = tensors[0].dtype
     return (
         dtype in (torch.float32, torch.bfloat16)
@@ -86,13 +87,14 @@ def takes(*tensors: torch.Tensor) -> bool:
 
 
 def call(name: str, *arguments: object) -> bool:
-    """Call a kernel; tensors stand for their addresses. False if it does not take these sizes (nothing was written)."""
+    """Call a kernel; tensors are passed as addresses. Return False if it does not support these sizes (nothing was
+    written)."""
     values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
     return getattr(library(), name)(*values, torch.get_num_threads()) == 0
 
 
 def _compiled() -> ctypes.CDLL:
-    """Load the kernels from the first directory that holds them or can be written to."""
+    """Load the kernels from the first directory that contains them or is writable."""
     global _problem
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
@@ -128,7 +130,7 @@ def _compile(compiler: str, target: Path) -> Path:
             unlinked, shared = f"{directory}/kernels.o", f"{directory}/kernels.so"
             for arguments in (["-c", *_FLAGS, str(SOURCE), "-o", unlinked], ["-shared", unlinked, "-lm", "-o", shared]):
                 subprocess.run([compiler, *arguments], check=True, capture_output=True, text=True)
-            os.replace(shared, target)  # whole or not at all, also for processes that compile at the same time
+            os.replace(shared, target)  # whole or not at all, also if several processes compile at the same time
     return target
 
 
@@ -145,7 +147,7 @@ def _make_directory(directory: Path) -> None:
 
 
 def _make_private(directory: Path) -> None:
-    """Make a directory of this user alone: others can write to its parent, and what is in it will be run."""
+    """Make a directory of this user alone: others can write to its parent, and its content will be executed."""
     directory.mkdir(0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -153,7 +155,7 @@ def _make_private(directory: Path) -> None:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Return the properties that -march=native depends on."""
     try:
         with open("/proc/cpuinfo") as file:
             return "".join(sorted({line for line in file if line.startswith(("model name", "flags", "Features"))}))

@@ -12,16 +12,16 @@ from inflight_kernels.tokenwise import product
 
 ROWS = 4096
 COLUMNS = 1024
-"""A piece of logits, 16 MiB in fp32: smaller ones cost more where other programs use the cores too, since each
-operation on a piece waits for all threads."""
+"""Columns of a piece of logits, 16 MiB in fp32. Smaller pieces cost more if other programs use the cores too, since
+each operation on a piece waits for all threads."""
 ENTRIES = 2048
-"""Rows of the weight that are gathered at a time, about."""
+"""Approximate number of weight rows that are gathered at a time."""
 
 
 def dense_forward(
     hidden_NH: torch.Tensor, head: Head, tokens_N: torch.Tensor, temperatures_N: torch.Tensor, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(log-probabilities, logsumexps of scaled logits, entropies or None), each [N]."""
+    """Return (log-probabilities, logsumexps of scaled logits, entropies or None), each [N]."""
     lowest = torch.finfo(temperatures_N.dtype).min
     chosen_N = torch.full_like(temperatures_N, torch.nan)
     peaks_N = torch.full_like(temperatures_N, lowest)
@@ -56,7 +56,7 @@ def dense_forward(
 
 
 def grad_logits(hidden_NH: torch.Tensor, piece: Head, begin: int, rows: Rows) -> torch.Tensor:
-    """Gradient [N, C] of the logits of the piece of the vocabulary from `begin` on."""
+    """Return the gradient [N, C] of the logits of the piece of the vocabulary from `begin` on."""
     z_NC = _logits(hidden_NH, piece)
     tanh_NC = None
     if piece.softcap is not None:
@@ -76,7 +76,8 @@ def grad_logits(hidden_NH: torch.Tensor, piece: Head, begin: int, rows: Rows) ->
 
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total + a · b in the precision of a, which is fp32 or more: in the memory of total, or without one in new."""
+    """Return total + a · b in the precision of a (fp32 or more): in the memory of total, or without a total in new
+    memory."""
     added = product(a, b.to(a.dtype).T)
     return added if total is None else total.add_(added)
 
@@ -89,7 +90,7 @@ def masked_forward(
     entropy: bool,
     masks: Masks,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(log-probabilities, logsumexps of scaled logits, entropies or None), each [K], and logits [E]."""
+    """Return (log-probabilities, logsumexps of scaled logits, entropies or None), each [K], and logits [E]."""
     dtype, token_ids_E, row_E = temperatures_K.dtype, masks.token_ids, masks.row_E
     logits_E = temperatures_K.new_empty(len(token_ids_E))
     for begin in range(0, len(token_ids_E), ENTRIES):
@@ -120,7 +121,8 @@ def masked_forward(
 def segment_sum(
     factors_E: torch.Tensor, table: torch.Tensor, index_E: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """out[g] = Σ factors[e] · table[index[e]] over e from offsets[g] to offsets[g + 1], in the precision of factors."""
+    """Return out[g] = Σ factors[e] · table[index[e]] over e from offsets[g] to offsets[g + 1], in the precision of
+    factors."""
     begin, end = int(offsets[0]), int(offsets[-1])
     factors_E, index_E = factors_E[begin:end], index_E[begin:end]
     if table.dtype != factors_E.dtype:
@@ -144,7 +146,7 @@ def _logits(hidden_NH: torch.Tensor, piece: Head) -> torch.Tensor:
 
 
 def _hits(tokens_N: torch.Tensor, begin: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows whose token lies in these columns, and in which of them."""
+    """Return the rows whose token is in these columns, and the column of each."""
     columns_N = tokens_N - begin
     rows = ((columns_N >= 0) & (columns_N < width)).nonzero()[:, 0]
     return rows, columns_N[rows]

@@ -1,10 +1,11 @@
 """`linear_logprob` on a GPU, and its Triton kernels.
 
 For rows over the whole vocabulary a program multiplies one tile of rows and vocabulary and reduces it to the maximum,
-the sum of exponentials and their first moment, which are combined afterwards; backward multiplies the tile again and
-writes its gradient. Logits are fp32 throughout; what is rounded to the dtype of the weights is their gradient, before
-the product that sums it up. For a row with a sampling mask a program reads the rows of the weight that it needs, and
-gradients are sums over such rows. There is no atomic addition, so results repeat.
+the sum of exponentials and their first moment. These are combined afterwards. Backward multiplies the tile again and
+writes its gradient. Logits are always fp32. Their gradient is rounded to the dtype of the weights, before the product
+that sums it up. For a row with a sampling mask a program reads only the needed rows of the weight, and gradients are
+sums over such rows. Without atomic additions, results repeat.
+
 N rows, of which K have a sampling mask; H hidden size, V vocabulary, C columns of one piece of it, E token ids in all
 masks, of which a program reads BLOCK_S at a time.
 """
@@ -19,7 +20,7 @@ from inflight_kernels._sampling_mask import Head, Masks, Rows
 
 ROWS = 8192
 COLUMNS = 8192
-"""ROWS · COLUMNS gradients of logits exist at a time."""
+"""Number of columns; ROWS · COLUMNS gradients of logits exist at a time."""
 GROUP = tl.constexpr(16)
 """Row tiles that share a tile of the weight while it is in L2. About 130 programs run at a time, so that 16 row tiles
 of 128 and 8 column tiles of 256 are about as many rows of either."""
@@ -27,12 +28,12 @@ BLOCK_S = tl.constexpr(16)
 BLOCK_K = tl.constexpr(128)
 """Entries and columns that a program of a masked row reads at a time."""
 LOWEST = tl.constexpr(-3.0e38)
-"""Stands for the maximum of nothing but −∞, so that the difference of two −∞ never arises."""
+"""Replaces the maximum of a row with only −∞, so that the difference of two −∞ never arises."""
 
 
 @triton.jit
 def fast_exp(x):
-    """eˣ with two instructions. `tl.exp` has five, so that results below 2⁻¹²⁶ are right too."""
+    """Return eˣ with two instructions. `tl.exp` has five, so that results below 2⁻¹²⁶ are right too."""
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -57,7 +58,7 @@ def tile_of_logits(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """(rows, columns, logits). Beyond the edges the last row and column are repeated."""
+    """Return (rows, columns, logits). Beyond the edges the last row and column are repeated."""
     tiles_n, tiles_v = tl.cdiv(num_rows, BLOCK_N), tl.cdiv(num_columns, BLOCK_V)
     program = tl.program_id(0)
     group = program // (GROUP * tiles_v)
@@ -171,12 +172,13 @@ def grad_logits_kernel(
 
 
 def tiles(dtype: torch.dtype, capability: tuple[int, int], wide: bool) -> dict[str, Any]:
-    """Sizes of tiles, warps and stages for the products on a GPU of this compute capability. A softcap leaves no
-    registers for wide ones in backward."""
+    """Return sizes of tiles, warps and stages for the products on a GPU of this compute capability. A softcap leaves
+    too few registers for wide tiles in backward."""
     if dtype == torch.float32:
         # 64 rows and more would be computed in TF32 on sm_100 by Triton 3.6.
         return {"BLOCK_N": 32, "BLOCK_V": 128, "BLOCK_H": 32, "num_warps": 4, "num_stages": 3}
-    # Four stages of a wide tile are 192 KiB. From sm_90 on there are 227, and one program on a multiprocessor anyway.
+    # Four stages of a wide tile are 192 KiB. From sm_90 on a multiprocessor has 227 KiB, and runs one program in any
+    # case.
     block_v, stages = (256, 4 if capability >= (9, 0) else 3) if wide else (128, 3)
     return {"BLOCK_N": 128, "BLOCK_V": block_v, "BLOCK_H": 64, "num_warps": 8, "num_stages": stages}
 
@@ -227,7 +229,8 @@ def dense_forward(
 
 
 def grad_logits(hidden_NH: torch.Tensor, piece: Head, begin: int, rows: Rows) -> torch.Tensor:
-    """Gradient [N, C] of the logits of the piece of the vocabulary from `begin` on, in the dtype of the weight."""
+    """Return the gradient [N, C] of the logits of the piece of the vocabulary from `begin` on, in the dtype of the
+    weight."""
     num_rows, num_columns = len(hidden_NH), len(piece.weight_VH)
     grad_NC = piece.weight_VH.new_empty(num_rows, num_columns)
     constants = tiles(hidden_NH.dtype, capability_of(hidden_NH.device), wide=piece.softcap is None)
@@ -254,7 +257,7 @@ def grad_logits(hidden_NH: torch.Tensor, piece: Head, begin: int, rows: Rows) ->
 
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total + a · b, summed in fp32: in the memory of total, which is fp32, or without one in new memory."""
+    """Return total + a · b, summed in fp32: in the memory of the fp32 total, or without a total in new memory."""
     widened: Any = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
     if total is None:
         return torch.mm(a, b, **widened)

@@ -1,8 +1,8 @@
 """The Triton kernels of `lora`: from x to x · Aᵀ, and from there to y.
 
-A program has a block of rows and goes through the adapters that occur in it, so that its rows of one adapter share a
-read of A and B, in whatever order they lie. A long row of x is cut into pieces: each gives a partial sum, which the
-second kernel adds up.
+A program processes a block of rows, adapter by adapter. Its rows of one adapter, in any order, share a read of A and B.
+A long row of x is cut into pieces. Each piece gives a partial sum, and the second kernel adds the partial sums.
+
 T tokens, K inputs, N outputs, R rank, P rows of A over all parts.
 """
 

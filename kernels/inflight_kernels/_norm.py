@@ -10,6 +10,6 @@ class Norm(NamedTuple):
     """[D] of any float dtype."""
     eps: float
     offset: float = 0.0
-    """It is 1 in Gemma and 0 in OLMo 2 and gpt-oss."""
+    """1 in Gemma, 0 in OLMo 2 and gpt-oss."""
     cast_first: bool = True
-    """Whether n is rounded to the dtype of x before the product too, as in Llama and Qwen."""
+    """True if n is rounded to the dtype of x before the product too, as in Llama and Qwen."""

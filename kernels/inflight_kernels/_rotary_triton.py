@@ -16,7 +16,8 @@ next_power_of_2: Any = triton.next_power_of_2  # of an int or a constant of a ke
 def rotated_heads(
     base, norm, cos, sin, eps, offset, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, CAST_FIRST: tl.constexpr
 ):
-    """The heads that lie at `base`, normed and rotated. A rotated dimension meets its partner, half of R away."""
+    """Return the heads at `base`, normed and rotated. A rotated dimension is combined with its partner at a distance of
+    R / 2."""
     heads = tl.arange(0, next_power_of_2(HEADS))[:, None]
     dims = tl.arange(0, next_power_of_2(D))[None, :]
     partners = tl.where(dims < R // 2, dims + R // 2, dims - R // 2)

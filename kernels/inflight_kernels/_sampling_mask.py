@@ -1,4 +1,4 @@
-"""What the parts of `linear_logprob` hand each other. Finds the rows that have a sampling mask, and checks the masks.
+"""Data types shared by the parts of `linear_logprob`. Finds the rows that have a sampling mask, and checks the masks.
 
 N rows, of which K have a sampling mask; V vocabulary, E token ids in all masks.
 """
@@ -20,7 +20,7 @@ class Head(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the gradient of the logits depends on, each [N]. The gradients of the loss are already over τ."""
+    """Inputs of the gradient of the logits, each [N]. The gradients of the loss are already over τ."""
 
     tokens: torch.Tensor
     temperatures: torch.Tensor
@@ -37,17 +37,17 @@ class Masks(NamedTuple):
     """The rows that have a sampling mask, and their masks."""
 
     rows: slice | torch.Tensor
-    """Which K of the N rows they are."""
+    """The K rows with a mask among the N rows."""
     offsets: torch.Tensor
     """i64[K + 1]."""
     token_ids: torch.Tensor
     """i64[E]."""
     row_E: torch.Tensor
-    """i64[E], the index among the K rows of the row that an id belongs to."""
+    """i64[E], the index among the K rows of the row that contains an id."""
 
 
 Split = tuple[slice | torch.Tensor | None, Masks | None]
-"""The rows that are over the whole vocabulary and those that have a mask; None where there are none."""
+"""The rows over the whole vocabulary and the rows with a mask; None if there are none."""
 
 
 def split_rows(

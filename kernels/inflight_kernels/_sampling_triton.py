@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def mix64(x):
-    """SplitMix64's output function over u64."""
+    """Apply SplitMix64's output function over u64."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -18,13 +18,13 @@ def mix64(x):
 
 @triton.jit
 def inverse_of(temperature):
-    """1 / temperature, and 1 for 0. Finite, so that its product with 0 is 0."""
+    """Return 1 / temperature, and 1 for 0. Finite, so that its product with 0 is 0."""
     return tl.where(temperature == 0, 1.0, tl.minimum(1.0 / temperature, 1.0e38))
 
 
 @triton.jit
 def first_index(hits, weights, index):
-    """The first index that hits; if rounding left none, the last of positive weight; in a row of NaN, 0."""
+    """Return the first index that hits; if rounding left none, the last of positive weight; in a row of NaN, 0."""
     none = 2**31 - 1
     first = tl.min(tl.where(hits, index, none), 0)
     last = tl.max(tl.where(weights > 0, index, 0), 0)
@@ -35,7 +35,7 @@ def first_index(hits, weights, index):
 def block_kernel(
     logits, temperatures, peaks, totals, moments, stride_m, V: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Reduces a block to its largest logit, Σ w and, where asked for, Σ w·z; z = (logit − largest) / temperature."""
+    """Reduce a block to its largest logit, Σ w and, if requested, Σ w·z; z = (logit − largest) / temperature."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -114,8 +114,8 @@ def draw(
     rows, vocabulary = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     blocks = triton.cdiv(vocabulary, block_size)
-    # Peaks, totals and moments begin at multiples of 16 bytes, whatever the number of rows: Triton compiles anew for
-    # pointers that do not.
+    # Peaks, totals and moments begin at multiples of 16 bytes, whatever the number of rows: Triton compiles again for
+    # other pointers.
     size = triton.cdiv(rows * blocks, 4) * 4
     memory = torch.empty(3 if entropy else 2, size, dtype=torch.float32, device=logits.device)
     statistics = (*memory,) if entropy else (*memory, None)

@@ -39,7 +39,7 @@ def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 @triton.jit
 def weigh(normed, weight, offset, DTYPE: tl.constexpr, CAST_FIRST: tl.constexpr):
-    """Normed values times offset + weight, all fp32, rounded to DTYPE as Transformers rounds them."""
+    """Return normed values times offset + weight, all fp32, rounded to DTYPE as Transformers rounds them."""
     if CAST_FIRST:
         normed = normed.to(DTYPE).to(tl.float32)
     return (normed * (offset + weight)).to(DTYPE)

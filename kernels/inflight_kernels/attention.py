@@ -1,8 +1,9 @@
 """Attention of packed queries over a paged KV cache.
 
-Each sequence's last queries are packed one after another; its keys and values lie in blocks of the cache, in the order
-of its block table. Softmax((q · k) · scale), causal, with an optional sliding window, soft cap c · tanh(s / c)
-(Gemma 2) and sinks: one more logit per head that takes weight and gives nothing (gpt-oss).
+Each sequence's last queries are packed one after another; its keys and values are in blocks of the cache, in the order
+of its block table. Softmax((q · k) · scale), causal, with an optional sliding window, soft cap c · tanh(s / c) (Gemma
+2) and sinks: one more logit per head that takes weight and contributes no value (gpt-oss).
+
 T tokens, S sequences, Hq query heads, Hk KV heads, G = Hq / Hk, D head dimension, L context length, B blocks.
 """
 
@@ -31,14 +32,14 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [T, Hq, D] → [T, Hq, Dv].
+    """Attend with query [T, Hq, D] → [T, Hq, Dv].
 
     k_cache [blocks, block size, Hk, D] and v_cache [blocks, block size, Hk, Dv] with any strides; tables i32[S, B] on
     the device of the query; starts i32[S + 1] (sequence s has the queries starts[s] … starts[s + 1] − 1) and contexts
     i32[S] (tokens of s in the cache, its queries included), both on the CPU. window: a query sees the last `window`
     tokens, itself included. sinks f32[Hq].
 
-    The C kernel computes it over caches that lie as `empty_cache_for_cpu` makes them. Over others PyTorch does,
+    The C kernel computes it over caches in the layout of `empty_cache_for_cpu`. For other caches PyTorch does,
     sequences with one query together and the others one by one.
     """
     out = query.new_empty(*query.shape[:2], v_cache.shape[-1])
@@ -71,7 +72,7 @@ def paged_attention(
         seen_SCL = key_L <= position_SC[..., None]
         if window is not None:
             seen_SCL &= key_L > position_SC[..., None] - window
-        unseen_SHLD = ~seen_SCL.any(1)[:, None, :, None]  # slots never written may hold NaN, and 0 · NaN is NaN
+        unseen_SHLD = ~seen_SCL.any(1)[:, None, :, None]  # slots never written can contain NaN, and 0 · NaN is NaN
         k_SHLD, v_SHLD = k_SHLD.masked_fill(unseen_SHLD, 0), v_SHLD.masked_fill(unseen_SHLD, 0)
         if softcap is None and sinks is None:
             mixed_SHCD = F.scaled_dot_product_attention(
@@ -107,16 +108,16 @@ def _attend_in_fp32(
 def empty_cache_for_cpu(
     blocks: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k_cache, v_cache) in the layout that the C kernel reads: keys of a block and head lie [D, 16], so that the
-    scores of 16 tokens are one vector."""
+    """Return (k_cache, v_cache) in the layout of the C kernel: keys of a block and head are stored as [D, 16], so that
+    the scores of 16 tokens are one vector."""
     keys = _in_huge_pages(blocks, kv_heads, key_dim, _cpu.LANES, dtype=dtype).permute(0, 3, 1, 2)
     values = _in_huge_pages(blocks, kv_heads, _cpu.LANES, value_dim, dtype=dtype).transpose(1, 2)
     return keys, values
 
 
 def _in_huge_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for scattered writes: one page fault for 2 MiB and not for 4 KiB, where the system grants it, and none for
-    the beginning, which is used first. The rest becomes real when it is used."""
+    """Allocate memory for scattered writes: one page fault per 2 MiB instead of 4 KiB, if the system grants it, and
+    none for the beginning, which is used first. The system allocates the rest on first use."""
     memory = mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
@@ -127,6 +128,6 @@ def _in_huge_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def is_layout_for_cpu(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Whether two caches lie as `empty_cache_for_cpu` makes them."""
+    """Return whether two caches have the layout of `empty_cache_for_cpu`."""
     is_transposed = k_cache.shape[1] == _cpu.LANES and k_cache.permute(0, 2, 3, 1).is_contiguous()
     return is_transposed and v_cache.transpose(1, 2).is_contiguous()

@@ -14,8 +14,8 @@ _BY_C = {torch.float32: 0, torch.bfloat16: 1}
 def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy every source into its destination, cast to its dtype as `Tensor.copy_` does.
 
-    What lies on the GPU of the first destination, contiguous and at multiples of 16 bytes, and is fp32, bf16 or fp16 on
-    both sides, takes one launch over a table of addresses, which is kept for the same tensors. The rest goes to
+    Pairs on the GPU of the first destination that are contiguous, at multiples of 16 bytes, and fp32, bf16 or fp16 on
+    both sides, take one launch over a table of addresses. The table is kept for the same tensors. The other pairs use
     `torch._foreach_copy_`. Nothing is recorded for gradients. Raises ValueError if the shapes do not fit.
     """
     shapes = [tensor.shape for tensor in destinations], [tensor.shape for tensor in sources]
@@ -34,10 +34,10 @@ def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
 
 class BlockCopies:
-    """Copies of blocks within many tensors [blocks, …], which keep their addresses.
+    """Copies of blocks within many tensors [blocks, …] at fixed addresses.
 
-    On a GPU all copies of a run take one launch, where every block is contiguous, of a multiple of 2 KiB and at a
-    multiple of 16 bytes. Elsewhere each tensor is gathered from and scattered to.
+    On a GPU all copies of a run take one launch, if every block is contiguous, of a multiple of 2 KiB and at a multiple
+    of 16 bytes. Otherwise each tensor is gathered from and scattered to.
     """
 
     def __init__(self, groups: Sequence[Sequence[torch.Tensor]]):
@@ -51,11 +51,11 @@ class BlockCopies:
 
     @torch.no_grad()
     def run(self, copies: Sequence[Mapping[int, int]]) -> None:
-        """Copy blocks; all are read as they were before. copies: for each group, to block → from block. Raises
+        """Copy blocks; all are read before any is written. copies: for each group, to block → from block. Raises
         ValueError if there is not one mapping for each group."""
         if len(copies) != len(self._groups):
             raise ValueError(f"expected copies for each of {len(self._groups)} groups, got {len(copies)}")
-        # The programs of a launch run in any order, so that none may write what another one reads.
+        # The programs of a launch run in any order, so no program is allowed to write a block that another one reads.
         if self._kernel is not None and all(pairs.keys().isdisjoint(pairs.values()) for pairs in copies):
             self._kernel.copy(copies)
             return
@@ -70,9 +70,9 @@ class BlockCopies:
 
 
 class ScaledCopies:
-    """Copies of many tensors, each times a factor of its own: the product in fp32, rounded once.
+    """Copies of many tensors, each times its own factor: the product in fp32, rounded once.
 
-    Made once for the same tensors, whose values may change. On a CPU contiguous fp32 and bf16 tensors take one call.
+    Made once for the same tensors; their values can change. On a CPU contiguous fp32 and bf16 tensors take one call.
     Raises ValueError if shapes do not fit.
     """
 
@@ -82,12 +82,12 @@ class ScaledCopies:
         self._destinations, self._sources = list(destinations), list(sources)
         self._total = sum(source.numel() for source in sources)
         self._addresses: list[int] = []
-        """Where the sources lay at the last run."""
+        """Addresses of the sources at the last run."""
         self._table: torch.Tensor | None = None
 
     @torch.no_grad()
     def run(self, factors: Sequence[float]) -> None:
-        """Copy what the sources hold now. Raises ValueError if there is not a factor for each."""
+        """Copy the current values of the sources. Raises ValueError if there is not a factor for each."""
         if len(factors) != len(self._sources):
             raise ValueError(f"expected a factor for each of {len(self._sources)} tensors, got {len(factors)}")
         addresses = [source.data_ptr() for source in self._sources]

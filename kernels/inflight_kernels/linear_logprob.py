@@ -1,13 +1,13 @@
-"""Log-probability and entropy of chosen tokens straight from hidden states: the output layer and the softmax behind it
-in one function that never holds the logits [N, V].
+"""Log-probability and entropy of chosen tokens from hidden states: the output layer and the softmax in one function
+that never stores the logits [N, V].
 
-log p = z[a] / τ − logsumexp_{j ∈ S}(z_j / τ) with z = softcap · tanh((h · Wᵀ + b) / softcap), the cap being optional.
-S is the row's sampling mask, the tokens that top-k, top-p or min-p left (DeepSeek-V3.2, arXiv 2512.02556, §3.1, trains
-on the set that was sampled from), or the whole vocabulary. A row with a mask reads the |S| rows of W that it needs.
-Other rows are multiplied a tile of the vocabulary at a time, with a running maximum and sum (Milakov and Gimelshein
-2018, "Online normalizer calculation for softmax"); backward multiplies once more instead of keeping logits (as in
-Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"). With u = z / τ, d log p / du_j =
-1[j = a] − p_j and d entropy / du_j = −p_j (log p_j + entropy).
+log p = z[a] / τ − logsumexp_{j ∈ S}(z_j / τ) with z = softcap · tanh((h · Wᵀ + b) / softcap), the cap being optional. S
+is the row's sampling mask or the whole vocabulary. The mask contains the tokens that top-k, top-p or min-p kept
+(DeepSeek-V3.2, arXiv 2512.02556, §3.1, trains on the set that was sampled from). A row with a mask reads the |S| rows
+of W that it needs. Other rows are multiplied a tile of the vocabulary at a time, with a running maximum and sum
+(Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"); backward multiplies once more instead of
+keeping logits (as in Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"). With u = z / τ, d log
+p / du_j = 1[j = a] − p_j and d entropy / du_j = −p_j (log p_j + entropy).
 
 N rows, of which K have a sampling mask; H hidden size, V vocabulary, C columns of one piece of it, E ids in all masks.
 """
@@ -33,17 +33,17 @@ def linear_logprobs(
     sampling_mask: tuple[torch.Tensor, torch.Tensor] | None = None,
     entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """hidden [N, H], weight [V, H] and bias [V] of one float dtype, tokens i64[N], temperatures [N] > 0 →
-    log-probabilities f32[N] and, if asked for, entropies f32[N] of the same distributions; both with gradients to
+    """Compute from hidden [N, H], weight [V, H] and bias [V] of one float dtype, tokens i64[N], temperatures [N] > 0 →
+    log-probabilities f32[N] and, if requested, entropies f32[N] of the same distributions. Both have gradients to
     hidden, weight and bias, which are summed in fp32 and have their dtype. A CPU also takes float64, and returns it.
 
-    sampling_mask: offsets i64[N + 1] and token ids i64[E] or i32[E]. The ids of row i, each of them once, are those
-    from offsets[i] to offsets[i + 1]; a row with none is over the whole vocabulary. On a GPU, offsets that lie on the
-    CPU spare a wait for the device.
+    sampling_mask: offsets i64[N + 1] and token ids i64[E] or i32[E]. Row i has the distinct ids from offsets[i] to
+    offsets[i + 1]; a row without ids is over the whole vocabulary. On a GPU, offsets in CPU memory save a wait for the
+    device.
 
-    Raises ValueError for shapes, dtypes and offsets that do not fit, and on a CPU for an id outside the vocabulary
-    and a mask without the row's token. On a GPU, where finding out would be a wait, such a row has a
-    log-probability of NaN, as has a token outside the vocabulary everywhere.
+    Raises ValueError for shapes, dtypes and offsets that do not fit, and on a CPU for an id outside the vocabulary and
+    a mask without the row's token. On a GPU, where this check would need a wait, such a row has a log-probability of
+    NaN. A token outside the vocabulary has NaN on either device.
     """
     rows = hidden_NH.shape[:1]
     if (
@@ -100,7 +100,7 @@ def linear_logprobs_reference(
     sampling_mask: tuple[torch.Tensor, torch.Tensor] | None = None,
     entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same in plain PyTorch, with all logits at once."""
+    """Compute the same in plain PyTorch, with all logits at once."""
     dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     logits_NV = hidden_NH.to(dtype) @ weight_VH.to(dtype).T
     if bias is not None:
@@ -130,8 +130,8 @@ def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _backend(device: torch.device) -> ModuleType:
-    """The module with `ROWS`, `COLUMNS` and the functions `dense_forward`, `masked_forward`, `grad_logits`,
-    `add_product` and `segment_sum`, which give in either what those for a CPU say."""
+    """Return the module with `ROWS`, `COLUMNS` and the functions `dense_forward`, `masked_forward`, `grad_logits`,
+    `add_product` and `segment_sum`. The docstrings of the CPU functions describe both modules."""
     if device.type == "cuda":
         from inflight_kernels import _linear_logprob_triton
 
@@ -232,7 +232,7 @@ class LinearLogprobs(torch.autograd.Function):
 
 
 def _masked_grad_logits(logits_E: torch.Tensor, masks: Masks, softcap: float | None, rows: Rows) -> torch.Tensor:
-    """Gradient of the logits of all masks, in the order of their ids."""
+    """Return the gradient of the logits of all masks, in the order of their ids."""
     row_E = masks.row_E
     logprobs_E = logits_E / rows.temperatures[row_E] - rows.lses[row_E]
     probs_E = logprobs_E.exp()
@@ -247,7 +247,8 @@ def _masked_grad_logits(logits_E: torch.Tensor, masks: Masks, softcap: float | N
 def _by_token(
     backend: ModuleType, grad_E: torch.Tensor, masks: Masks, vocabulary: int
 ) -> Callable[[torch.Tensor, slice], torch.Tensor]:
-    """A function that sums, for columns C of the vocabulary, gradients times rows of a table [K, width] → [C, width].
+    """Return a function that sums, for columns C of the vocabulary, gradients times rows of a table [K, width] → [C,
+    width].
 
     The entries of all masks are sorted by token id, so that a row of the weight's gradient is a sum over neighbours,
     always in the same order, and needs no atomic addition.

@@ -1,8 +1,9 @@
-"""Low-rank adapters beside a projection, each row with its own or with none (Hu et al. 2021, "LoRA"; rows of several
-adapters in one call as in Chen et al. 2023, "Punica").
+"""Low-rank adapters of a projection, with one adapter or none per row (Hu et al. 2021, "LoRA"; rows of several adapters
+in one call as in Chen et al. 2023, "Punica").
 
-A fused projection has parts side by side, such as q, k and v, and an adapter has an A and a B for each of them:
-y[t, columns of p] += (x[t] · A[s, rows of p]ᵀ) · B[s, columns of p]ᵀ with s the slot of row t. The scale α / R is in B.
+A fused projection has parts side by side, such as q, k and v, and an adapter has an A and a B for each of them: y[t,
+columns of p] += (x[t] · A[s, rows of p]ᵀ) · B[s, columns of p]ᵀ with s the slot of row t. The scale α / R is in B.
+
 T tokens, K inputs, N outputs, R rank, P rows of A over all parts, S adapter slots.
 """
 
@@ -22,13 +23,13 @@ def add_lora(
     widths: Sequence[int],
     slots_T: torch.Tensor,
 ) -> None:
-    """Add to each row of y, in place, what the adapter in its slot makes of the same row of x.
+    """Add to each row of y, in place, the product of the same row of x and the adapter in its slot.
 
     y [T, N], x [T, K], a [S, P, K] and b [S, N, R] of one float dtype. Parts have `widths` columns of y, N in all, and
-    R rows of A each, P in all. Rows of x and y, and adapters in a and b, may lie any distance apart; inside they are
-    contiguous. slots i32[T] on the device of x; a row whose slot is negative stays as it is. Sums are fp32, and only
-    the last one is rounded. On a GPU what is launched depends on shapes alone, so that a CUDA graph can hold it.
-    Raises ValueError if shapes, strides or dtypes do not fit. Slots are not checked against S.
+    R rows of A each, P in all. Rows of x and y, and adapters in a and b, can have any distance; inside they are
+    contiguous. slots i32[T] on the device of x; a row with a negative slot stays unchanged. Sums are fp32, and only the
+    last one is rounded. On a GPU the launches depend on shapes alone, so that a CUDA graph can contain them. Raises
+    ValueError if shapes, strides or dtypes do not fit. Slots are not checked against S.
     """
     tokens, inputs = len(x_TK), x_TK.shape[-1]
     adapters, rank = len(b_SNR), b_SNR.shape[-1]
@@ -77,7 +78,7 @@ def add_lora_reference(
     widths: Sequence[int],
     slots_T: torch.Tensor,
 ) -> None:
-    """The same in plain PyTorch, one adapter after another."""
+    """Compute the same in plain PyTorch, one adapter after another."""
     for slot in slots_T[slots_T >= 0].unique().tolist():
         rows = torch.nonzero(slots_T == slot)[:, 0]
         shrunk_tP = x_TK[rows].float() @ a_SPK[slot].float().T

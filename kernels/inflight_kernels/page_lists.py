@@ -1,4 +1,4 @@
-"""The blocks of a paged cache that sequences still see, as one array that goes to the device in one copy."""
+"""Lists the cache blocks that sequences still see, as one array for one copy to the device."""
 
 import numpy as np
 import torch
@@ -9,12 +9,12 @@ from inflight_kernels import _cpu
 def list_pages(
     table_SB: np.ndarray, contexts_S: np.ndarray, firsts_S: np.ndarray | None, block_size: int
 ) -> np.ndarray:
-    """The lists of S sequences as a CSR matrix, and how far the last block of each is filled: i32[2 · S + 1 + blocks],
-    which is indptr[S + 1], last_page_len[S] (1 … block size) and the numbers of the blocks.
+    """Return the lists of S sequences as a CSR matrix, and the fill level of the last block of each: i32[2 · S + 1 +
+    blocks]. It contains indptr[S + 1], last_page_len[S] (1 … block size) and the numbers of the blocks.
 
-    table_SB: i32[S, B], the blocks of each. contexts_S: i32[S], its tokens, at least one. firsts_S: i32[S], the first
-    of its blocks that is listed; None for the first of all. The last block of a sequence is always listed. Without C
-    kernels, and for a table whose rows do not lie end to end, NumPy makes them.
+    table_SB: i32[S, B], the blocks of each. contexts_S: i32[S], its tokens, at least one. firsts_S: i32[S], its first
+    listed block; None for the first of all. The last block of a sequence is always listed. NumPy makes the lists
+    without C kernels, and for a table whose rows are not adjacent in memory.
     """
     library = _cpu.library()
     if library is not None and table_SB.flags.c_contiguous:

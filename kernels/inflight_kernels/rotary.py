@@ -26,12 +26,12 @@ def rope_and_cache(
 ) -> torch.Tensor:
     """Rotate queries and keys, write keys and values into the cache → queries [T, Hq, D] in the dtype of qkv.
 
-    qkv [T, (Hq + 2·Hk)·D] of any float dtype, its rows any distance apart: all query heads, then all keys, then all
-    values; Hk and D are those of the caches. cos and sin f32[P, R], the second half of the columns repeating the first;
-    positions i64[T] are rows of them. k_cache and v_cache [blocks, block size, Hk, D] with any strides and dtype;
-    cache_index i64[T] are block · block size + index in the block, and a negative one writes nothing. norms are over
-    each head of queries and of keys before the rotation, with weights [D]; but for the weights they are the same.
-    Raises ValueError if the shapes do not fit. Neither positions nor cache_index are checked against their range.
+    qkv [T, (Hq + 2·Hk)·D] of any float dtype, its rows at any distance: all query heads, then all keys, then all
+    values; Hk and D are dimensions of the caches. cos and sin f32[P, R], the second half of the columns repeating the
+    first; positions i64[T] are rows of them. k_cache and v_cache [blocks, block size, Hk, D] with any strides and
+    dtype; cache_index i64[T] are block · block size + index in the block, and a negative one writes nothing. norms are
+    over each head of queries and of keys before the rotation, with weights [D]; apart from the weights they are the
+    same. Raises ValueError if the shapes do not fit. Neither positions nor cache_index are checked against their range.
     """
     if k_cache.ndim != 4 or v_cache.shape != k_cache.shape:
         raise ValueError(
@@ -86,7 +86,7 @@ def rope_and_cache_reference(
     v_cache: torch.Tensor,
     norms: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
-    """The same in plain PyTorch."""
+    """Compute the same in plain PyTorch."""
     kv_heads, head_dim = k_cache.shape[2:]
     q_THD, k_THD, v_THD = qkv.unflatten(1, (-1, head_dim)).tensor_split((-2 * kv_heads, -kv_heads), dim=1)
     if norms is not None:

@@ -9,8 +9,8 @@ import torch
 
 
 def selective_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """logits [N, V] of any float dtype, tokens i64[N], temperatures f32[N] → log-probabilities f32[N], with gradient
-    to the logits. Raises ValueError if the shapes do not fit."""
+    """Compute from logits [N, V] of any float dtype, tokens i64[N], temperatures f32[N] → log-probabilities f32[N],
+    with gradient to the logits. Raises ValueError if the shapes do not fit."""
     if logits.ndim != 2 or tokens.shape != logits.shape[:1] or temperatures.shape != logits.shape[:1]:
         raise ValueError(
             f"expected logits [N, V], tokens [N] and temperatures [N], got {list(logits.shape)}, "
@@ -26,6 +26,6 @@ def selective_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures:
 def selective_logprobs_reference(
     logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor
 ) -> torch.Tensor:
-    """The same in plain PyTorch."""
+    """Compute the same in plain PyTorch."""
     scaled_NV = logits.float() / temperatures[:, None]
     return scaled_NV.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(scaled_NV, -1)

@@ -1,9 +1,11 @@
-"""What the layers of a decoder do to each token by itself: products with weights, activations and norms.
+"""Operations of a decoder's layers on single tokens: products with weights, activations and norms.
 
-The gated activation of an MLP is act(gate) · up (Shazeer 2020, "GLU Variants Improve Transformer"), with
-silu(x) = x · σ(x) or gelu_tanh(x) = x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))).
-RMSNorm is n = x / √(mean(x²) + ε) in fp32 (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization") and
-y = round(n · (offset + weight)), with the rounding of Transformers. T tokens, I intermediate, D hidden.
+The gated activation of an MLP is act(gate) · up (Shazeer 2020, "GLU Variants Improve Transformer"), with silu(x) = x ·
+σ(x) or gelu_tanh(x) = x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))). RMSNorm is n = x / √(mean(x²) + ε) in fp32 (Zhang
+and Sennrich 2019, "Root Mean Square Layer Normalization") and y = round(n · (offset + weight)), with the rounding of
+Transformers.
+
+T tokens, I intermediate, D hidden.
 """
 
 from typing import Literal
@@ -18,13 +20,15 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K], weight [N, K], bias [N] → [T, N], by the fastest product there is for weights as they lie in a slot.
+    """Multiply x [T, K] by weight [N, K] and add bias [N] → [T, N], by the fastest product for weights as a slot stores
+    them.
 
-    On a CPU few rows go to a kernel of our own, which needs AVX2: with AVX-512 any number of float32, else 32; with
-    products of bfloat16, 48 of these, or 8 where there is AMX, and without them any number. Each row of its result is
-    the same, bit for bit, whatever rows are beside it: a sequence that goes on elsewhere, or whose keys are computed
-    again, goes on with the same tokens. All else goes to oneDNN, in one of few numbers of rows, which in fp32 takes
-    half the time of the BLAS behind `F.linear` (docs/performance.md).
+    On a CPU with AVX2, a kernel of this package computes few rows. In float32 it takes any number of rows with AVX-512,
+    else 32. In bfloat16 it takes 48 rows with products of bfloat16, or 8 with AMX, and any number without such
+    products. Each row of its result is the same, bit for bit, whatever the other rows are. So a sequence that continues
+    elsewhere, or whose keys are computed again, continues with the same tokens. All other products are computed by
+    oneDNN, in one of few numbers of rows. In fp32 it takes half the time of the BLAS that `F.linear` uses
+    (docs/performance.md).
     """
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
@@ -39,8 +43,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def unrounded_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The same, but a GPU's sums of products of bfloat16 or float16, which it forms in float32, stay as they are:
-    [T, N] in float32. On a CPU, and for float32, what `linear` gives."""
+    """Multiply as `linear` does, but keep a GPU's float32 sums of products of bfloat16 or float16: [T, N] in float32.
+    On a CPU, and for float32, this is the result of `linear`."""
     if x.device.type == "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
         return linear(x, weight, bias)
     out = torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -48,13 +52,13 @@ def unrounded_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The same by a library alone. On a CPU that is faster for many rows, and the last bits of a row depend on how many
-    rows there are."""
+    """Multiply by a library alone. On a CPU that is faster for many rows, and the last bits of a row depend on the
+    number of rows."""
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     rows = len(x)
-    # They are rounded up to 4 binary digits and zeros, by at most an eighth: oneDNN keeps half a megabyte of code for
-    # every number of rows that it has seen, of up to a thousand of them per process.
+    # Rows are rounded up to 4 binary digits and zeros, by at most an eighth: oneDNN keeps half a megabyte of code for
+    # every number of rows that it has seen, up to a thousand of them per process.
     if more := -rows % (1 << max(0, rows.bit_length() - 4)):
         x = F.pad(x, (0, 0, 0, more))
     if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
@@ -63,9 +67,9 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """gate_up [T, 2·I] of any float dtype, the gate in the first half → act(gate) · up [T, I] in the same dtype; the
-    activation is computed in fp32 and rounded before the product. Rows may lie any distance apart.
-    Raises ValueError if the shape does not fit or the activation is not known."""
+    """Compute from gate_up [T, 2·I] of any float dtype, the gate in the first half → act(gate) · up [T, I] in the same
+    dtype; the activation is computed in fp32 and rounded before the product. Rows can have any distance. Raises
+    ValueError if the shape does not fit or the activation is unknown."""
     if gate_up.ndim != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"expected gate_up [T, 2·I], got {list(gate_up.shape)}")
     if activation not in ("silu", "gelu_tanh"):
@@ -83,20 +87,20 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Ten
 
 
 def gated_activation_reference(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The same in plain PyTorch."""
+    """Compute the same in plain PyTorch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
 def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """x [T, D] of any float dtype → y [T, D] in x's dtype. Rows of x may lie any distance apart.
-    Raises ValueError if the shapes do not fit."""
+    """Compute from x [T, D] of any float dtype → y [T, D] in x's dtype. Rows of x can have any distance. Raises
+    ValueError if the shapes do not fit."""
     return add_rms_norm(x, None, norm)[0]
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and residual [T, D] of one dtype → (y, s), both [T, D]: s = x + residual rounded to that dtype, or x without a
-    residual, and y = rms_norm(s). Raises ValueError as `rms_norm` does."""
+    """Compute from x and residual [T, D] of one dtype → (y, s), both [T, D]: s = x + residual rounded to that dtype, or
+    x without a residual, and y = rms_norm(s). Raises ValueError as `rms_norm` does."""
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(
             f"expected a residual like x, {x.dtype} {list(x.shape)}, got {residual.dtype} {list(residual.shape)}"
@@ -117,7 +121,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> 
 
 
 def rms_norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """`rms_norm` over the last dimension in plain PyTorch, for x with any number of dimensions."""
+    """Compute `rms_norm` over the last dimension in plain PyTorch, for x with any number of dimensions."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
     if norm.cast_first:
@@ -128,6 +132,6 @@ def rms_norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_rms_norm` in plain PyTorch."""
+    """Compute `add_rms_norm` in plain PyTorch."""
     s = x if residual is None else x + residual
     return rms_norm_reference(s, norm), s

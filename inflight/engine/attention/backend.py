@@ -1,4 +1,4 @@
-"""The seam of attention: the description of a forward pass that a backend receives, and the memory that it reads.
+"""The attention interface: the description of a forward pass that a backend receives, and the memory that it reads.
 
 Layers with the same window form a *group* and share block tables: one group for full attention, one for each sliding
 window.
@@ -14,7 +14,7 @@ from inflight.engine.cache.kinds import LayerShape
 
 
 class Places(NamedTuple):
-    """Where the T tokens of S chunks belong, on the host."""
+    """Positions and cache places of the T tokens of S chunks, on the host."""
 
     positions: np.ndarray
     """i64[T]"""
@@ -36,11 +36,12 @@ class ForwardBatch:
     positions: torch.Tensor
     """i64[T]"""
     cache_index: list[torch.Tensor]
-    """Where the key and value of each token go, i64[T] for each group: block · block_size + index in the block."""
+    """The cache place of the key and value of each token, i64[T] for each group: block · block_size + index in the
+    block."""
     tables: list[np.ndarray]
     """The blocks of each chunk's sequence, i32[S, B] on the host for each group."""
     starts: np.ndarray
-    """i32[S + 1] on the host: where the chunks begin."""
+    """i32[S + 1] on the host: the first token of each chunk, and the number of tokens."""
     contexts: np.ndarray
     """i32[S] on the host: tokens of each sequence up to the end of its chunk."""
     rows: torch.Tensor
@@ -82,14 +83,14 @@ class AttentionBackend(Protocol):
     """Tokens in a block of the cache."""
 
     def allocate(self, layer: LayerShape, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys [blocks, block_size, Hk, D], values [blocks, block_size, Hk, Dv]), strides as the backend likes."""
+        """Return (keys [blocks, block_size, Hk, D], values [blocks, block_size, Hk, Dv]), with any strides."""
         ...
 
     def begin(self, batch: ForwardBatch, memory: CacheMemory) -> None:
         """Prepare a pass before its first layer."""
 
     def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """query [T, Hq, D] → [T, Hq, Dv]; the batch's keys and values are in the cache already."""
+        """Map query [T, Hq, D] to [T, Hq, Dv]. The batch's keys and values are already in the cache."""
         ...
 
 

@@ -1,9 +1,9 @@
 """Attention by FlashInfer's paged kernels.
 
-FlashInfer plans on the host, once per pass, how a batch is spread over the GPU; then every layer runs by that plan.
-Layers of one shape that see the same blocks share a plan. It takes the blocks of each sequence as a CSR matrix
-(`page_lists`), and `flashinfer_kernels.py` says which of its kernels compute what. Everything was read in
-flashinfer-python 0.6.14 and holds in 0.7.2 too.
+FlashInfer plans on the host, once per pass, how a batch is spread over the GPU. Then every layer runs by that plan.
+Layers of one shape that see the same blocks share a plan. FlashInfer takes the blocks of each sequence as a CSR matrix
+(`page_lists`), and `flashinfer_kernels.py` selects its kernels. All statements about FlashInfer are from the source of
+flashinfer-python 0.6.14, and also hold in 0.7.2.
 """
 
 import importlib
@@ -30,39 +30,41 @@ logger = logging.getLogger("inflight.engine")
 
 BLOCK_SIZE = 16
 HEAD_DIMS = (64, 128, 256)
-"""The kernels load rows in pieces of 128 bytes: other dimensions do not compile, or read what is not theirs."""
+"""Supported head dimensions. The kernels load rows in pieces of 128 bytes, so that other dimensions do not compile, or
+read memory beyond the row."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 _MIN_WORKSPACE_BYTES = 128 * 2**20
-"""What FlashInfer recommends."""
+"""The size that FlashInfer recommends."""
 _TOLERANCE = 0.02
-"""Relative error of bf16 attention whose partial results are rounded to bf16, and then some."""
+"""Tolerance, somewhat above the relative error of bf16 attention whose partial results are rounded to bf16."""
 
 
 def page_lists(table: np.ndarray, counts: np.ndarray | int, contexts: np.ndarray, window: int | None) -> np.ndarray:
-    """The blocks that each of S sequences still sees, i32[2 · S + 1 + number of blocks]: what `split_lists` gives, one
-    after another.
+    """Return the blocks that each of S sequences still sees, i32[2 · S + 1 + number of blocks]: the parts that
+    `split_lists` returns, one after another.
 
     table i32[S, B]: blocks of each sequence; counts i32[S], or one for all: queries, its last tokens; contexts i32[S]:
     tokens.
 
-    Blocks that lie before the window of the first query are left out. FlashInfer compares positions of keys and
-    queries only with one another, so that it does not see the difference; but it would weigh what is in such blocks
-    by 0, and block 0, which stands in for those that were given back, may hold NaN.
+    Blocks before the window of the first query are left out. FlashInfer only compares positions of keys and queries
+    with one another, so this does not change its result. If such blocks were included, it would weigh their contents by
+    0. Freed blocks are replaced by block 0, and this block can hold NaN.
     """
     firsts = None if window is None else np.maximum(0, contexts - counts + 1 - window) // BLOCK_SIZE
     return list_pages(table, contexts, firsts, BLOCK_SIZE)
 
 
 def split_lists(flat: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
-    """The page lists of S = `count` sequences as FlashInfer takes them: indptr i32[S + 1]; last_page_len i32[S], how
-    far the last block of each is filled; indices i32[indptr[S]], the blocks."""
+    """Return the page lists of S = `count` sequences as FlashInfer takes them: indptr i32[S + 1]; last_page_len i32[S],
+    the number of tokens in the last block of each; indices i32[indptr[S]], the blocks."""
     return flat.split_with_sizes([count + 1, count, flat.numel() - 2 * count - 1])
 
 
 def workspace_bytes(q_heads: int, kv_heads: int, head_dim: int, num_sms: int, graph_sequences: int = 0) -> int:
-    """Room for the partial results of split sequences: what `PrefillPlan` (attention/scheduler.cuh) can ask for, with
-    CUDA graphs of `graph_sequences` sequences if there are any. It raises where the workspace is too small."""
+    """Return the size of the workspace for partial results of split sequences: the maximum that `PrefillPlan`
+    (attention/scheduler.cuh) can request, with CUDA graphs of `graph_sequences` sequences if there are any. FlashInfer
+    raises if the workspace is too small."""
     group = q_heads // kv_heads
     tiles = 2 * num_sms // kv_heads
     tile_rows = 128 if head_dim < 256 else 64
@@ -74,8 +76,8 @@ def workspace_bytes(q_heads: int, kv_heads: int, head_dim: int, num_sms: int, gr
 
 
 def why_not_flashinfer(layers: list[LayerShape], device: torch.device) -> str | None:
-    """Why FlashInfer cannot run these layers on this device, or None. The kernels are compiled for it, where they are
-    not yet (a minute or more), and compared with plain PyTorch."""
+    """Return the reason why FlashInfer cannot run these layers on this device, or None. The kernels are compiled first
+    if necessary (a minute or more), and compared with plain PyTorch."""
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -92,7 +94,7 @@ def why_not_flashinfer(layers: list[LayerShape], device: torch.device) -> str | 
         return f"flashinfer cannot be imported: {type(error).__name__}: {first_line(error)}"
     try:
         difference = _difference(list(dict.fromkeys(layers)), device)
-    except Exception as error:  # no compiler, no cache of compiled kernels, a version that fits nothing else
+    except Exception as error:  # no compiler, no cache of compiled kernels, an incompatible version
         reason = f"its kernels cannot be compiled or run: {type(error).__name__}: {first_line(error)}"
     else:
         reason = f"its results are off by {100 * difference:.3g}%" if not difference < _TOLERANCE else None
@@ -121,19 +123,19 @@ class _Plans:
 
     group: int
     layer: LayerShape
-    """Its window is that of the group."""
+    """The layer shape, with the window of the group."""
     decode: Any
     prefill: Any
     graphs: dict[int, Any] = field(default_factory=dict)
     """Maps numbers of sequences to wrappers that decode with all addresses fixed."""
     graph_plan: torch.Tensor | None = None
-    """u8: where the plans of `graphs` lie."""
+    """u8: memory for the plans of `graphs`."""
     current: Any = None
-    """What computes the single tokens of this pass: `decode` or one of `graphs`."""
+    """The wrapper for the single tokens of this pass: `decode` or one of `graphs`."""
 
     def plan(self, plan: Callable[..., object], *lists: torch.Tensor, **options: bool) -> None:
-        """Make a plan for these page lists. Without the dtypes it would be fp16; FlashInfer's window counts the tokens
-        to the left of the query, ours the query too."""
+        """Make a plan for these page lists. Without the dtypes FlashInfer would use fp16. FlashInfer's window counts
+        the tokens to the left of the query; ours includes the query."""
         layer = self.layer
         plan(
             *lists,
@@ -152,7 +154,7 @@ class _Plans:
 
 
 class FlashInferAttention:
-    """Single tokens are computed by one kernel launch, the chunks of prompts by another. On the CPU (tests) nothing is
+    """Computes single tokens by one kernel launch, and the chunks of prompts by another. On the CPU (tests) nothing is
     pinned."""
 
     name = "flashinfer"
@@ -218,14 +220,15 @@ class FlashInferAttention:
         self._graph_inputs = [torch.zeros(length, dtype=torch.int32, device=self._device) for _ in memory.groups]
         self._graph_workspace = self._new_workspace(max_sequences)
         for plans in self._plans:
-            # Every pass is planned anew, so that the plans of all sizes can lie in the same place; those of several
-            # shapes are in use together.
+            # Every pass is planned again, so that the plans of all sizes can share one place. Plans of several shapes
+            # are in use at the same time.
             size = graph_plan_bytes(plans.layer, max_sequences, self._num_sms)
             plans.graph_plan = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def begin_graph(self, batch: ForwardBatch, memory: CacheMemory) -> None:
-        """Like `begin`, but all that the kernels read lies where it lay for as many single tokens before: a graph that
-        was recorded after such a call may be replayed after any later one."""
+        """Prepare a pass like `begin`, but with fixed addresses: the kernels' inputs have the same addresses for every
+        pass with this number of single tokens. A graph that was recorded after such a call can be replayed after any
+        later one."""
         self._use(memory, self._graph_staged)
         size = self._num_single = len(batch.contexts)
         staged = self._stage(batch.tables, 1, batch.contexts)
@@ -235,10 +238,10 @@ class FlashInferAttention:
             indptr, last_page_len, indices = staged[plans.group][1]
             plans.current = plans.graphs.get(size)
             if plans.current is None:
-                # The first plan loads the kernels. It copies the lists to where they lie already.
+                # The first plan loads the kernels. It copies the lists onto themselves.
                 plans.current = plans.graphs[size] = self._graph_wrapper(plans, size)
                 plans.plan(plans.current.plan, indptr, indices, last_page_len)
-            else:  # the same plan without the copies, for one of which it would wait
+            else:  # the same plan without the copies, one of which would make it wait
                 plans.plan(partial(self._lib.fast_decode_plan, plans.current), indptr, indices, last_page_len)
         self._mark(self._graph_staged)
 
@@ -268,9 +271,10 @@ class FlashInferAttention:
     # ---- helpers ------------------------------------------------------------------------------------------------
 
     def _use(self, memory: CacheMemory, staged: torch.cuda.Event | None) -> None:
-        """Wait until the last plans of this kind are on the device: FlashInfer copies them from pinned memory that it
-        writes to again in the next `plan`. With a pass in flight that is as soon as the one before it is done. Recorded
-        passes and others have pinned memory of their own, so that the two parts of a pass do not wait."""
+        """Wait until the last plans of this kind are on the device: FlashInfer copies them from pinned memory and
+        overwrites this memory in the next `plan`. With a pass in flight the wait ends when the pass before it is done.
+        Recorded and unrecorded passes have separate pinned memory, so that the two parts of a pass do not wait for each
+        other."""
         if staged is not None:
             staged.synchronize()
         if memory is self._memory:
@@ -304,8 +308,8 @@ class FlashInferAttention:
     def _stage(
         self, tables: Sequence[np.ndarray], counts: np.ndarray | int, contexts: np.ndarray
     ) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
-        """Returns for each group of the cache the page lists of sequences, i32 on the CPU: one after another in a
-        tensor, and each."""
+        """Return the page lists of sequences, i32 on the CPU, for each group of the cache: one after another in a
+        tensor, and each separately."""
         assert self._memory is not None
         staged = []
         for table, group in zip(tables, self._memory.groups, strict=True):
@@ -316,7 +320,7 @@ class FlashInferAttention:
     def _lists_on_device(
         self, tables: Sequence[np.ndarray], counts: np.ndarray | int, contexts: np.ndarray
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Returns (indptr, indices, last_page_len) of sequences for each group, the indices on the device."""
+        """Return (indptr, indices, last_page_len) of sequences for each group, the indices on the device."""
         staged = [lists for _, lists in self._stage(tables, counts, contexts)]
         return [(indptr, ids.to(self._device, non_blocking=True), last) for indptr, last, ids in staged]
 
@@ -327,8 +331,8 @@ def _flashinfer() -> Any:
 
 @torch.inference_mode()
 def _difference(layers: list[LayerShape], device: torch.device) -> float:
-    """Norm of the difference to plain PyTorch, relative to the norm of the result, of random single tokens and chunks
-    within and beyond the windows; the largest of these layers."""
+    """Return the norm of the difference to plain PyTorch, relative to the norm of the result, for random single tokens
+    and chunks within and beyond the windows. The result is the largest over these layers."""
     counts, contexts = np.array([1, 1, 1, 5, 40], np.int32), np.array([1, 37, 300, 5, 290], np.int32)
     contexts[[2, 4]] += max(layer.window or 0 for layer in layers)
     used = -(-contexts // BLOCK_SIZE)

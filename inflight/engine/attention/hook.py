@@ -87,12 +87,12 @@ def route(module: nn.Module, kind: LayerKind) -> None:
 @torch.inference_mode()
 def record_calls(model: PreTrainedModel) -> list[Call]:
     """Run the model over two tokens, and return the calls of its layers in their order. Raises UnsupportedModelError
-    for a mask that the engine does not know, and whatever the model raises."""
+    for a mask that the engine does not support, and the exceptions of the model."""
     positions = torch.arange(2, device=next(model.parameters()).device)[None]
     calls: list[Call] = []
     token = _current.set(calls)
     # Transformers makes masks only for an attention that has a mask function. This one notes the window of the mask.
-    functions = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping  # where Transformers itself looks
+    functions = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping  # Transformers looks mask functions up here
     functions[ATTENTION_NAME] = mask_note
     try:
         model(
@@ -119,7 +119,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that Transformers calls: query [1, Hq, T, D] → output [1, T, Hq, Dv]."""
+    """Compute attention for Transformers: query [1, Hq, T, D] → output [1, T, Hq, Dv]."""
     current = _current.get()
     if isinstance(current, list):
         note = noted(attention_mask, type(module).__name__)

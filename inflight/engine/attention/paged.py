@@ -1,4 +1,4 @@
-"""Attention by the kernels of `inflight_kernels.attention`: C on a CPU, PyTorch's own anywhere."""
+"""Attention by the kernels of `inflight_kernels.attention`: C on a CPU, PyTorch's own on any device."""
 
 import torch
 from inflight_kernels.attention import empty_cache_for_cpu, paged_attention
@@ -9,8 +9,8 @@ from inflight.engine.device import to_device
 
 
 class PagedAttention:
-    """use_c: the C kernel, over a cache in the layout that it likes. Else `scaled_dot_product_attention` over gathered
-    blocks, which runs everything everywhere, and costs copies."""
+    """use_c: use the C kernel, over a cache in the kernel's layout. Otherwise use `scaled_dot_product_attention` over
+    gathered blocks. It runs everything everywhere, at the cost of copies."""
 
     block_size = 16
 

@@ -1,7 +1,7 @@
-"""vLLM as a backend: its engine takes one step at a time, and weights go live between two of them.
+"""vLLM as a backend. Its engine takes one step at a time, and weights go live between two steps.
 
-`engine.py` is the backend; `build.py` starts vLLM as our options say; `line.py` holds what waits for it and what it
-runs; `sampling.py` translates sampling parameters; `staged_slots.py` says who owns which slot. `worker.py` is what
-vLLM's workers get; `shadow.py` and `adapters.py` are the next version in the form in which a worker computes with it,
-and `columns.py` records what requests ask for beside tokens. vLLM is imported in functions alone.
+`engine.py` is the backend. `build.py` starts vLLM with our options. `vllm_scheduler.py` queues sequences and tracks the
+sequences in vLLM. `sampling.py` translates sampling parameters. `staged_slots.py` tracks the owner of each slot.
+`worker.py` extends vLLM's workers. `shadow.py` and `adapters.py` convert the next version to the form in which a worker
+computes with it. `columns.py` records the optional columns of requests. vLLM is only imported inside functions.
 """

@@ -1,8 +1,8 @@
-"""The adapters (LoRA) of one of vLLM's workers, which a publish changes as it changes the weights.
+"""The adapters (LoRA) of one of vLLM's workers. A publish changes them in the same way as the weights.
 
 vLLM keeps the adapters of all requests side by side in a tensor per projection. Every adapter of the engine has one
-place there for good; what of which published tensor goes where is noted once from what vLLM does when it takes an
-adapter, and done again for every version.
+permanent place there. The copies that vLLM makes when it takes an adapter are recorded once, as parts of published
+tensors and their targets, and repeated for every version.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ from inflight.engine.on_vllm.shadow import Copy, NoteCopies, Parameter, Shadow, 
 
 
 class AdapterShadow(Shadow):
-    """The next adapters; those that there are to begin with are zero."""
+    """Shadow of the next adapters. The first adapters are zero."""
 
     def __init__(
         self, manager: Any, names: Sequence[str], slots: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]
     ):
-        """manager: vLLM's, of a model whose adapters are those with these names. slots: u8[n] each, of which the first
-        holds numbers that are told apart. tensors: views of it by our names. Raises Unmappable."""
+        """manager: vLLM's manager of a model whose adapters have these names. slots: u8[n] each; the numbers in the
+        first slot are distinct. tensors: views of the first slot by our names. Raises Unmappable."""
         super().__init__(slots, _place(manager, names, slots[0], tensors))
         self.prepare(0)
         for parameter in self._parameters:
@@ -35,7 +35,8 @@ class AdapterShadow(Shadow):
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The modules of a model as they were before vLLM wrapped them, whose names are those that its loaders know."""
+    """Restore the modules of a model as they were before vLLM wrapped them. Their names are the names in its
+    loaders."""
     wrapped = [
         (parent, name, child)
         for parent in model.modules()
@@ -54,7 +55,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def _place(
     manager: Any, names: Sequence[str], slot: torch.Tensor, tensors: Mapping[str, torch.Tensor]
 ) -> list[Parameter]:
-    """Give every adapter its place. Returns what vLLM keeps of them all, by projection."""
+    """Give every adapter its place. Return vLLM's tensors of all adapters, by projection."""
     with NoteCopies(make=True) as noted, torch.no_grad():
         for number, name in enumerate(names, start=1):
             own = {k.removeprefix(f"{name}."): view for k, view in tensors.items() if k.startswith(f"{name}.")}
@@ -74,13 +75,13 @@ def _place(
 
 
 def _adapter(manager: Any, number: int, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """One adapter as vLLM takes it, whose tensors stay where they are; α / r is in them already."""
+    """Return one adapter in vLLM's form. Its tensors are not copied, and already include α / r."""
     from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
     from vllm.lora.lora_weights import LoRALayerWeights  # pyright: ignore[reportMissingImports]
     from vllm.lora.utils import parse_fine_tuned_lora_name  # pyright: ignore[reportMissingImports]
 
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    mapper = mapper and mapper.get_rename_mapper()  # the manager itself puts together what is computed as one
+    mapper = mapper and mapper.get_rename_mapper()  # the manager itself joins projections that are computed as one
     layers: dict[str, Any] = {}
     rank = 0
     for name, a in tensors.items():

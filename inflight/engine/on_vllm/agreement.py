@@ -1,8 +1,8 @@
-"""Checks that vLLM computes what Transformers computes: log-probabilities of the model that vLLM has loaded.
+"""Checks that vLLM computes the same as Transformers: log-probabilities of the model that vLLM has loaded.
 
 The first slot holds the weights as they were loaded. A Transformers module over that slot is the reference, so that
-nothing is loaded twice. A small model is checked with larger random weights, too: they take the way of a published
-version, and with them every part of the model shows.
+nothing is loaded twice. A small model is also checked with larger random weights. They arrive like a published version,
+and every part of the model affects the result.
 """
 
 import copy
@@ -26,11 +26,12 @@ from inflight.models.twin import first_line
 logger = logging.getLogger("inflight.engine")
 
 _SMALL = 200_000_000
-"""Parameters of a model that is computed in a higher precision as well, and checked with random weights."""
+"""Maximum number of parameters of a model that is also computed in a higher precision, and checked with random
+weights."""
 _LENGTHS = (40, 23, 8, 1)
-"""Tokens of the prompts."""
+"""Numbers of tokens of the prompts."""
 _DRAWN = 16
-"""Tokens that follow each of them."""
+"""Number of tokens that follow each prompt."""
 _TOP = 8
 """Most likely tokens that are compared at each position, next to the drawn token."""
 _QUANTILE = 0.9
@@ -38,11 +39,12 @@ _FACTOR = 3.0
 """Largest multiple of Transformers' own rounding errors that passes."""
 _FLOOR = 0.001
 _COARSE_FLOOR = 0.02
-"""Errors in nats that always pass. The second one is for 16 bits, and for fp32 on a GPU: kernels can use TF32."""
+"""Errors in nats that always pass. The second one is for 16 bits, and for fp32 on a GPU, because kernels there can use
+TF32."""
 _COARSE_ROUNDING = 0.3
-"""Rounding errors in nats, there, of a model whose own are not measured."""
+"""Rounding errors in nats that are assumed in the cases of `_COARSE_FLOOR`, for a model without measured ones."""
 _GAIN = 1.5
-"""Standard deviation of what a random matrix makes of inputs of standard deviation 1."""
+"""Standard deviation of a random matrix's output for inputs of standard deviation 1."""
 _PREPARE_S = 600.0
 
 
@@ -74,7 +76,7 @@ def check_logits(
     trust: bool,
 ) -> None:
     """Compare the model of vLLM with Transformers. slot: u8[n], the weights that vLLM computes with. Raises
-    UnsupportedModelError if they differ by more than rounding in this dtype does."""
+    UnsupportedModelError if they differ by more than rounding in this dtype."""
     with _parameters_without_memory(), torch.device("cpu"):
         skeleton = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=trust
@@ -108,7 +110,7 @@ class _Reference:
 
     @torch.inference_mode()
     def compare(self, draw: DrawTokens, prompts: list[list[int]], weights: str) -> None:
-        """Raise UnsupportedModelError if vLLM computes something else."""
+        """Raise UnsupportedModelError if vLLM computes different log-probabilities."""
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         drawn = draw(prompts, _DRAWN, min(_TOP, vocabulary))
         try:
@@ -133,15 +135,15 @@ class _Reference:
     def _precise(
         self, drawn: list[DrawnPrompt], own: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], float] | tuple[None, None]:
-        """Log-probabilities in the next higher precision over the same weights, and how far Transformers is off, if
-        the model runs in it."""
+        """Return log-probabilities in the next higher precision over the same weights, and Transformers' error relative
+        to them, if the model runs in this precision."""
         try:
             precise = self._on_cpu(torch.float64 if self.model.dtype == torch.float32 else torch.float32)
             truth = [_logprobs(precise, one) for one in drawn]
             if self._coarse and self.model.dtype == torch.float32:
                 rounded = self._on_cpu(torch.bfloat16)
                 own = [_logprobs(rounded, one) for one in drawn]
-        except Exception as error:  # a foreign model can need one dtype, or one device
+        except Exception as error:  # a foreign model can require one dtype, or one device
             logger.debug("%s does not run in another dtype on a CPU: %s", self._name, first_line(error))
             return None, None
         return truth, _error(own, truth)
@@ -152,21 +154,21 @@ class _Reference:
 
 
 def _error(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """The difference in nats that nine of ten values do not exceed. NaN if there is one."""
+    """Return the difference in nats that nine of ten values do not exceed. NaN if there is one."""
     pairs = zip(some, others, strict=True)
     differences = torch.cat([(one.double() - other.double()).abs().flatten() for one, other in pairs])
     return float(differences.quantile(_QUANTILE))
 
 
 def _logprobs(model: PreTrainedModel, drawn: DrawnPrompt) -> torch.Tensor:
-    """[T, K] of the same tokens, from a full forward pass over the sequence."""
+    """Return [T, K] of the same tokens, from a full forward pass over the sequence."""
     ids = torch.tensor(drawn.token_ids, device=model.device)
     logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, -len(drawn.columns) :]
     return torch.log_softmax(logits.double(), -1).cpu().gather(1, drawn.columns)
 
 
 def _prompts(config: PretrainedConfig, max_context: int) -> list[list[int]]:
-    """Random prompts that leave room for the drawn tokens."""
+    """Return random prompts that leave room for the drawn tokens."""
     longest = max(1, min(max_context, getattr(config, "max_position_embeddings", None) or max_context) - _DRAWN - 1)
     generator = torch.Generator().manual_seed(1)
     lengths = [min(length, longest) for length in _LENGTHS]
@@ -175,7 +177,8 @@ def _prompts(config: PretrainedConfig, max_context: int) -> list[list[int]]:
 
 @torch.no_grad()
 def _randomize(model: PreTrainedModel) -> None:
-    """Weights of which each shows: sharp attention, norms that are not 1, biases that are not 0."""
+    """Write random weights, each of which affects the result: sharp attention, norms that are not 1, biases that are
+    not 0."""
     generator = torch.Generator(model.device).manual_seed(0)
     embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     for name, tensor in model.named_parameters():
@@ -203,7 +206,7 @@ def _take(core: Any) -> None:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """New modules have parameters on the meta device, and buffers with their values."""
+    """Create parameters of new modules on the meta device, and buffers with their values."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -1,4 +1,4 @@
-"""From our options to a vLLM engine that is stepped from this process."""
+"""Starts a vLLM engine from our options; this process steps it."""
 
 import logging
 import os
@@ -52,9 +52,9 @@ logger = logging.getLogger("inflight.engine")
 
 EXTENSION = "inflight.engine.on_vllm.worker.StagedWeights"
 _BLOCK_TOKENS = 128
-"""No block of vLLM's holds more tokens than this by default."""
+"""Maximum number of tokens of vLLM's blocks by default."""
 _CHECK_STEPS = 1000
-"""Steps within which the prompts of the check at the start end."""
+"""Maximum number of steps for the prompts of the check at the start."""
 _OURS = {
     "model": "model",
     "dtype": "dtype",
@@ -71,7 +71,7 @@ _OURS = {
     "max_loras": "adapters",
     "max_cpu_loras": "adapters",
 }
-"""Maps vLLM's options that we set to those of ours that say so."""
+"""Maps options of vLLM that we set to the options of ours that determine them."""
 _FIXED = {
     "logprobs_mode": "the recorded log-probability is that of the distribution that was sampled from",
     "async_scheduling": "a token would be told of one step after the weights that drew it",
@@ -87,12 +87,12 @@ _FIXED = {
     "generation_config": "sampling is as SamplingParams say",
     "max_logprobs": "SamplingParams.top_logprobs has its own bound",
 }
-"""Maps vLLM's options that are not free to why."""
+"""Maps options of vLLM that cannot be chosen to the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A vLLM engine, and what is known of its model."""
+    """A vLLM engine, and the properties of its model."""
 
     core: Any
     """vLLM's client of an engine core that runs in this process."""
@@ -101,15 +101,15 @@ class Started:
     name: str
     """vLLM's distribution and version."""
     options: EngineOptions
-    """Ours, with numbers in place of the zeros that stand for a default."""
+    """Our options, with numbers in place of the zeros that stand for a default."""
     device: torch.device
     slot_table: StagedSlots
     adapter_slots: StagedSlots | None
     aliases: list[Alias]
     records_columns: bool
-    """What requests ask for beside tokens and log-probabilities can be recorded."""
+    """Columns other than tokens and log-probabilities can be recorded."""
     reload_reason: str
-    """"": versions are prepared beside what vLLM computes with. Else why vLLM loads them by itself."""
+    """"" if versions are prepared next to the weights in use. Otherwise the reason why vLLM loads them itself."""
     vocab_size: int
     tokenizer: PreTrainedTokenizerBase | None
     eos_ids: frozenset[int]
@@ -133,28 +133,29 @@ class Started:
         return int(self.config.cache_config.block_size)
 
     def num_preemptions(self) -> int:
-        """How often those requests that are unfinished were preempted."""
+        """Return the number of preemptions of unfinished requests."""
         return sum(request.num_preemptions for request in self.scheduler.requests.values())
 
     def unbegun(self) -> list[str]:
-        """vLLM's names of the requests of which it has computed nothing."""
+        """Return vLLM's names of the requests of which it has computed nothing."""
         return [r.request_id for r in self.scheduler.waiting if not r.num_computed_tokens and not r.num_output_tokens]
 
     def request(self, name: str, sequence: Sequence, salt: int, sampling: dict[str, Any]) -> Any:
-        """A request for vLLM: the rest of a sequence, whose blocks are shared under a version's name."""
+        """Return a request for vLLM: the rest of a sequence. Its blocks are shared under a version's name."""
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         adapter = None
         if sequence.adapter is not None:
             number = self.options.adapters.index(sequence.adapter) + 1
-            adapter = LoRARequest(sequence.adapter, number, "published")  # its worker has it, and reads no such path
+            # Its worker already has the adapter, and does not read this path.
+            adapter = LoRARequest(sequence.adapter, number, "published")
         shared = f"{salt}:{sequence.params.cache_salt}"
         return _request(name, sequence.token_ids(), SamplingParams(**sampling), shared, adapter)
 
 
 def check_options(options: EngineOptions) -> None:
-    """Raise BackendError for what was asked for and vLLM, or the way that we use it, does not have."""
+    """Raise BackendError for options that vLLM, or our use of it, does not support."""
     default = EngineOptions(options.model)
     refused = {
         "slots": options.slots < 2 and "vLLM holds one copy of the weights, versions arrive in others: slots=2 or more",
@@ -204,7 +205,8 @@ def start(options: EngineOptions) -> Started:
 
     config = read_config(options.model, trust=options.trust_remote_code)
     text = config.get_text_config()
-    load_columns(options.columns, vocab_size=int(text.vocab_size), device=torch.device("cpu"))  # fails at once, or not
+    # Invalid columns fail here, before the model is loaded.
+    load_columns(options.columns, vocab_size=int(text.vocab_size), device=torch.device("cpu"))
     context = context_limit(text, options.max_context)
     dtype = resolve_dtype(options.dtype, model=options.model, device=device)
     dtype = dtype or getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
@@ -230,7 +232,8 @@ def start(options: EngineOptions) -> Started:
             records = all(way.records for way in ways)
             if options.columns and not records:
                 raise BackendError(f"columns={options.columns!r} cannot be had here: {UNRECORDED}")
-            if reason and device.type == "cpu":  # where vLLM's reloading leaves packed experts and tied weights behind
+            # vLLM's reloading does not update packed experts and tied weights.
+            if reason and device.type == "cpu":
                 raise UnsupportedModelError(f"vLLM on a CPU takes no new weights of {options.model!r}: {reason}")
             if reason:
                 logger.warning("vLLM loads new weights by itself, which stalls it longer: %s", reason)
@@ -249,14 +252,14 @@ def start(options: EngineOptions) -> Started:
                 )
         except InflightError:
             raise
-        except Exception as error:  # whatever vLLM and what lies below it raise, the caller's news is the same
+        except Exception as error:  # the caller gets the same error, whatever vLLM and the libraries below it raise
             logger.exception("vLLM does not start")
             raise ModelLoadError(
                 f"vLLM {vllm.__version__} does not run {options.model!r}: {first_line(error)}{_missing_package(error)}"
             ) from error
         try:
             generation_config = GenerationConfig.from_pretrained(path)
-        except OSError:  # there is none
+        except OSError:  # the model has no generation config
             generation_config = None
     tokenizer = load_tokenizer(options.model, trust=options.trust_remote_code)
     return Started(
@@ -278,8 +281,8 @@ def start(options: EngineOptions) -> Started:
 
 
 def _missing_package(error: Exception) -> str:
-    """Advice to install torchvision if vLLM cannot import the code of a model. vLLM logs the failed import, and needs
-    that package for the text of multimodal families, too."""
+    """Return advice to install torchvision if vLLM cannot import the code of a model. vLLM logs the failed import, and
+    needs that package for the text of multimodal families, too."""
     if "failed to be inspected" in str(error) and find_spec("torchvision") is None:
         return f"; its code for this model needs torchvision, which is not installed for {sys.executable}"
     return ""
@@ -297,7 +300,7 @@ def _attach(
     weights: StagedSlots,
     adapters: StagedSlots | None,
 ) -> list[UpdatePath]:
-    """Have the workers map the slots, and find out how versions get from there into the model."""
+    """Make the workers map the slots and determine how versions get from the slots into the model."""
 
     def described(table: StagedSlots) -> SharedSlots:
         worker.own_slots[table.layout.fingerprint] = [slot.buffer for slot in table.slots]
@@ -316,11 +319,12 @@ def _attach(
             adapter_names=options.adapters,
         )
     )
-    core.collective_rpc("inflight_fill", args=(attachment,))  # by the first worker, before all of them read
+    # The first worker fills the slot before all of them read it.
+    core.collective_rpc("inflight_fill", args=(attachment,))
     if adapters is not None:
         generator = torch.Generator(adapters.slots[0].buffer.device).manual_seed(0)
         for view in slot_views(adapters.slots[0].buffer, adapters.layout).values():
-            view.normal_(generator=generator)  # by which it shows where each of them goes
+            view.normal_(generator=generator)  # random values identify the place of each tensor
     ways = [
         msgpack_decoder(UpdatePath).decode(way) for way in core.collective_rpc("inflight_attach", args=(attachment,))
     ]
@@ -330,7 +334,7 @@ def _attach(
 
 
 def _warm_up(core: Any) -> None:
-    """Draw a few tokens, so that no client waits for what is compiled when it first runs."""
+    """Draw a few tokens, so that clients do not wait for kernels that are compiled at their first run."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     sampling = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=0, seed=0, detokenize=False)
@@ -373,7 +377,7 @@ def _draw(core: Any, prompts: list[list[int]], num_tokens: int, num_logprobs: in
 
 
 def _request(name: str, token_ids: list[int], sampling: Any, salt: str, adapter: Any = None) -> Any:
-    """A request in the form in which vLLM's engine core takes it."""
+    """Return a request in the form of vLLM's engine core."""
     from vllm.v1.engine import EngineCoreRequest  # pyright: ignore[reportMissingImports]
 
     return EngineCoreRequest(
@@ -390,10 +394,11 @@ def _request(name: str, token_ids: list[int], sampling: Any, salt: str, adapter:
 
 
 def _why_lost(ways: list[tuple[str, list[tuple[int, int]]]], layout: WeightLayout) -> str:
-    """Why what is prepared of a slot would not be drawn with; "" if it is.
+    """Return the reason why tokens would not be drawn with prepared versions of a slot; "" if they would.
 
-    ways: of each worker, its own reason, and the parts of a slot, from byte to byte, of which it reads something. What
-    begins in none of them would never change."""
+    ways: for each worker, its own reason, and the byte ranges of a slot that it reads. A tensor that begins outside all
+    of them would never change.
+    """
     for reason, _ in ways:
         if reason:
             return reason
@@ -409,7 +414,7 @@ def _why_lost(ways: list[tuple[str, list[tuple[int, int]]]], layout: WeightLayou
 def _arguments(
     options: EngineOptions, path: str, text: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """What vLLM is started with."""
+    """Return the arguments for starting vLLM."""
     arguments: dict[str, Any] = {
         "model": path,
         "dtype": options.dtype,
@@ -434,7 +439,7 @@ def _arguments(
     if options.lora_rank:
         places = len(options.adapters) + (
             device.type == "cpu"
-        )  # where rows without an adapter read the last one: zeros
+        )  # Rows without an adapter read the last place. It contains zeros.
         arguments |= {
             "enable_lora": True,
             "max_loras": places,
@@ -446,16 +451,16 @@ def _arguments(
 
 
 def _rank_of_vllm(rank: int) -> int:
-    """The least rank that vLLM has places for and that holds this one."""
+    """Return the smallest rank that vLLM supports and that is not below this one."""
     from vllm.config.lora import MaxLoRARanks  # pyright: ignore[reportMissingImports]
 
     return min(its for its in get_args(MaxLoRARanks) if its >= rank)
 
 
 def _kv_cache_bytes(options: EngineOptions, text: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes for the keys and values of as many tokens as was asked for, or of all sequences at their longest, as far as
-    the memory goes; in each worker. Raises DeviceMemoryError."""
-    queries = getattr(text, "num_attention_heads", None) or 1  # of a model without attention: as many as it likes
+    """Return the bytes in each worker for the keys and values of the requested number of tokens, or of all sequences at
+    their longest, within the available memory. Raises DeviceMemoryError."""
+    queries = getattr(text, "num_attention_heads", None) or 1  # any number for a model without attention
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // queries
     heads = getattr(text, "num_key_value_heads", None) or queries
     workers = options.vllm.get("tensor_parallel_size", 1)
@@ -473,22 +478,24 @@ def _kv_cache_bytes(options: EngineOptions, text: PretrainedConfig, dtype: torch
 
 
 def _set_environment(options: EngineOptions) -> None:
-    """What vLLM reads from the environment, and what processes that it starts need to find inflight."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core runs here, and takes steps when we say so
+    """Set the environment variables that vLLM reads, and the variables with which its processes find inflight."""
+    # Its engine core runs in this process, and takes a step on each of our calls.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if options.vllm.get("tensor_parallel_size", 1) > 1:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it asks for a NUMA node for each worker
+        # Otherwise it asks for a NUMA node for each worker.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if not options.cuda_graphs:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # parts of its sampler are compiled even so
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of its sampler are still compiled
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     if os.path.isdir(options.model) or options.model in SHAPES:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # nothing to look up
+        os.environ["HF_HUB_OFFLINE"] = "1"  # all files are local
 
 
 def _checkpoint(options: EngineOptions, config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> str:
-    """What vLLM loads: the model as it was named, or a built-in shape as a directory."""
+    """Return the model for vLLM: the name as given, or a directory with a built-in shape."""
     if options.model not in SHAPES:
         compare_checkpoint(
             options.model, config, trust=options.trust_remote_code

@@ -1,7 +1,7 @@
-"""What requests ask for beside tokens, computed in vLLM's worker from the distributions that they were drawn from.
+"""Optional columns of requests, computed in vLLM's worker from the distributions that tokens were drawn from.
 
-vLLM's sampler hands these distributions on to whoever gathers log-probabilities; there they are looked at, in steps in
-which a request has asked for more. S rows of a step, V vocabulary.
+vLLM's sampler passes these distributions to the function that gathers log-probabilities. In steps in which a request
+has asked for columns, they are read there. S rows of a step, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -19,31 +19,32 @@ _ENTROPIES, _MASK = "entropies", "sampling_mask"
 UNRECORDED = "vLLM's second model runner does not tell what it draws from; set VLLM_USE_V2_MODEL_RUNNER=0 for its first"
 
 Columns = tuple[list[str], dict[str, torch.Tensor]]
-"""vLLM's names of the requests of a step, and what `engine.sampler.Samples.columns` has for each, on the CPU."""
+"""vLLM's names of the requests of a step, and the columns of `engine.sampler.Samples.columns` for each, on the CPU."""
 
 
 def asked(params: SamplingParams) -> list[str]:
-    """What a request asks for that vLLM does not give by itself."""
+    """Return the columns of a request that vLLM does not record itself."""
     built_in = {_ENTROPIES: params.return_entropy, _MASK: params.return_sampling_mask and params.filtered}
     return [name for name, wanted in built_in.items() if wanted] + list(params.columns)
 
 
 def as_extra_arguments(params: SamplingParams) -> dict[str, Any] | None:
-    """The same, as vLLM's SamplingParams carry it."""
+    """Return the same columns as an argument of vLLM's SamplingParams."""
     names = asked(params)
     return {_ASKED: names} if names else None
 
 
 def can_record(runner: Any) -> bool:
-    """Whether a model runner of vLLM's is one whose sampler hands its distributions on, which its second is not."""
+    """Return True if the sampler of a model runner of vLLM passes its distributions on. The sampler of vLLM's second
+    model runner does not."""
     return hasattr(getattr(runner, "sampler", None), "gather_logprobs")
 
 
 class ColumnRecorder:
-    """Looks at what a model runner of vLLM's samples."""
+    """Reads the samples of a model runner of vLLM."""
 
     def __init__(self, runner: Any, functions: Mapping[str, ColumnFunction]):
-        """functions: the columns of a user's own, by name."""
+        """functions: custom columns, by name."""
         self._runner, self._functions = runner, functions
         self._columns: Columns | None = None
         gather = runner.sampler.gather_logprobs
@@ -55,7 +56,7 @@ class ColumnRecorder:
         runner.sampler.gather_logprobs = gather_and_record
 
     def take(self) -> Columns | None:
-        """The columns of the last step; None if no request asked for any."""
+        """Return the columns of the last step; None if no request asked for any."""
         columns, self._columns = self._columns, None
         return columns
 

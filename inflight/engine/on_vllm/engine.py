@@ -1,8 +1,8 @@
-"""The generation loop around vLLM's: commit → hand over → step → collect → emit.
+"""The generation loop around vLLM: commit → hand over → step → collect → emit.
 
-Between two steps of vLLM a version that was prepared goes live (commit), and vLLM gets the sequences that it has room
-for (hand over). After a step its tokens are appended to their sequences, some of which end (collect), and a frame tells
-all that (emit). A step is scheduled, computed and read before the next one, so that all its tokens are of one version.
+Between two steps of vLLM a prepared version goes live (commit), and vLLM gets the sequences for which it has room (hand
+over). After a step its tokens are appended to their sequences, and finished sequences end (collect). A frame contains
+the results (emit). A step is scheduled, computed and read before the next one, so that all its tokens have one version.
 """
 
 import logging
@@ -36,18 +36,18 @@ from inflight.weights.tensors import slot_views
 logger = logging.getLogger("inflight.engine")
 
 _POLL_S = 0.001
-"""How long an engine that has nothing to generate waits before it asks again whether a version is prepared."""
+"""Interval at which an engine that has nothing to generate checks if a version is prepared."""
 _PREPARE_S = 600.0
-"""How long workers may take to prepare a version."""
+"""Maximum time for workers to prepare a version."""
 _RPC_S = 120.0
-"""How long workers may take to answer."""
+"""Maximum time for workers to answer."""
 
 
 class VllmEngine(Backend):
     """Generates tokens with vLLM, in this process and the workers that it starts.
 
-    Raises BackendError, ModelLoadError, UnsupportedModelError, SharedMemoryError or DeviceMemoryError when it is built,
-    InvalidRequestError from `submit`, and BackendError from `step` if vLLM has failed.
+    The constructor raises BackendError, ModelLoadError, UnsupportedModelError, SharedMemoryError or DeviceMemoryError.
+    `submit` raises InvalidRequestError, and `step` raises BackendError if vLLM has failed.
     """
 
     def __init__(self, options: EngineOptions, started: Started | None = None):
@@ -76,7 +76,7 @@ class VllmEngine(Backend):
         )
         self.stop = StopCondition(started.eos_ids, started.tokenizer)
         self._preparing: StagedSlots | None = None
-        """Whose version the workers prepare."""
+        """The slots of the version that the workers prepare."""
         self._preparing_since_ns = 0
         self._num_reused_tokens = 0
 
@@ -89,7 +89,7 @@ class VllmEngine(Backend):
         )
 
     def close(self) -> None:
-        """End vLLM's workers, and give the slots' names back. Safe to call twice."""
+        """End vLLM's workers, and remove the slots' names. Safe to call twice."""
         self._core.shutdown()
         super().close()
 
@@ -97,7 +97,7 @@ class VllmEngine(Backend):
 
     @verb()
     def sleep(self) -> None:
-        """Raises BackendError with CUDA graphs, which know the addresses of that memory."""
+        """Free the memory of the KV cache. Raises BackendError with CUDA graphs, because they contain its addresses."""
         if self.device.type == "cuda" and self.options.cuda_graphs:
             raise BackendError(
                 'sleep() cannot be had with backend="vllm" and CUDA graphs, which know where the KV cache lies: launch '
@@ -122,15 +122,15 @@ class VllmEngine(Backend):
 
     @verb()
     def digests(self, least: int) -> NoReturn:
-        """Refused."""
+        """Raise BackendError."""
         raise BackendError(
             'digests() cannot be had with backend="vllm", which computes with tensors that are fused, split and packed'
         )
 
     @verb()
     def checksums(self, asked: ChecksumRequest) -> list[Digests]:
-        """Of the slot from which vLLM loaded the live version. Raises BackendError if it holds another one by now, or
-        vLLM's weights are in no slot."""
+        """Return checksums of the slot from which vLLM loaded the live version. Raises BackendError if it holds another
+        version by now, or vLLM's weights are in no slot."""
         table = self.slot_table
         if table.whole is None or self._started.reload_reason:
             raise BackendError(
@@ -157,14 +157,15 @@ class VllmEngine(Backend):
             num_running=len(self.scheduler.running),
             num_preemptions=self._started.num_preemptions(),
             kv_blocks=self._started.kv_blocks,
-            kv_blocks_used=self._started.kv_blocks - pool.get_num_free_blocks() - 1,  # one holds nothing
+            kv_blocks_used=self._started.kv_blocks - pool.get_num_free_blocks() - 1,  # one block holds no tokens
             num_reused_tokens=self._num_reused_tokens,
         )
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def step(self) -> TokenFrame | None:
-        """One step of vLLM over the sequences that it has. Returns a frame, or None if there is nothing to tell."""
+        """Run one step of vLLM over the sequences that it has. Return a frame, or None if there is nothing to
+        report."""
         self._swap()
         self._hand_over()
         outputs: list[Any] = []
@@ -182,7 +183,7 @@ class VllmEngine(Backend):
         return self._emit(rows, columns, stepped=stepped)
 
     def _swap(self) -> None:
-        """Have the workers prepare the newest whole version, or let the one go live that they have prepared."""
+        """Make the workers prepare the newest complete version, or make the version that they have prepared live."""
         began_ns = now_ns()
         if self._preparing is None and not self._begin_to_prepare(began_ns):
             return
@@ -201,7 +202,7 @@ class VllmEngine(Backend):
         self._note_swap(table, ready, began_ns, num_in_flight)
 
     def _begin_to_prepare(self, began_ns: int) -> bool:
-        """Have the workers prepare the oldest version that waits, of the weights or of the adapters. Returns whether it
+        """Make the workers prepare the oldest waiting version, of the weights or of the adapters. Return True if it
         could be prepared before the next step."""
         tables = [table for table in (self.slot_table, self.adapter_slots) if table is not None and table.is_waiting]
         if not tables:
@@ -217,7 +218,7 @@ class VllmEngine(Backend):
         return False
 
     def _hand_over(self) -> None:
-        """Have vLLM forget what has ended otherwise, and take what it has room for."""
+        """Abort requests in vLLM that have ended otherwise, and add the sequences that it has room for."""
         self._core.abort_requests(self.scheduler.take_given_up())
         if self.blocked:
             return
@@ -226,7 +227,7 @@ class VllmEngine(Backend):
             self._core.add_request(request)
 
     def _collect(self, output: Any) -> list["_Row"]:
-        """Append what a step drew for one request to its sequence, and end it if it is finished."""
+        """Append the tokens that a step drew for one request to its sequence, and end it if it is finished."""
         sequence = self.scheduler.running.get(output.request_id)
         if sequence is None:
             return []
@@ -245,7 +246,7 @@ class VllmEngine(Backend):
                 self.requests.finish(sequence, reason)
                 break
         if output.finish_reason is not None:
-            if not sequence.finished:  # for a reason of vLLM's
+            if not sequence.finished:  # vLLM has its own reason
                 logger.warning("vLLM ended request %d: %s", sequence.request_id, output.finish_reason)
                 self.requests.finish(sequence, "error")
             self.scheduler.forget(output.request_id)
@@ -253,7 +254,8 @@ class VllmEngine(Backend):
         return rows
 
     def _emit(self, rows: list["_Row"], columns: Columns, *, stepped: bool) -> TokenFrame | None:
-        """The frame of a step, of which these rows count; without a step, one that brings news, if there are any."""
+        """Return the frame of a step, with the tokens of these rows. Without a step, return a frame that reports starts
+        and ends of requests, or None if there are none."""
         if not (stepped or self.requests.has_news or self._untold_swap is not None):
             return None
         swap, self._untold_swap = self._untold_swap, None
@@ -272,7 +274,7 @@ class VllmEngine(Backend):
     # ---- vLLM ---------------------------------------------------------------------------------------------------
 
     def _rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """Have every worker do something between two steps."""
+        """Call a method of every worker between two steps."""
         return self._call(self._core.collective_rpc, method, _RPC_S, arguments)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -280,12 +282,12 @@ class VllmEngine(Backend):
             return function(*arguments)
         except InflightError:
             raise
-        except Exception as error:  # whatever vLLM and what lies below it raise
+        except Exception as error:  # vLLM and the libraries below it can raise anything
             raise BackendError(f"vLLM has failed: {type(error).__name__}: {error}") from error
 
 
 class _Row(NamedTuple):
-    """A token that a step drew, and where its log-probabilities are."""
+    """A token that a step drew, and the place of its log-probabilities."""
 
     sequence: Sequence
     name: str
@@ -293,14 +295,14 @@ class _Row(NamedTuple):
     token: int
     logprob: float
     logprobs: Any
-    """vLLM's lists of them: the drawn token first, then the most likely ones."""
+    """vLLM's lists of log-probabilities: the drawn token first, then the most likely ones."""
     index: int
     starts: bool
-    """It is the first one of its sequence here."""
+    """The token is the first one of its sequence on this engine."""
 
 
 def _top_columns(rows: list[_Row]) -> dict[str, np.ndarray]:
-    """The most likely tokens of each row, as many as its request asked for."""
+    """Return the most likely tokens of each row, as many as its request asked for."""
     most = max((row.sequence.params.top_logprobs for row in rows), default=0)
     if not most:
         return {}

@@ -1,4 +1,4 @@
-"""Our sampling parameters as vLLM's, where both mean the same distribution."""
+"""Translates our sampling parameters to vLLM's, if both mean the same distribution."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ _MAX_SEED = 2**63
 
 
 def refuse(name: str, sequence: Sequence) -> None:
-    """Raise InvalidRequestError, which calls the prompt `name`, for what vLLM cannot do or does otherwise."""
+    """Raise InvalidRequestError for parameters that vLLM cannot handle or handles differently. name: the prompt's name
+    in the message."""
     params = sequence.params
     reasons = {
         "prompt_logprobs: they are not recorded with vLLM": params.prompt_logprobs is not None,
@@ -27,12 +28,13 @@ def refuse(name: str, sequence: Sequence) -> None:
 
 
 def request_arguments(sequence: Sequence, eos_ids: frozenset[int]) -> dict[str, Any]:
-    """Keyword arguments of vLLM's SamplingParams for the rest of a sequence, whose prompt for vLLM is all its tokens.
+    """Return keyword arguments of vLLM's SamplingParams for the rest of a sequence. For vLLM, all tokens of the
+    sequence are its prompt.
 
     vLLM applies logit bias, min_tokens, repetition penalty, temperature, min-p, top-k and top-p in this order.
-    End-of-sequence ids are stop ids like others, so that vLLM needs no tokenizer; stop strings are looked for by us.
-    It seeds a generator for each request, of which every token takes numbers; a request that goes on elsewhere gets
-    another one, so that it does not draw the same numbers again.
+    End-of-sequence ids are passed as stop ids, so that vLLM needs no tokenizer. We search for stop strings. vLLM seeds
+    a generator for each request, and every token takes numbers from it. A request that continues elsewhere gets another
+    seed, so that it does not draw the same numbers again.
     """
     params, drawn = sequence.params, len(sequence.tokens)
     filters = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p} if not params.greedy else {}

@@ -1,8 +1,9 @@
 """The next version of the weights in the form in which one of vLLM's workers computes with them.
 
 vLLM fuses projections, keeps the part of them that belongs to its rank, and on a CPU packs the weights of its products.
-Its own loaders say once what of which tensor goes where: the copies that they make out of a slot are noted, and made
-again for every version. They go to a shadow beside what vLLM computes with, which takes its place between two steps.
+Its own loaders define the place of each part of each tensor: the copies that they make out of a slot are recorded once,
+and repeated for every version. Their targets are shadows next to the weights in use, and replace those weights between
+two steps.
 """
 
 import inspect
@@ -18,13 +19,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _PROBE_ROWS = (1, 4, 16)
-"""oneDNN has other kernels for few rows than for many."""
+"""Numbers of rows in tests. oneDNN uses different kernels for few rows and for many."""
 _ROUNDING = 0.02
 """Largest relative difference that passes between a parameter and the same one made from parts with fewer bits."""
 
 
 class Unmappable(Exception):
-    """vLLM does more to these weights than to copy parts of them, so that it has to load them itself."""
+    """vLLM does more to these weights than copy parts of them, so that it has to load them itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Part:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, slot: torch.Tensor) -> "Part":
-        """The place of a tensor in its slot. Raises Unmappable if it is no part of the slot."""
+        """Return the place of a tensor in its slot. Raises Unmappable if it is not part of the slot."""
         begin = int(tensor.storage_offset()) * tensor.itemsize - int(slot.storage_offset())
         elements = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         nbytes = elements * tensor.itemsize
@@ -55,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A part of a slot that goes to a part of a parameter."""
+    """A copy from a part of a slot to a part of a parameter."""
 
     source: Part
     target_size: tuple[int, ...]
@@ -68,12 +69,13 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class _Product:
-    """A layer's weight as oneDNN has packed it (vLLM on a CPU). The layer reads where it lies from a tensor whenever it
-    runs, compiled or not; vLLM's handler gives the memory back when nobody holds the handler."""
+    """A layer's weight as oneDNN has packed it (vLLM on a CPU). The layer reads the address of the packed weight from a
+    tensor whenever it runs, compiled or not. vLLM's handler frees the memory when the last reference to the handler
+    ends."""
 
     live: Any
     next: Any = None
-    """The handler of what is packed next to it, then of what was live before."""
+    """The handler of the next packed weight, then of the previous one."""
 
     def commit(self) -> None:
         live, after = self.live.handler_tensor, self.next.handler_tensor
@@ -84,26 +86,26 @@ class _Product:
 
 @dataclass(slots=True, eq=False)
 class Parameter:
-    """One parameter of vLLM's: what it is now, and what it will be."""
+    """One parameter of vLLM: its current and its next value."""
 
     name: str
     live: torch.Tensor | None
-    """What vLLM computes with; None if it computes with packed products of it alone."""
+    """The tensor that vLLM computes with; None if it computes only with packed products of it."""
     next: torch.Tensor
     copies: list[Copy]
     computed: list["Computed"] = field(default_factory=list)
-    """In place of `copies`."""
+    """Used in place of `copies`."""
     products: list[_Product] = field(default_factory=list)
     in_place: bool = False
     """Another tensor of the model refers to the memory of `live`."""
 
     @property
     def sources(self) -> list[Part]:
-        """The parts of a slot that it is made of."""
+        """The parts of a slot from which the parameter is made."""
         return [copy.source for copy in self.copies] + [part for one in self.computed for part in one.parts.values()]
 
     def is_loaded(self) -> bool:
-        """Whether `next` is `live`, apart from the rounding of parts with fewer bits."""
+        """Return True if `next` equals `live`, apart from the rounding of parts with fewer bits."""
         assert self.live is not None
         if torch.equal(self.live, self.next):
             return True
@@ -113,17 +115,17 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """A call of a loader of vLLM's that computes a parameter from parts of a slot, such as −exp(A_log) from A_log."""
+    """A call of a loader of vLLM that computes a parameter from parts of a slot, such as −exp(A_log) from A_log."""
 
     call: "LoaderCall"
     made_for: torch.Tensor
     """The parameter as the loader takes it."""
     parts: dict[str, Part]
-    """Those of the call's arguments that are parts of a slot."""
+    """The arguments of the call that are parts of a slot."""
 
     @classmethod
     def of(cls, call: "LoaderCall", made_for: torch.Tensor, slot: torch.Tensor) -> "Computed":
-        """Raises Unmappable if an argument is a tensor that is no part of the slot."""
+        """Make a record of a call. Raises Unmappable if an argument is a tensor that is not part of the slot."""
         tensors = {name: value for name, value in call.arguments.items() if isinstance(value, torch.Tensor)}
         return cls(call, made_for, {name: Part.of(tensor, slot) for name, tensor in tensors.items()})
 
@@ -133,24 +135,24 @@ class Computed:
 
 
 class Shadow:
-    """Parameters of one worker beside those that it computes with. `prepare` may run in any thread."""
+    """Next parameters of one worker, separate from its current parameters. `prepare` can run in any thread."""
 
     def __init__(self, slots: Sequence[torch.Tensor], parameters: list[Parameter]):
-        """slots: u8[n] each. It is made in the thread that computes."""
+        """slots: u8[n] each. The constructor must run in the thread that computes."""
         self._slots, self._parameters = slots, parameters
         self._num_threads = torch.get_num_threads()
 
     def reads(self) -> list[tuple[int, int]]:
-        """The parts of a slot, from byte to byte, of which something is read."""
+        """Return the byte ranges of a slot that are read."""
         return [(part.begin, part.begin + part.nbytes) for p in self._parameters for part in p.sources]
 
     def prepare(self, slot: int) -> None:
-        """Bring the version of a slot into the form in which it is computed with."""
-        # Of this thread: for another number of them oneDNN may pack otherwise than it then computes. vLLM has replaced
-        # torch.set_num_threads by what does nothing.
+        """Convert the version of a slot to the form in which vLLM computes with it."""
+        # Set the number of threads of this thread: with another number, oneDNN could pack weights in another form than
+        # it computes with. vLLM has replaced torch.set_num_threads by a function that does nothing.
         torch._C.set_num_threads(self._num_threads)
         for product in (product for parameter in self._parameters for product in parameter.products):
-            product.next = None  # two packed forms of all are enough
+            product.next = None  # two packed forms of each weight are enough
         for parameter in self._parameters:
             targets = [copy.target(parameter.next) for copy in parameter.copies]
             copy_all(targets, [copy.source.view(self._slots[slot]) for copy in parameter.copies])
@@ -161,10 +163,10 @@ class Shadow:
                 product.next = _pack(parameter.next)
 
     def commit(self) -> None:
-        """What was prepared takes the place of what vLLM computes with."""
+        """Replace the weights that vLLM computes with by the prepared ones."""
         for parameter in self._parameters:
             live = parameter.live
-            if live is not None and (live.is_cuda or parameter.in_place):  # CUDA graphs know its address, too
+            if live is not None and (live.is_cuda or parameter.in_place):  # CUDA graphs contain its address, too
                 live.copy_(parameter.next)
             elif live is not None:
                 live.data, parameter.next = parameter.next, live.data
@@ -173,18 +175,18 @@ class Shadow:
 
 
 class WeightShadow(Shadow):
-    """The next weights."""
+    """Shadow of the next weights."""
 
     def __init__(self, model: nn.Module, slots: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]):
-        """slots: u8[n] each, of which the first holds the weights that the model has now. tensors: views of it by the
-        names that checkpoints give them. Raises Unmappable."""
+        """slots: u8[n] each; the first holds the current weights of the model. tensors: views of the first slot by
+        their names in checkpoints. Raises Unmappable."""
         super().__init__(slots, _map(model, slots[0], tensors))
         self._check()
-        self.commit()  # so that the first version is what its slot holds, after rounding
+        self.commit()  # The first version then equals the contents of its slot, after rounding.
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Hold what becomes of the first slot, in another thread as later, against what the model has."""
+        """Compare the result of preparing the first slot, in another thread as later, with the weights of the model."""
         from vllm import _custom_ops as ops  # pyright: ignore[reportMissingImports]
 
         with ThreadPoolExecutor(1) as thread:
@@ -199,7 +201,7 @@ class WeightShadow(Shadow):
 
 
 def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> list[Parameter]:
-    """What vLLM's loaders copy out of a slot, by parameter."""
+    """Return the copies of vLLM's loaders out of a slot, by parameter."""
     from vllm.model_executor.model_loader.reload.meta import (  # pyright: ignore[reportMissingImports]
         materialize_meta_tensor,
     )
@@ -225,7 +227,7 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
                 raise Unmappable(f"{label}: {error}") from error
         copied = sum(torch.Size(copy.target_size).numel() for copy in copies)
         if live.shape == meta.shape and live.dtype == meta.dtype:
-            made_for.data.copy_(live)  # and what is padded stays
+            made_for.data.copy_(live)  # padding keeps its values
             in_place = live.untyped_storage().data_ptr() in referred
             parameter = Parameter(label, live, made_for.data, copies, computed, in_place=in_place)
             by_live[id(live)] = parameter
@@ -238,7 +240,7 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
             raise Unmappable(f"{label}: vLLM converts it after loading, and inflight cannot write that form")
         parameters.append(parameter)
     for parameter in parameters:
-        if parameter.live is None:  # all that are packed take turns in one piece of memory
+        if parameter.live is None:  # all packed parameters alternately use one piece of memory
             shape = parameter.next.shape
             parameter.next = scratch[parameter.next.dtype][: shape.numel()].view(shape)
     for layer in model.modules():
@@ -249,8 +251,8 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
 
 
 def _referred(model: nn.Module) -> set[int]:
-    """Addresses of memory that tensors of the model refer to, apart from parameters: MambaMixer2.conv_weights is a view
-    of a parameter."""
+    """Return addresses of memory that tensors of the model refer to, apart from parameters: MambaMixer2.conv_weights is
+    a view of a parameter."""
     held = (value for layer in model.modules() for value in (*layer._buffers.values(), *vars(layer).values()))
     tensors = (value for value in held if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))
     return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
@@ -267,7 +269,7 @@ class LoaderCall:
     parameter: str
     """The name of the argument for the target."""
     arguments: dict[str, Any]
-    """The others."""
+    """All other arguments."""
 
     def __call__(self, target: torch.Tensor, **others: Any) -> Any:
         """others: arguments in place of the noted ones."""
@@ -277,8 +279,8 @@ class LoaderCall:
 def _trace(
     model: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[dict[Key, list[LoaderCall]], dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
-    """Have vLLM load these tensors without loading anything: which loader it calls for which parameter with what. Also
-    each parameter as it is before vLLM processes it, without values, and as it is now."""
+    """Record vLLM's loading of these tensors without loading anything. Return, for each parameter, the calls of its
+    loaders, the parameter as it is before vLLM processes it, without values, and the current parameter."""
     from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
         _get_original_loader,
         _place_kernel_tensors,
@@ -301,7 +303,7 @@ def _trace(
             bound = signature.bind(*args, **kwargs).arguments
             del bound[parameter]
             calls.setdefault(key, []).append(LoaderCall(loader, parameter, bound))
-            return True  # those of experts say whether it was one of this rank's
+            return True  # the loaders of experts return True for an expert of this rank
 
         return note
 
@@ -333,7 +335,7 @@ def _trace(
 
 
 class NoteCopies(TorchDispatchMode):
-    """Notes copies, and makes them only where it is told to."""
+    """Records copies. It executes them only with `make`."""
 
     def __init__(self, *, make: bool = False) -> None:
         super().__init__()
@@ -349,13 +351,13 @@ class NoteCopies(TorchDispatchMode):
 
 
 def copy_of(target: torch.Tensor, source: torch.Tensor, slot: torch.Tensor) -> Copy:
-    """A copy that was noted. Raises Unmappable if its source is no part of the slot."""
+    """Return a recorded copy. Raises Unmappable if its source is not part of the slot."""
     part = Part.of(source if source.shape == target.shape else source.expand(target.shape), slot)
     return Copy(part, tuple(target.shape), target.stride(), int(target.storage_offset()))
 
 
 def _noted(load: LoaderCall, parameter: torch.Tensor, slot: torch.Tensor) -> list[Copy]:
-    """The copies that a loader makes to a parameter. Raises Unmappable if something does not come out of the slot."""
+    """Return the copies that a loader makes to a parameter. Raises Unmappable if a source is not in the slot."""
     with NoteCopies() as noted, torch.no_grad():
         load(parameter)
     if any(t.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr() for t, _ in noted.made):
@@ -364,7 +366,7 @@ def _noted(load: LoaderCall, parameter: torch.Tensor, slot: torch.Tensor) -> lis
 
 
 def _packed_product(layer: nn.Module) -> Any:
-    """What vLLM holds of a weight that oneDNN has packed, or None."""
+    """Return vLLM's handler of a weight that oneDNN has packed, or None."""
     linear = getattr(layer, "cpu_linear", None)
     closure = getattr(linear, "__closure__", None) or ()
     held = [cell.cell_contents for cell in closure]
@@ -372,7 +374,7 @@ def _packed_product(layer: nn.Module) -> Any:
 
 
 def _pack(weight: torch.Tensor) -> Any:
-    """Pack [N, K] for products with it. Returns vLLM's handler."""
+    """Pack a weight [N, K] for products with it. Return vLLM's handler."""
     from vllm import _custom_ops as ops  # pyright: ignore[reportMissingImports]
 
     return ops.create_onednn_mm(weight.t(), 32)

@@ -1,4 +1,4 @@
-"""Slots from which versions are copied into weights that something else holds."""
+"""Slots from which versions are copied into weights that the backend stores elsewhere."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,8 @@ from inflight.weights.engine.slot_table import Slot, SlotState, SlotTable
 
 
 class StagedSlots(SlotTable):
-    """Slots of a backend that computes with weights of its own. None is ever read by a forward pass, so that all start
-    IDLE, and a slot is IDLE again as soon as its version is live:
+    """Slots of a backend that computes with its own weights. No forward pass reads a slot, so that all start IDLE, and
+    a slot is IDLE again as soon as its version is live:
 
         IDLE ──lend──► LENT ──ready()──► READY ──take()──► LIVE: being prepared ──commit()──► IDLE
     """
@@ -37,12 +37,12 @@ class StagedSlots(SlotTable):
 
     @property
     def is_waiting(self) -> bool:
-        """A whole version waits to be prepared."""
+        """True if a complete version waits to be prepared."""
         return self._ready is not None
 
     @property
     def whole(self) -> int | None:
-        """The slot that holds the live version; None if it was written to since, or might have been."""
+        """The slot that holds the live version; None if it was, or might have been, written to since."""
         return None if self._lent_live else self._holds_live
 
     def lend(self, *, in_use: int | None = None) -> list[int]:
@@ -51,19 +51,21 @@ class StagedSlots(SlotTable):
         return lent
 
     def written(self) -> None:
-        """A version was filled in or announced, perhaps where the live one was; `commit` finds its slot."""
+        """Record that a version was filled in or announced, perhaps in the slot of the live version. `commit` finds its
+        slot."""
         self._holds_live = None
 
     def request(self) -> None:
-        """The publisher gets a slot as soon as there is one; none is in use."""
+        """Do nothing. The publisher gets a slot as soon as there is one, because no pass reads slots."""
 
     def withdraw(self, written: Sequence[int] = ()) -> None:
-        """The publisher is gone; the next one gets its slots."""
+        """Record that the publisher has ended. The next publisher gets its slots."""
         self._holds_live = None if self._holds_live in written else self._holds_live
         self._lent_live = False
 
     def take(self) -> SlotReady | None:
-        """The newest whole version, which is to be prepared now; None if there is none or another is being prepared."""
+        """Return the newest complete version, to be prepared now; None if there is none or another is being
+        prepared."""
         if self._taken is None and self._ready is not None:
             self._taken, self._ready = self._ready, None
             self.states[self._taken.slot] = SlotState.LIVE
@@ -71,7 +73,7 @@ class StagedSlots(SlotTable):
         return None
 
     def commit(self) -> SlotReady:
-        """The version that was prepared is live."""
+        """Record that the prepared version is live."""
         assert self._taken is not None
         taken, self._taken = self._taken, None
         self.states[taken.slot] = SlotState.IDLE

@@ -16,7 +16,7 @@ class VllmScheduler:
     def __init__(self, max_sequences: int, *, records_columns: bool):
         self._max_sequences, self._records_columns = max_sequences, records_columns
         self._waiting: deque[Sequence] = deque()
-        """Can contain finished sequences, which are skipped."""
+        """Waiting sequences, in order. Finished ones among them are skipped."""
         self.num_waiting = 0
         self.running: dict[str, Sequence] = {}
         """Maps vLLM's names of requests to their sequences."""
@@ -56,7 +56,7 @@ class VllmScheduler:
 
     @property
     def asks_for_columns(self) -> bool:
-        """Return whether a running request asks for columns that vLLM does not record by itself."""
+        """Return True if a running request asks for columns that vLLM does not record itself."""
         return any(asked(sequence.params) for sequence in self.running.values())
 
     @property
@@ -65,7 +65,7 @@ class VllmScheduler:
 
     @property
     def held_back(self) -> bool:
-        """Return whether only new prompts are left, and `admits` forbids them."""
+        """Return True if only new prompts are left, and `admits` forbids them."""
         return not self.running and self._first() is not None and not self._may_begin()
 
     def advance(self, weights: int, adapters: int) -> Iterator[tuple[str, Sequence, int]]:
@@ -95,7 +95,7 @@ class VllmScheduler:
         return self._salts[sequence.request_id]
 
     def forget(self, name: str) -> None:
-        """Note that vLLM has ended a request by itself and need not abort it."""
+        """Record that vLLM has ended a request itself, so that no abort is necessary."""
         if name in self._given_up:
             self._given_up.remove(name)
 

@@ -1,8 +1,8 @@
-"""What vLLM's workers get: they map the slots, prepare a version while they decode, and commit it between two steps.
-They also record columns, and free the KV cache while the engine sleeps.
+"""Extension of vLLM's workers: they map the slots, prepare a version while they decode, and commit it between two
+steps. They also record columns, and free the KV cache while the engine sleeps.
 
-vLLM mixes `StagedWeights` into its own worker class; the engine's process calls its methods through `collective_rpc`,
-which every worker does in the same order as its steps, so that all of them commit before the same step.
+vLLM mixes `StagedWeights` into its own worker class. The engine's process calls its methods through `collective_rpc`.
+Every worker runs these calls in the same order as its steps, so that all of them commit before the same step.
 """
 
 import os
@@ -35,48 +35,48 @@ class SharedSlots(msgspec.Struct, frozen=True):
     """None: the slot is one of `own_slots`."""
 
     def map(self) -> list[torch.Tensor]:
-        """The memory of each slot."""
+        """Return the memory of each slot."""
         own = own_slots.get(self.layout.fingerprint, [])
         return [SharedMemorySlot.attach(s) if s is not None else own[i] for i, s in enumerate(self.slots)]
 
 
 class Attachment(msgspec.Struct, frozen=True):
-    """What the workers need to know."""
+    """The information that workers get at the start."""
 
     weights: SharedSlots
     aliases: list[Alias]
     cores: list[int]
-    """CPU cores on which a version may be prepared."""
+    """CPU cores on which a version can be prepared."""
     columns: tuple[str, ...] = ()
-    """The functions of a user's own, as `EngineOptions` has them."""
+    """Custom columns, as in `EngineOptions`."""
     vocab_size: int = 0
     adapters: SharedSlots | None = None
     adapter_names: tuple[str, ...] = ()
 
 
 class UpdatePath(msgspec.Struct, frozen=True):
-    """How a worker takes a version."""
+    """The method by which a worker takes a version."""
 
     reload_reason: str
-    """"": what was prepared takes the place of what is computed with. Else why vLLM loads the weights itself, for which
-    they need not be prepared, and which takes longer."""
+    """"" if prepared weights replace the weights in use. Otherwise the reason why vLLM loads the weights itself,
+    without preparation. That takes longer."""
     reads: list[tuple[int, int]]
-    """Bytes of a slot of which something is read."""
+    """Byte ranges of a slot that are read."""
     adapter_reads: list[tuple[int, int]] = []
-    """The same of adapters."""
+    """Byte ranges of an adapter slot that are read."""
     adapter_reason: str = ""
-    """Why vLLM's adapters cannot be changed."""
+    """Reason why vLLM's adapters cannot be changed."""
     records: bool = True
     """Columns are recorded."""
 
 
 class StagedWeights:
-    """The part of a worker that new weights come to."""
+    """The part of a worker that takes new weights."""
 
     model_runner: Any
 
     def inflight_fill(self, attachment: bytes) -> None:
-        """Write the weights that vLLM has loaded into the first slot; the first worker does it for all."""
+        """Write the weights that vLLM has loaded into the first slot. The first worker does this for all."""
         if getattr(self, "rank", 0) != 0:
             return
         from vllm.model_executor.model_loader import get_model_loader  # pyright: ignore[reportMissingImports]
@@ -90,7 +90,7 @@ class StagedWeights:
                 targets[name].copy_(tensor)
 
     def inflight_attach(self, attachment: bytes) -> bytes:
-        """Find out how a version gets from a slot into the model. Returns a UpdatePath."""
+        """Determine how a version gets from a slot into the model. Return an encoded UpdatePath."""
         attached = self._inflight_map_slots(attachment)
         runner = self.model_runner
         self._inflight_thread: threading.Thread | None = None
@@ -104,7 +104,7 @@ class StagedWeights:
                 self._inflight_shadow = WeightShadow(
                     runner.get_model(), self._inflight_slots, self._inflight_tensors(0)
                 )
-        except (Unmappable, ImportError) as error:  # other versions of vLLM keep other books of their loaders
+        except (Unmappable, ImportError) as error:  # other versions of vLLM record their loaders differently
             reason = str(error)
         if attached.adapters is not None:
             slots = attached.adapters.map()
@@ -115,7 +115,7 @@ class StagedWeights:
                     slots,
                     slot_views(slots[0], attached.adapters.layout),
                 )
-            except (Unmappable, ImportError, AttributeError) as error:  # and of their adapters
+            except (Unmappable, ImportError, AttributeError) as error:  # other versions store adapters differently
                 adapter_reason = str(error)
         functions = load_columns(attached.columns, vocab_size=attached.vocab_size, device=runner.device)
         self._inflight_recorder = ColumnRecorder(runner, functions) if can_record(runner) else None
@@ -130,8 +130,8 @@ class StagedWeights:
         return msgspec.msgpack.encode(way)
 
     def inflight_prepare(self, slot: int, adapters: bool) -> None:
-        """Begin to prepare the version of a slot, beside what this worker does meanwhile. adapters: it is one of
-        adapters, and not of weights."""
+        """Start to prepare the version of a slot in a separate thread. adapters: it is a version of adapters, not of
+        weights."""
         self._inflight_slot = slot
         if (shadow := self._inflight_adapters if adapters else self._inflight_shadow) is not None:
             self._inflight_thread = threading.Thread(
@@ -140,7 +140,7 @@ class StagedWeights:
             self._inflight_thread.start()
 
     def inflight_prepared(self) -> bool:
-        """Whether that is done. Raises what it ended with."""
+        """Return True if the preparation is done. Raises the exception that ended it."""
         thread = self._inflight_thread
         if thread is not None and thread.is_alive():
             return False
@@ -150,7 +150,7 @@ class StagedWeights:
         return True
 
     def inflight_commit(self, adapters: bool) -> None:
-        """Compute with the version that was prepared from now on."""
+        """Compute with the prepared version from now on."""
         if (shadow := self._inflight_adapters if adapters else self._inflight_shadow) is not None:
             shadow.commit()
             return
@@ -159,18 +159,20 @@ class StagedWeights:
             runner.reload_weights(weights_iterator=iter(self._inflight_tensors(self._inflight_slot).items()))
 
     def inflight_columns(self) -> Columns | None:
-        """What requests asked for of the last step; None if there is nothing, or another worker has it."""
+        """Return the columns that requests asked for in the last step; None if there are none, or another worker has
+        them."""
         return None if self._inflight_recorder is None else self._inflight_recorder.take()
 
     def inflight_free(self) -> None:
-        """Give the memory of the KV cache back."""
+        """Free the memory of the KV cache."""
         for storage in self._inflight_kv_storages():
             storage.resize_(0)
         if self.model_runner.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def inflight_allocate(self) -> str:
-        """Take it again, with zeros in it. Returns why that is impossible, or ""."""
+        """Allocate the memory of the KV cache again, filled with zeros. Return the reason if that is impossible, or
+        ""."""
         try:
             for storage, nbytes in zip(self._inflight_kv_storages(), self._inflight_kv_bytes, strict=True):
                 storage.resize_(nbytes)
@@ -180,13 +182,13 @@ class StagedWeights:
         return ""
 
     def _inflight_kv_storages(self) -> list[torch.UntypedStorage]:
-        """The memory of the KV cache, of which several layers may share a part."""
+        """Return the memory of the KV cache. Several layers can share a part of it."""
         storages = [tensor.untyped_storage() for tensor in _tensors_in(self.model_runner.kv_caches)]
         return list({storage._cdata: storage for storage in storages}.values())
 
     def _inflight_run(self, shadow: Shadow) -> None:
         try:
-            os.sched_setaffinity(0, self._inflight_cores)  # vLLM has bound the thread that began this one to a core
+            os.sched_setaffinity(0, self._inflight_cores)  # vLLM has bound the parent of this thread to a core
             shadow.prepare(self._inflight_slot)
         except Exception as error:  # raised by inflight_prepared()
             self._inflight_error = error
@@ -200,13 +202,14 @@ class StagedWeights:
         return attached
 
     def _inflight_tensors(self, slot: int) -> Mapping[str, torch.Tensor]:
-        """Views of a slot by the names that checkpoints give them, tied tensors once."""
+        """Return views of a slot by their names in checkpoints, tied tensors once."""
         views = slot_views(self._inflight_slots[slot], self._inflight_layout)
         return by_checkpoint_names(views, self._inflight_aliases)
 
 
 def by_checkpoint_names(views: Mapping[str, torch.Tensor], aliases: list[Alias]) -> dict[str, torch.Tensor]:
-    """The tensors of a slot, and where checkpoints hold one in parts, these parts. A tied tensor has one name."""
+    """Return the tensors of a slot, or their parts if checkpoints hold a tensor in parts. A tied tensor has one
+    name."""
     parts: dict[str, list[Alias]] = {}
     for alias in aliases:
         whole = alias.offset == 0 and torch.Size(alias.shape) == views[alias.tensor].shape
@@ -222,7 +225,7 @@ def by_checkpoint_names(views: Mapping[str, torch.Tensor], aliases: list[Alias])
 
 
 def _tensors_in(parts: Any) -> Iterator[torch.Tensor]:
-    """All tensors of nested lists."""
+    """Yield all tensors of nested lists."""
     if isinstance(parts, torch.Tensor):
         yield parts
     else:

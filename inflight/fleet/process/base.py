@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Process(Protocol):
-    """The process of an engine, on whichever machine. `LocalProcess` describes the methods."""
+    """The process of an engine, on any machine. `LocalProcess` documents the methods."""
 
     client: EngineClient
     welcome: Welcome

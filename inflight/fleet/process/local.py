@@ -1,4 +1,4 @@
-"""Starts an engine in a process of its own and watches over it."""
+"""Starts an engine in a separate process and watches it."""
 
 import contextlib
 import importlib.util
@@ -30,15 +30,15 @@ from inflight.weights.shared_memory import default_directory, remove_orphans
 logger = logging.getLogger("inflight.engine")
 
 ENGINE_PREFIX = "INFLIGHT_ENGINE_"
-"""Variables with this prefix are the engine's alone: INFLIGHT_ENGINE_OMP_NUM_THREADS=4 is OMP_NUM_THREADS=4 there."""
+"""Prefix of variables that are set only in the engine: INFLIGHT_ENGINE_OMP_NUM_THREADS=4 is OMP_NUM_THREADS=4 there."""
 _SHUTDOWN_S = 5.0
-"""Bound for the answer to `shutdown`, and then again for the end."""
+"""Bound for the answer to `shutdown`, and again for the end of the process after it."""
 
 
 class LocalProcess:
-    """An engine process that belongs to this one: it ends when this one ends, however that happens.
+    """An engine process that belongs to this process and always ends with it.
 
-    Its sockets, locks and log are in a temporary directory. Raises what kept the engine from starting.
+    Its sockets, locks and log are in a temporary directory. Raises the error that kept the engine from starting.
     """
 
     shares_memory = True
@@ -54,7 +54,8 @@ class LocalProcess:
                 shutil.rmtree(self.directory, ignore_errors=True)
                 os.close(lock)
                 raise
-            # Also where close() is interrupted or never called, at the end of this process at the latest.
+            # The finalizer also ends the engine if close() is interrupted or never called, at the latest when this
+            # process ends.
             self._make_end = weakref.finalize(self, _make_end, self._process, self.directory, lock, os.getpid())
         self.client = EngineClient(
             f"ipc://{self.directory}/control", check_engine=self.check, answer_timeout_s=options.answer_timeout_s
@@ -68,7 +69,7 @@ class LocalProcess:
                     self.welcome.no_kernels,
                 )
         except BaseException as error:
-            if options.backend == "vllm" and isinstance(error, InflightError):  # vLLM says more there than it raises
+            if options.backend == "vllm" and isinstance(error, InflightError):  # vLLM logs more than it raises
                 error.add_note(f"The engine's log ended:\n{self._last_words}")
             self._make_end()
             self.client.close()
@@ -109,7 +110,7 @@ class LocalProcess:
         """Ask the engine to end, and kill it after a few seconds. Safe to call twice."""
         try:
             if self._make_end.alive and self._process.poll() is None:
-                with contextlib.suppress(InflightError, TimeoutError, subprocess.TimeoutExpired):  # then it is made to
+                with contextlib.suppress(InflightError, TimeoutError, subprocess.TimeoutExpired):  # then it is killed
                     self.client.call("shutdown", timeout_s=_SHUTDOWN_S)
                     self._process.wait(_SHUTDOWN_S)
         finally:
@@ -137,7 +138,7 @@ def _start(options: EngineOptions, directory: Path, lock: int) -> subprocess.Pop
                 stdout=log,
                 stderr=log,
                 pass_fds=[lock],
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the engine
+                start_new_session=True,  # Ctrl-C reaches only this process, and this process ends the engine
             )
         except OSError as error:
             raise BackendError(
@@ -147,8 +148,8 @@ def _start(options: EngineOptions, directory: Path, lock: int) -> subprocess.Pop
 
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the engine's process. It gets variables whose names begin with INFLIGHT_ENGINE_ under
-    the rest of the name, and else the variables of this process."""
+    """Return the environment of the engine's process: the variables of this process. Those whose names begin with
+    INFLIGHT_ENGINE_ are set under the rest of the name, and override others."""
     theirs = {name: value for name, value in ours.items() if not name.startswith(ENGINE_PREFIX)}
     theirs |= {
         name.removeprefix(ENGINE_PREFIX): ours[name]
@@ -180,7 +181,7 @@ def _make_end(process: subprocess.Popen, directory: Path, lock: int, owner_pid: 
         process.kill()
         try:
             process.wait(_SHUTDOWN_S)
-        except subprocess.TimeoutExpired:  # in the kernel, which waits for a device or a file system
+        except subprocess.TimeoutExpired:  # the kernel waits for a device or a file system
             logger.warning("the engine process %d was killed and does not end; %s is left", process.pid, directory)
         if process.stdin is not None:
             process.stdin.close()
@@ -192,7 +193,7 @@ def _make_end(process: subprocess.Popen, directory: Path, lock: int, owner_pid: 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Delay Ctrl-C until a short piece of work is done."""
-    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+    if threading.current_thread() is not threading.main_thread():  # only the main thread is interrupted
         yield
         return
     interrupted: list[tuple[int, FrameType | None]] = []

@@ -24,8 +24,8 @@ class RemoteProcess:
     shares_memory = False
 
     def __init__(self, endpoint: str, *, keys: ClientKeys, timeout_s: float, answer_timeout_s: float):
-        """endpoint: where the engine listens. timeout_s: a bound for the first answer, which arrives when the engine
-        has loaded its model."""
+        """endpoint: address at which the engine listens. timeout_s: bound for the first answer. It arrives when the
+        engine has loaded its model."""
         if not endpoint.startswith("tcp://"):
             raise ValueError(f'an engine of another process is reached at "tcp://HOST:PORT", got {endpoint!r}')
         self.client = EngineClient(endpoint, check_engine=self.check, answer_timeout_s=answer_timeout_s, keys=keys)
@@ -52,10 +52,10 @@ class RemoteProcess:
         return self.client.endpoint
 
     def check(self) -> None:
-        """Return: whether the process lives is known only from its answers."""
+        """Return: only answers show that the process lives."""
 
     def kill(self) -> None:
-        """Return: only the process that launched the engine ends it."""
+        """Return: only the process that launched the engine can end it."""
 
     def remove(self) -> None:
         """Return: the files of the engine are on its own machine."""

@@ -1,9 +1,8 @@
-"""Advantages: by how much a sample is better than what it is compared with.
+"""Advantages: a sample's reward relative to a baseline.
 
-Functions that are named in `ADVANTAGES` take the rewards of each group of one batch and return an advantage for every
-sample, groups concatenated; r is a reward, n the number of samples of its group. A group of equal rewards gets exactly
-0 from all of them but "reinforce++". A reward that is None or not finite raises ValueError: leave such samples out
-before.
+The functions in `ADVANTAGES` take the rewards of each group of one batch and return an advantage for every sample,
+groups concatenated; r is a reward, n the number of samples of its group. A group of equal rewards gets exactly 0 from
+all of them but "reinforce++". A reward that is None or not finite raises ValueError: leave such samples out before.
 """
 
 import warnings
@@ -22,18 +21,18 @@ from inflight.core.rollout import Rollout
 GroupRewards = Sequence[Sequence[float | None]]
 RewardAdvantages = Callable[[GroupRewards], Sequence[float]]
 Advantages = Callable[[Sequence[Sequence[Rollout]]], Sequence[float | np.ndarray]]
-"""A function of one's own, from the groups of one batch to an advantage for every sample, groups concatenated: one
-number for all of its tokens, or f32[tokens]."""
+"""Custom function from the groups of one batch to an advantage for every sample, groups concatenated: one number for
+all of its tokens, or f32[tokens]."""
 
 
 def group_advantages(rewards: GroupRewards, *, scale: bool = True, ddof: int = 0, eps: float = 1e-4) -> list[float]:
-    """(r − mean of its group) / (standard deviation of its group + eps) (Shao et al., DeepSeekMath, arXiv 2402.03300,
-    §4.1).
+    """Return (r − mean of its group) / (standard deviation of its group + eps) (Shao et al., DeepSeekMath, arXiv
+    2402.03300, §4.1).
 
     scale: False leaves the division out (Dr. GRPO, arXiv 2503.20783). ddof: the standard deviation divides by n − ddof.
-    0, that of the samples themselves, as the paper writes it; 1, the estimate for all samples that could be drawn, is
-    what TRL, verl, slime and SkyRL take: their advantages are √((n − 1) / n) times these, 0.71 for n = 2 and 0.94 for
-    n = 8. A group of one sample gets 0.
+    0 is the standard deviation of the samples themselves, as in the paper. 1 is the estimate for all samples that could
+    be drawn, as in TRL, verl, slime and SkyRL: their advantages are √((n − 1) / n) times these, 0.71 for n = 2 and 0.94
+    for n = 8. A group of one sample gets 0.
     """
 
     def of_group(r: np.ndarray) -> np.ndarray:
@@ -46,17 +45,17 @@ def group_advantages(rewards: GroupRewards, *, scale: bool = True, ddof: int = 0
 
 
 def rloo_advantages(rewards: GroupRewards) -> list[float]:
-    """r − mean of the others of its group, which is (r − mean) · n / (n − 1): REINFORCE with a leave-one-out baseline,
-    whose expectation is the gradient of the mean reward (Kool et al. 2019; Ahmadian et al., arXiv 2402.14740, eq. 6).
-    A group of one sample gets 0."""
+    """Return r − mean of the others of its group, equal to (r − mean) · n / (n − 1). This is REINFORCE with a
+    leave-one-out baseline; its expectation is the gradient of the mean reward (Kool et al. 2019; Ahmadian et al., arXiv
+    2402.14740, eq. 6). A group of one sample gets 0."""
     return _of_each(rewards, lambda r: _centred(r) * (len(r) / max(1, len(r) - 1)))
 
 
 def maxrl_advantages(rewards: GroupRewards) -> list[float]:
-    """(r − mean of its group) / mean of its group, and 0 where the mean is not above 0: for rewards of 0 and 1 the
-    gradient of the logarithm of the pass rate, up to order n − 1, so that rarely solved prompts weigh more (MaxRL,
-    Tajwar et al., arXiv 2602.02710; prime-rl's `max_rl`). The mean is meant as a rate of success: a negative reward
-    gives a warning."""
+    """Return (r − mean of its group) / mean of its group, and 0 where the mean is not above 0. For rewards of 0 and 1
+    this is the gradient of the logarithm of the pass rate, up to order n − 1, so that rarely solved prompts weigh more
+    (MaxRL, Tajwar et al., arXiv 2602.02710; prime-rl's `max_rl`). The mean is meant as a success rate: a negative
+    reward causes a warning."""
     if least := min((reward for group in rewards for reward in group if reward is not None and reward < 0), default=0):
         warnings.warn(
             f"a reward is {least}; MaxRL divides by a group's mean reward, as a rate of success. Groups whose mean is "
@@ -68,11 +67,11 @@ def maxrl_advantages(rewards: GroupRewards) -> list[float]:
 
 
 def reinforce_advantages(rewards: GroupRewards, *, baseline: bool = False, eps: float = 1e-4) -> list[float]:
-    """(r' − mean of the batch) / (standard deviation of the batch + eps), over all samples of the batch (REINFORCE++,
-    Hu et al., arXiv 2501.03262, global advantage normalization).
+    """Return (r' − mean of the batch) / (standard deviation of the batch + eps), over all samples of the batch
+    (REINFORCE++, Hu et al., arXiv 2501.03262, global advantage normalization).
 
-    baseline: False, r' is r, and groups play no part. True, r' is r − mean of its group ("REINFORCE++ w/ baseline"),
-    whose mean over the batch is 0. verl takes mean and standard deviation over tokens instead, so that long answers
+    baseline: False: r' is r, and groups have no effect. True: r' is r − mean of its group ("REINFORCE++ w/ baseline"),
+    and its mean over the batch is 0. verl takes mean and standard deviation over tokens instead, so that long answers
     weigh more.
     """
     values = np.array(_of_each(rewards, _centred if baseline else lambda r: r), np.float64)
@@ -93,8 +92,8 @@ ADVANTAGES: dict[str, RewardAdvantages] = {
 
 
 def resolve_advantages(advantages: str | Advantages) -> Advantages:
-    """Return the function of the groups' rollouts itself, or by its name in `ADVANTAGES` or as "module:name". Raises
-    ValueError for an unknown name."""
+    """Return the function of the groups' rollouts itself, or load it by its name in `ADVANTAGES` or as "module:name".
+    Raises ValueError for an unknown name."""
     if isinstance(advantages, str) and advantages in ADVANTAGES:
         return of_rewards(ADVANTAGES[advantages])
     found: Any = resolve_by_name(advantages, ADVANTAGES, "advantages")
@@ -104,7 +103,7 @@ def resolve_advantages(advantages: str | Advantages) -> Advantages:
 
 
 def of_rewards(function: RewardAdvantages) -> Advantages:
-    """The same function of the groups' rollouts."""
+    """Convert a function of rewards to the same function of the groups' rollouts."""
     return lambda groups: function([[rollout.reward for rollout in group] for group in groups])
 
 
@@ -115,10 +114,10 @@ def turn_advantages(
     advantages: str | RewardAdvantages = "grpo",
     discount: float = 1.0,
 ) -> list[np.ndarray]:
-    """Advantages f32[tokens] for `pack`, for samples of several turns that have a reward each, groups concatenated.
+    """Return advantages f32[tokens] for `pack`, for samples of several turns with one reward each, groups concatenated.
 
-    rewards: for every sample of every group, a reward for each of its turns. drawn: for every sample bool[tokens],
-    which of its tokens the policy drew; a turn is a run of such tokens. discount: γ.
+    rewards: for every sample of every group, a reward for each of its turns. drawn: for every sample bool[tokens], true
+    for tokens that the policy drew; a turn is a run of such tokens. discount: γ.
     The return of turn k is G_k = Σ_{j ≥ k} γ^(j − k) r_j. All tokens of a turn get the advantage of its return among
     the returns that the other samples of its group have from the same turn on, as PipelineRL groups by step; other
     tokens get 0. With one turn that is the advantage of the sample.
@@ -129,7 +128,7 @@ def turn_advantages(
     Other advantages relative to the group give 0 to such a turn, and so weigh rarely reached turns down. With "dr_grpo"
     and a turn that a sample reaches with probability p, the expected gradient is 1 − (1 − (1 − p)^n) / (n p) of the
     exact one: (n − 1) / n for p = 1, 0.42 for n = 3 and p = 0.5.
-    Raises ValueError for a sample that has not as many rewards as turns, and the errors of the advantages.
+    Raises ValueError for a sample whose numbers of rewards and turns differ, and the errors of the advantages.
     """
     function = ADVANTAGES.get(advantages) if isinstance(advantages, str) else advantages
     if function is None:
@@ -164,7 +163,7 @@ def turn_advantages(
 
 
 def _turns(mask: np.ndarray) -> list[slice]:
-    """The runs of tokens that the policy drew."""
+    """Return the runs of tokens that the policy drew."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], np.asarray(mask, bool), [False]]).astype(np.int8)))
     return [slice(begin, end) for begin, end in edges.reshape(-1, 2).tolist()]
 
@@ -177,7 +176,8 @@ def _returns(rewards: Sequence[float], discount: float) -> list[float]:
 
 
 def _of_each(rewards: GroupRewards, function: Callable[[np.ndarray], np.ndarray]) -> list[float]:
-    """Apply a function of f64[n] to the rewards of each group. Raises ValueError for one that is None or not finite."""
+    """Apply a function of f64[n] to the rewards of each group. Raises ValueError for a reward that is None or not
+    finite."""
     advantages: list[float] = []
     for index, group in enumerate(rewards):
         bad = next((i for i, reward in enumerate(group) if reward is None or not isfinite(reward)), None)
@@ -191,5 +191,5 @@ def _of_each(rewards: GroupRewards, function: Callable[[np.ndarray], np.ndarray]
 
 
 def _centred(r: np.ndarray) -> np.ndarray:
-    """r − mean, which is exactly 0 where all are equal."""
+    """Return r − mean, exactly 0 if all are equal."""
     return r - r.mean() if len(r) and r.min() < r.max() else np.zeros(len(r))

@@ -1,4 +1,4 @@
-"""Rollouts packed into one batch: sequences (prompt and answer) one after another. T tokens, B sequences, G groups."""
+"""Rollouts packed into one batch: concatenated sequences (prompt and answer). T tokens, B sequences, G groups."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,53 +16,53 @@ from inflight.training.objective.aggregation import StepTotals
 
 @dataclass(slots=True, kw_only=True)
 class PackedBatch:
-    """What a policy loss needs, per token. Columns that describe a drawn token are 0 on prompt tokens."""
+    """Inputs of a policy loss, per token. Columns that describe a drawn token are 0 on prompt tokens."""
 
     input_ids: torch.Tensor
     """i64[T]"""
     position_ids: torch.Tensor
     """i64[T], from 0 in each sequence."""
     cu_seqlens: torch.Tensor
-    """i32[B + 1], where each sequence begins; the last entry is T."""
+    """i32[B + 1], start of each sequence; the last entry is T."""
     loss_mask: torch.Tensor
-    """bool[T], true on tokens that the engine drew. The others, of prompts or of what a tool answered, are context."""
+    """bool[T], true on tokens that the engine drew. The others, of prompts or tool outputs, are context."""
     behavior_logprobs: torch.Tensor
     """f32[T], as recorded when drawn."""
     weight_versions: torch.Tensor
-    """i64[T], the weights that drew the token."""
+    """i64[T], version of the weights that drew the token."""
     sampled_at_ns: torch.Tensor
     """i64[T], CLOCK_MONOTONIC."""
     temperatures: torch.Tensor
-    """f32[T], at which the token was drawn; 1 on prompt tokens."""
+    """f32[T], sampling temperature of the token; 1 on prompt tokens."""
     advantages: torch.Tensor
     """f32[T]"""
     groups: torch.Tensor
-    """i64[B], which prompt each sequence answers, as an index into totals.group_tokens."""
+    """i64[B], prompt of each sequence, as an index into totals.group_tokens."""
     totals: StepTotals
-    """Totals of the optimizer step that this batch is, or is a micro-batch of."""
+    """Totals of the optimizer step that consists of this batch or contains it as a micro-batch."""
     drawn: torch.Tensor = None  # pyright: ignore
-    """i64[n], where loss_mask is true; found out where it is not given."""
+    """i64[n], indices of the true entries of loss_mask; computed if omitted."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Maps names of columns that every rollout recorded (`Rollout.columns`), one number per token, to their values [T],
-    0 on context."""
+    """Columns that every rollout recorded (`Rollout.columns`), one number per token, by name: values [T], 0 on
+    context."""
     sampling_mask: PackedSamplingMask | None = None
     """The tokens that each drawn token was sampled from; None if all were sampled from the whole vocabulary."""
     banned: torch.Tensor | None = None
     """i64[ranges, 2], begins and ends of ranges of token ids, in order, that the engine never draws; None: it draws
     all. Scores leave these ids out."""
     routed_experts: torch.Tensor | None = None
-    """i16[T, layers, k], the experts that each token took in the engine, −1 where that is not known."""
+    """i16[T, layers, k], the experts that each token used in the engine, −1 if unknown."""
     included: torch.Tensor | None = None
-    """bool[T], false on drawn tokens that are left out of the loss, though they count where it is averaged."""
+    """bool[T], false on drawn tokens that are left out of the loss but still count in its average."""
     proximal_logprobs: torch.Tensor | None = None
-    """f32[T], under the policy that a trust region is about, where it is not the current one."""
+    """f32[T], under the proximal policy of a trust region, if it differs from the current policy."""
     reference_logprobs: torch.Tensor | None = None
-    """f32[T], under the policy that a KL penalty refers to."""
+    """f32[T], under the reference policy of a KL penalty."""
     trainer_version: int | None = None
-    """The version of the trainer's weights when it takes the batch; it separates mismatch from staleness. After
-    optimizer steps that were not published it is the next version. No token has it."""
+    """Version of the trainer's weights when it takes the batch; it separates mismatch from staleness. After unpublished
+    optimizer steps it is the next version. No token has that version."""
     rollouts: Sequence[Rollout] = ()
-    """B, what the sequences were made of: text, rewards and metadata."""
+    """B, the source rollouts of the sequences: text, rewards and metadata."""
     observers: "list[LossObserver]" = field(default_factory=list)
     """Functions that every loss of this batch and of its micro-batches calls. A batch of a stream shares the stream's
     list."""
@@ -77,7 +77,7 @@ class PackedBatch:
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that the engine drew."""
+        """Number of tokens that the engine drew."""
         return len(self.drawn)
 
     @property
@@ -88,7 +88,7 @@ class PackedBatch:
         return torch.repeat_interleave(sequences_B, lengths_B, output_size=len(self.input_ids))
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The batch with its tensors on `device`; what a sampling mask needs on the CPU stays there."""
+        """Return the batch with its tensors on `device`. Offsets and `cut_from` of a sampling mask stay on the CPU."""
         return replace(
             self,
             **{name: column.to(device) for name, column in self._tensors().items()},
@@ -98,18 +98,19 @@ class PackedBatch:
         )
 
     def with_column(self, name: str, drawn: torch.Tensor) -> "PackedBatch":
-        """The batch with a column, `proximal_logprobs` or `reference_logprobs`, made of its drawn tokens' f32[n]."""
+        """Return the batch with a column, `proximal_logprobs` or `reference_logprobs`, made of its drawn tokens'
+        f32[n]."""
         column = torch.zeros_like(self.behavior_logprobs)
         column[self.drawn] = drawn.detach().float().to(column.device)
         return replace(self, **{name: column})
 
     def micro_batches(self, max_tokens: int, *, at_least: int = 1) -> list["PackedBatch"]:
-        """Batches of at most `max_tokens` tokens each, as few as are needed and alike in cost.
+        """Split into batches of at most `max_tokens` tokens each, as few as possible and of similar cost.
 
-        Their losses add up to that of the whole batch. Samples of a prompt stay together where they fit, so that it can
-        be computed once; tokens are counted as if it were not. at_least: so many, for ranks that must agree on a
-        number; what is missing is filled up with a sequence without a part in the loss. Raises ValueError if one
-        sequence is longer than `max_tokens`.
+        Their losses add up to the loss of the whole batch. Samples of a prompt stay together where they fit, so that
+        the prompt can be computed once; tokens are counted as if it were not. at_least: minimum number of batches, for
+        ranks that must agree on a number. Missing batches are filled with a sequence that takes no part in the loss.
+        Raises ValueError if one sequence is longer than `max_tokens`.
         """
         lengths = self.cu_seqlens.diff().tolist()
         parts = [self.select(chosen) for chosen in _partition(lengths, self.groups.tolist(), max_tokens)]
@@ -120,7 +121,7 @@ class PackedBatch:
         return parts
 
     def select(self, sequences: Sequence[int]) -> "PackedBatch":
-        """Some sequences, in the order given, as a micro-batch of the same step."""
+        """Return some sequences, in the given order, as a micro-batch of the same step."""
         if list(sequences) == list(range(self.num_sequences)):
             return self
         device = self.input_ids.device
@@ -130,7 +131,7 @@ class PackedBatch:
         chosen = {name: getattr(self, name)[rows] for name in self._tensors() if name not in _NOT_PER_TOKEN}
         mask = self.sampling_mask
         if mask is not None:
-            places = self.loss_mask.cumsum(0) - 1  # among all drawn tokens
+            places = self.loss_mask.cumsum(0) - 1  # Positions among all drawn tokens.
             mask = mask.select(places[rows][self.loss_mask[rows]].cpu())
         return replace(
             self,
@@ -154,16 +155,16 @@ loss calls it right after it has copied its statistics from the device, where th
 _NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "banned")
 _QUADRATIC = 1 / 8192
 """Attention's share of the cost of a sequence of n tokens: n + n² · this. Linear work is about 24 h² operations per
-token and layer, attention's 2 h n forward, so that they meet at n = 12 h: some 8,000 to 12,000 tokens where h is 700 to
-1,000."""
+token and layer, attention's 2 h n forward, so that they are equal at n = 12 h: some 8,000 to 12,000 tokens where h is
+700 to 1,000."""
 
 
 def _partition(lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Put sequences into bins of at most `max_tokens` tokens each, as few and as alike in cost as a greedy choice makes
-    them.
+    """Put sequences into bins of at most `max_tokens` tokens each. A greedy choice keeps the bins few and of similar
+    cost.
 
-    Groups that fit into a bin stay whole. The dearest group is placed first, each in the cheapest bin that has room
-    (longest processing time first, Graham 1969). Raises ValueError if a sequence fits into no bin.
+    Groups that fit into a bin stay whole. The most expensive group is placed first, each in the cheapest bin that has
+    room (longest processing time first, Graham 1969). Raises ValueError if a sequence fits into no bin.
     """
     longest = max(lengths)
     if longest > max_tokens:
@@ -203,17 +204,16 @@ def pack(
     included: Sequence[np.ndarray] | None = None,
     trainer_version: int | None = None,
 ) -> PackedBatch:
-    """Pack rollouts, each with one advantage for all its tokens, or one for each f32[tokens].
+    """Pack rollouts, each with one advantage for all its tokens, or with f32[tokens].
 
-    drawn: for each rollout bool[tokens], which of its tokens the policy drew; None: all. The others (what a tool
-    answered between two turns) are context for those after them: they have no part in the loss, nor in what it is
-    averaged over, and what the rollout says of them (log-probabilities, versions) is not read.
-    included: for each rollout bool[tokens], which of its drawn tokens take part in the loss; None: all. Those left out
-    (as too old, for example) still count in everything that the loss is averaged over, so that the others weigh no
-    more.
+    drawn: for each rollout bool[tokens], true for tokens that the policy drew; None: all. The others (tool outputs
+    between two turns) are context for later tokens. They take no part in the loss or its average, and their
+    log-probabilities and versions are not read.
+    included: for each rollout bool[tokens], true for drawn tokens that take part in the loss; None: all. Excluded
+    tokens (as too old, for example) still count in every average of the loss, so that the others weigh no more.
 
     Sampling masks (`SamplingParams.return_sampling_mask`) and routed experts (`EngineOptions.record_routed_experts`)
-    come along where they were recorded. Raises ValueError for an empty batch, for lengths that do not match, for
+    are packed if they were recorded. Raises ValueError for an empty batch, for lengths that do not match, for
     non-finite log-probabilities, for a token that is not in its sampling mask, for routed experts of different models,
     for an answer without a token before it, and for greedy rollouts: a policy that always takes the likeliest token has
     no importance ratio.
@@ -272,7 +272,7 @@ def pack(
 
 
 def _shared_columns(rollouts: Sequence[Rollout]) -> dict[str, np.dtype]:
-    """Names and dtypes of the columns of one number per token that all rollouts with tokens have."""
+    """Return names and dtypes of the columns of one number per token that all rollouts with tokens have."""
     first, *others = [rollout for rollout in rollouts if len(rollout.token_ids)] or rollouts
     return {
         name: values.dtype
@@ -282,7 +282,7 @@ def _shared_columns(rollouts: Sequence[Rollout]) -> dict[str, np.dtype]:
 
 
 def _token_masks(name: str, rollouts: Sequence[Rollout], given: Sequence[np.ndarray] | None) -> list[np.ndarray]:
-    """bool[tokens] of each rollout, all true if none are given."""
+    """Return bool[tokens] for each rollout. Without given masks, all are true."""
     if given is None:
         return [np.ones(len(rollout.token_ids), bool) for rollout in rollouts]
     if len(given) != len(rollouts):

@@ -5,19 +5,20 @@ import warnings
 from inflight.training.data.scored_groups import ScoredGroups
 
 _MANY = 3
-"""Batches in a row whose groups each have equal rewards. Fewer are common with rewards of 0 and 1."""
+"""Number of consecutive batches whose groups each have equal rewards. Shorter runs are common with rewards of 0 and
+1."""
 
 
 class NothingToLearn:
-    """Looks at every batch of a loop. Warns once in each run of batches without an advantage."""
+    """Checks every batch of a loop. Warns once in each run of batches without an advantage."""
 
     def __init__(self) -> None:
         self._num_in_a_row = 0
         self._has_warned = False
 
     def note(self, scored: ScoredGroups, *, stacklevel: int = 3) -> None:
-        """Look at the groups of a batch after they were packed. stacklevel: the level of the user's loop. The warning
-        names its line; 3 if the generator that the user iterates over is the caller."""
+        """Check the groups of a packed batch. stacklevel: the level of the user's loop. The warning names its line; 3
+        if the generator that the user iterates over is the caller."""
         if not scored.groups:
             return
         if scored.has_advantage:

@@ -14,23 +14,23 @@ from inflight.training.data.scoring import BatchScore, GroupScorer, Prepare, Rew
 
 @named()
 class Rewards(GroupScorer):
-    """Several score functions, whose weighted sum is the reward.
+    """Several score functions with weights; the reward is their weighted sum.
 
         Rewards({"correct": check, "format": tidy}, weights={"format": 0.2})
         Rewards({"judge": Scorer(ask, timeout_s=30), "length": short})
 
-    Each is a function of a rollout, plain or `async`, or a `Scorer` with a time limit and batches of its own; all are
-    called at the same time. What each returned lies in `rollout.rewards` by its name, unweighted, and its mean in
-    reports as "reward/NAME". Where one returns None it does not concern the rollout, and the others make the reward;
-    where all do, the rollout has no reward. It has none either where one returns a number that is not finite, or takes
-    too long.
+    Each is a function of a rollout, plain or `async`, or a `Scorer` with a separate time limit and batching. All are
+    called at the same time. `rollout.rewards` contains the unweighted result of each function by its name; reports
+    contain its mean as "reward/NAME". A result of None excludes the function from the rollout's reward, and the others
+    make the reward. If all return None, the rollout has no reward. It also has no reward if one function returns a
+    number that is not finite, or takes too long.
     """
 
     def __init__(
         self, scores: Mapping[str, Score | BatchScore | Scorer], *, weights: Mapping[str, float] | None = None
     ):
-        """scores: by their names. weights: of those that are not 1. Raises ValueError for a weight that is not finite
-        or of no score."""
+        """scores: functions by their names. weights: weights other than 1. Raises ValueError for a weight that is not
+        finite or belongs to no score."""
         weights = weights or {}
         if not isinstance(scores, Mapping):
             raise TypeError(
@@ -68,13 +68,13 @@ class Rewards(GroupScorer):
         return scorers[0].run(rewards())
 
     def close(self) -> None:
-        """Close all of its scorers."""
+        """Close all scorers."""
         for scorer in self._scorers.values():
             scorer.close()
 
     def _sums(self, group: Group, of_parts: Sequence[Sequence[Reward]]) -> list[Reward]:
-        """The reward of each rollout, whose `rewards` are filled in. of_parts: of each score function one part of the
-        reward for each rollout."""
+        """Return the reward of each rollout, and fill in its `rewards`. of_parts: for each score function, its part of
+        the reward of each rollout."""
         sums: list[Reward] = []
         for rollout, parts in zip(group, zip(*of_parts, strict=True), strict=True):
             given = {name: part for name, part in zip(self._scorers, parts, strict=True) if part is not None}
@@ -85,7 +85,7 @@ class Rewards(GroupScorer):
 
 
 def mean_parts(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """The mean of each score function over the rollouts that it concerned, by its name."""
+    """Return the mean of each score function by its name, over the rollouts with a result of that function."""
     parts: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, part in rollout.rewards.items():

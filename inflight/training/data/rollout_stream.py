@@ -1,4 +1,4 @@
-"""The stream of the trainer: finished groups, scored while others are drawn, and batches of them."""
+"""The trainer's stream: finished groups, scored while others are drawn, and batches of them."""
 
 import asyncio
 import threading
@@ -43,9 +43,9 @@ class Sharing(Protocol):
 class RolloutStream:
     """Groups in the order in which they finish, or in which they are scored. Safe to use from several threads at once.
 
-    A thread receives them, also while the trainer computes. tokenizer_lock: held while the tokenizer is used; it is not
-    safe to use from several threads. in_order: groups are returned in the order in which they finished, however long
-    each is scored.
+    A thread receives them, also while the trainer computes. tokenizer_lock: held while the tokenizer is used, because a
+    tokenizer is not safe to use from several threads. in_order: return groups in the order in which they finished,
+    regardless of their scoring times.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class RolloutStream:
     @property
     def state(self) -> str:
         """State of the engine: "generating" (also while its forward passes are slow), "idle", "paused", "asleep",
-        "waits for weights", "restarting"; "silent" if nothing has arrived for some seconds, and "closed" when nothing
-        arrives any more."""
+        "waits for weights", "restarting"; "silent" if nothing has arrived for some seconds, and "closed" once nothing
+        can arrive any more."""
         return self.thread.state
 
     @property
@@ -177,19 +177,19 @@ class RolloutStream:
     ) -> Iterator[PackedBatch]:
         """Yield batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
 
-        They contain the prompts submitted for training. Prompts submitted with `train=False`, drawn by `generate`, or
-        drawn greedily are not among them (`collect` has those). score: a function of a rollout, plain or `async`, or a
-        `Scorer` with a time limit, or several as `Rewards`; it is called during training and generation.
-        staleness: the rules for tokens that are too old. advantages: their name in `ADVANTAGES`, or a function of
-        the groups. Omitted rollouts are counted in `dropped`; an empty batch is not yielded.
-        Ends when all submitted prompts are finished; the last batch can be smaller. Warns if it ends without a
-        batch, and if there is nothing to learn from one: all rewards are equal, or n is 1 and advantages are relative
-        to a group. How old its tokens were is
-        measured when the next batch is asked for, that is, after the optimizer step.
+        They contain the prompts submitted for training. They exclude prompts submitted with `train=False`, drawn by
+        `generate`, or drawn greedily (`collect` returns those). score: a function of a rollout, plain or `async`, or a
+        `Scorer` with a time limit, or several as `Rewards`; it is called during training and generation. staleness: the
+        rules for tokens that are too old. advantages: their name in `ADVANTAGES`, or a function of the groups. Omitted
+        rollouts are counted in `dropped`; an empty batch is not yielded.
+        Ends when all submitted prompts are finished; the last batch can be smaller. Warns if it ends without a batch,
+        and if there is nothing to learn from one: all rewards are equal, or n is 1 and advantages are relative to a
+        group. The age of a batch's tokens is measured when the next batch is requested, that is, after the optimizer
+        step.
         Raises the exceptions of `score` and `groups`. They lose no rollout, and neither does Ctrl-C: the next call of
         `batches` yields the rollouts that were not in a batch yet.
-        On rank 0 of a trainer of several ranks, yields this rank's share of such batches; then also
-        RankLostError is raised, naming a rank that has ended or does not take its share.
+        On rank 0 of a trainer of several ranks, yields this rank's share of such batches. It then also raises
+        RankLostError, naming a rank that has ended or does not take its share.
         """
         batches = self._whole_batches(rollouts, score, staleness, advantages)
         for batch in batches if self.sharing is None else self.sharing.shares(batches, self):
@@ -215,7 +215,8 @@ class RolloutStream:
             try:
                 while len(scored.rollouts) < rollouts and (more := (record := self._wait_for_next(scorer)) is not None):
                     group = record.rollouts
-                    if group[0].params.greedy:  # it has no importance ratio, and was meant for something else
+                    # A greedy group has no importance ratio, and was not meant for training.
+                    if group[0].params.greedy:
                         self.ledger.reserve([group[0].group_id])
                         num_greedy += 1
                         continue
@@ -251,7 +252,7 @@ class RolloutStream:
     def _claim(
         self, group_ids: Collection[int] | None, score: Score | GroupScorer | None
     ) -> tuple[set[int] | None, GroupScorer | None]:
-        """Return the ids of the wanted groups (None: all for training), and their scorer."""
+        """Return the ids of the requested groups (None: all for training), and their scorer."""
         if group_ids is None:
             return None, None if score is None else self._scoring.score_with(score)
         if score is not None:
@@ -260,7 +261,7 @@ class RolloutStream:
         return set(group_ids), None
 
     def _hand_out(self, wanted: set[int] | None, scorer: GroupScorer | None) -> "Group | Future[None] | None":
-        """Return the next group, a future that is done when to ask again, or None if there are no more."""
+        """Return the next group, a future that completes when the caller should retry, or None at the end."""
         if wanted is None:
             answer = self._borrow(scorer)
             if not isinstance(answer, GroupRecord):
@@ -275,8 +276,8 @@ class RolloutStream:
         return answer
 
     def _borrow(self, scorer: GroupScorer | None) -> "GroupRecord | Future[None] | None":
-        """Lend the next group for training, with the rewards of this scorer if there is one. It stays outstanding until
-        it is removed from the ledger, and must be put back if it is not used."""
+        """Lease the next group for training, with the rewards of this scorer if one is given. It stays outstanding
+        until it is removed from the ledger. An unused group must be put back."""
         while isinstance(record := self.ledger.next(), GroupRecord):
             try:
                 if scorer is None or self._scoring.has_rewards(record, scorer):
@@ -295,12 +296,12 @@ class RolloutStream:
                 if self.sharing is not None:
                     while not wait([answer], timeout=_CHECK_S).done:
                         self.sharing.check()
-                answer.result()  # as long as generation takes: a thread checks that the engine is there
+                answer.result()  # This takes as long as generation: a thread checks that the engine is alive.
         return answer
 
     def text_of_tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token by itself, including special tokens; "" for each without a tokenizer. A part of
-        a character becomes U+FFFD."""
+        """Return the text of each token separately, including special tokens, or "" for each without a tokenizer. A
+        part of a character becomes U+FFFD."""
         if self._tokenizer is None:
             return [""] * len(token_ids)
         with self._tokenizer_lock:
@@ -310,7 +311,7 @@ class RolloutStream:
     def _with_text(self, group: Group) -> Group:
         if self._tokenizer is None:
             return group
-        with self._tokenizer_lock:  # several scorers may prepare one group
+        with self._tokenizer_lock:  # Several scorers can prepare one group.
             if group[0].prompt or group[0].text:
                 return group
             decode = partial(self._decode, skip_special_tokens=group[0].params.skip_special_tokens)

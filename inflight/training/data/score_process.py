@@ -1,8 +1,8 @@
 """A process that calls one score function: `python -m inflight.training.data.score_process FUNCTION PATHS`.
 
 It reads groups of rollouts from its standard input and writes their rewards to its standard output, until its input
-ends. The function itself has an empty standard input, and what it prints goes to standard error. Imports nothing heavy:
-of inflight, what reads rollouts.
+ends. The function sees an empty standard input, and its output is redirected to standard error. No heavy module is
+imported: of inflight, only the modules that read rollouts.
 """
 
 import json
@@ -26,7 +26,7 @@ _POLL_S = 1.0
 
 
 class Answer(msgspec.Struct):
-    """What the function returned, or what it raised."""
+    """Rewards that the function returned, or the error that it raised."""
 
     rewards: list[float | None] = []
     error: str = ""
@@ -37,7 +37,7 @@ class _Headers(msgspec.Struct, frozen=True):
 
 
 def encode_rollouts(rollouts: list[Any]) -> bytes:
-    """What is asked of the process. Raises InvalidRequestError for metadata that no message can hold."""
+    """Encode a request to the process. Raises InvalidRequestError for metadata that a message cannot hold."""
     headers = _Headers([header_of(rollout) for rollout in rollouts])
     return encode(headers, [arrays_of(rollout) for rollout in rollouts])
 
@@ -48,7 +48,7 @@ def write_message(file: BinaryIO | BufferedRWPair, data: bytes) -> None:
 
 
 def read_message(file: BinaryIO | BufferedRWPair) -> bytes | None:
-    """The next message, or None at the end."""
+    """Return the next message, or None at the end."""
     head = file.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -58,10 +58,10 @@ def read_message(file: BinaryIO | BufferedRWPair) -> bytes | None:
 
 
 def main() -> None:
-    """Arguments: the function's name, whether it takes a whole group, and where modules are found, as JSON."""
+    """Serve requests. Arguments: the function's name, whether it takes a whole group, and the module paths as JSON."""
     name, batched, paths = sys.argv[1], sys.argv[2] == "batched", json.loads(sys.argv[3])
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:  # for the function, and for programs that it starts
+    with open(os.devnull, "rb") as nothing:  # The function and programs that it starts read this empty input.
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -89,7 +89,7 @@ def _answer(function: Any, batched: bool, data: bytes) -> Answer:
 
 
 def _end_with(parent: int) -> None:
-    """End this process, and programs that the function started, when its parent has ended, also in the middle of a
+    """Once the parent has ended, end this process and programs that the function started, also in the middle of a
     call."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Processes that call a score function, for functions whose Python code computes for long: threads would share one
+"""Processes that call a score function, for functions with long computations in Python: threads would share one
 interpreter with the trainer."""
 
 import json
@@ -19,21 +19,21 @@ from inflight.core.rollout import Rollout
 from inflight.training.data.score_process import Answer, encode_rollouts, read_message, write_message
 
 _START_S = 120.0
-"""A process may take this long to start and to import the function."""
+"""Time limit for a process to start and to import the function."""
 _EXIT_S = 2.0
-"""A process that answers no more may take this long to end by itself."""
+"""Time limit for an unresponsive process to exit."""
 
 
 class ProcessTimeout(Exception):
-    """A call took too long; its process was ended."""
+    """A call took too long, and its process was ended."""
 
 
 class ScoreProcesses:
-    """Calls a function in other processes, from as many threads as call this; each call has a process for itself. They
-    are started as they are needed, and are gone with this process however it ends."""
+    """Calls a function in other processes, from as many threads as use this object; each call has a process for itself.
+    Processes are started on demand, and end with this process however it ends."""
 
     def __init__(self, function: Callable[..., Any], *, batched: bool, timeout_s: float):
-        """Raises ValueError for a function that no other process can import."""
+        """Raises ValueError for a function that other processes cannot import."""
         self._arguments = (name_of(function), "batched" if batched else "single", json.dumps(sys.path))
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -42,8 +42,8 @@ class ScoreProcesses:
         self._all: set[_Process] = set()
 
     def __call__(self, given: Rollout | list[Rollout]) -> Any:
-        """The reward of a rollout, or the rewards of a group. Raises ScoreError, ProcessTimeout, and
-        InvalidRequestError for metadata that no message can hold."""
+        """Return the reward of a rollout, or the rewards of a group. Raises ScoreError, ProcessTimeout, and
+        InvalidRequestError for metadata that a message cannot hold."""
         data = encode_rollouts(given if isinstance(given, list) else [given])
         process = self._take()
         try:
@@ -54,7 +54,7 @@ class ScoreProcesses:
             process.end()
             raise
         with self._lock:
-            is_kept = process in self._all  # and not closed meanwhile
+            is_kept = process in self._all  # False if `close` has been called since.
             if is_kept:
                 self._idle.append(process)
         if not is_kept:
@@ -64,14 +64,13 @@ class ScoreProcesses:
         return answer.rewards if isinstance(given, list) else answer.rewards[0]
 
     def close(self) -> None:
-        """End all processes, also in the middle of a call, which raises ScoreError then; what is asked later raises it,
-        too."""
+        """End all processes, also in the middle of a call. That call and all later ones raise ScoreError."""
         with self._lock:
             self._closed = True
             processes, idle, self._all, self._idle = self._all, self._idle, set(), []
         for process in processes:
             process.kill()
-        for process in idle:  # the pipes of others belong to the threads that call them
+        for process in idle:  # The pipes of busy processes belong to the threads that call them.
             process.end()
 
     def _take(self) -> "_Process":
@@ -86,7 +85,8 @@ class ScoreProcesses:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name by which another process imports a function. Raises ValueError, naming it, if there is none."""
+    """Return the name by which another process imports a function. Raises ValueError, naming the function, if there is
+    none."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if module == "__main__":
         module = getattr(sys.modules["__main__"], "__file__", None)
@@ -100,7 +100,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 class _Process:
-    """One process, which answers one call after another."""
+    """One process. It serves one call after another."""
 
     def __init__(self, arguments: tuple[str, ...]):
         self._socket, theirs = socket.socketpair()
@@ -109,13 +109,14 @@ class _Process:
                 command("inflight.training.data.score_process", *arguments, kernels=False),
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
-                process_group=0,  # Ctrl-C is the trainer's
+                process_group=0,  # Ctrl-C reaches the trainer only.
             )
         self._file = self._socket.makefile("rwb")
         self._started = False
 
     def ask(self, data: bytes, timeout_s: float) -> Answer:
-        """What the function returned or raised. Raises ScoreError and ProcessTimeout; then it must be ended."""
+        """Return the result or the error of the function. Raises ScoreError and ProcessTimeout; the process must then
+        be ended."""
         if not self._started:
             try:
                 error = self._exchange(None, _START_S).error
@@ -127,19 +128,19 @@ class _Process:
         return self._exchange(data, timeout_s)
 
     def kill(self) -> None:
-        """Kill it, and programs that the function started."""
+        """Kill the process, and programs that the function started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         self.kill()
         self._process.wait()
-        with suppress(OSError):  # what it had not read cannot be written any more
+        with suppress(OSError):  # Closing fails if the process has not read all of the data.
             self._file.close()
         self._socket.close()
 
     def _exchange(self, data: bytes | None, timeout_s: float) -> Answer:
-        """What it says next, after it was told `data`, if that is given. It may keep silent for `timeout_s`."""
+        """Send `data`, if given, and return the next message of the process. Wait at most `timeout_s`."""
         self._socket.settimeout(timeout_s)
         try:
             if data is not None:
@@ -147,12 +148,12 @@ class _Process:
             answer = read_message(self._file)
         except TimeoutError as late:
             raise ProcessTimeout from late
-        except OSError:  # it did not read all
+        except OSError:  # The process did not read all of the data.
             answer = None
         if answer is None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)
-            self.kill()  # if it only let go of its files, as a function may
+            self.kill()  # The function can close the pipe without ending its process.
             raise ScoreError(
                 f"the process of the score function has ended with {self._process.wait()}; standard error may say why"
             )

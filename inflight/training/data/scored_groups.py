@@ -1,5 +1,5 @@
-"""From finished groups to a batch: the one pipeline of `RolloutStream.batches` and `grpo`. It adds, packs and, once an
-optimizer step has consumed the batch, measures how old its tokens were."""
+"""The pipeline from finished groups to a batch, used by `RolloutStream.batches` and `grpo`. It adds and packs groups.
+Once an optimizer step has consumed the batch, it measures the age of its tokens."""
 
 import logging
 from collections.abc import Sequence
@@ -19,62 +19,64 @@ from inflight.training.objective.aggregation import StepTotals
 logger = logging.getLogger(__name__)
 
 LEAST_MEMBERS = 2
-"""Members with a reward that a group needs to continue without the failed ones, unless it has only one sample."""
+"""Number of members with a reward that a group needs to continue without the failed ones, unless it has only one
+sample."""
 
 
 @dataclass(slots=True)
 class Dropped:
-    """Counts of what was left out. Two records add up to one: `a + b`."""
+    """Counts of omitted examples, groups, rollouts and tokens. Two records add up to one: `a + b`."""
 
     num_failed_groups: int = 0
     """Groups in which samples were cancelled or ended with an error, and fewer than two others have a reward."""
     num_unscored_groups: int = 0
-    """Groups of which no sample has a reward."""
+    """Groups without a rewarded sample."""
     num_unscored_rollouts: int = 0
-    """Rollouts that have no reward: it was None, not finite, or took too long. Those of unscored groups are among
-    them, those of failed groups are not."""
+    """Rollouts without a reward: it was None, not finite, or took too long. Rollouts of unscored groups are included,
+    rollouts of failed groups are not."""
     num_failed_rollouts: int = 0
-    """Rollouts that were cancelled without a reward or ended with an error. Their groups continue without them; those
-    of failed groups do not count here."""
+    """Rollouts that were cancelled without a reward or ended with an error. Their groups continue without them.
+    Rollouts of failed groups do not count here."""
     num_unfit_examples: int = 0
     """Examples that `grpo` skipped because their prompt does not fit."""
     num_replaced_groups: int = 0
-    """Groups of equal rewards that further ones took the place of. They count nowhere else but in mean rewards."""
+    """Uniform-reward groups that were replaced. Counted only in mean rewards."""
     num_uniform_groups: int = 0
-    """Groups whose advantages are all 0, as those of equal rewards mostly are. They were left out of the forward pass
-    and still count in what the loss is averaged over."""
+    """Groups whose advantages are all 0, such as most uniform-reward groups. They were left out of the forward pass and
+    still count in the averages of the loss."""
     num_truncated_rollouts: int = 0
-    """Rollouts that had no part in the loss because they ended at their maximum length. They still count in what it is
-    averaged over, and in the advantages of the others."""
+    """Rollouts that had no part in the loss because they ended at their maximum length. They still count in the
+    averages of the loss, and in the advantages of the others."""
     num_stale_rollouts: int = 0
     """Rollouts that staleness rules rejected."""
     num_stale_tokens: int = 0
-    """Tokens that have no part in the loss because they are too old: masked ones, and all of rejected rollouts."""
+    """Tokens that have no part in the loss because they are too old: masked tokens, and all tokens of rejected
+    rollouts."""
     num_masked_tokens: int = 0
-    """The stale tokens that stayed in the batch."""
+    """Stale tokens that stayed in the batch."""
     num_rollouts: int = 0
-    """Rollouts to which the staleness rules were applied, old or not."""
+    """Rollouts that the staleness rules examined, old or not."""
     num_tokens: int = 0
-    """Tokens of these rollouts."""
+    """Number of tokens of these rollouts."""
     sum_lengths: int = 0
-    """The sum over these tokens of the length of the rollout that each belongs to."""
+    """Sum over these tokens of the length of the rollout that contains the token."""
     sum_kept_lengths: int = 0
     """The same sum over the tokens that are not stale."""
 
     @property
     def num_unusable_groups(self) -> int:
-        """Groups of which nothing can be trained on: failed or unscored."""
+        """Groups that cannot be trained on: failed or unscored."""
         return self.num_failed_groups + self.num_unscored_groups
 
     @property
     def stale_share(self) -> float:
-        """Share of the tokens that are stale; NaN if there are no tokens."""
+        """Share of stale tokens; NaN if there are no tokens."""
         return self.num_stale_tokens / self.num_tokens if self.num_tokens else nan
 
     @property
     def length_bias(self) -> float:
-        """Mean length of the rollout that a token belongs to, over the tokens that are not stale, as a share of that
-        over all tokens: below 1, short rollouts are favored. NaN if all tokens are stale."""
+        """Mean rollout length over the tokens that are not stale, divided by the mean rollout length over all tokens.
+        Below 1, short rollouts are favored. NaN if all tokens are stale."""
         num_kept = self.num_tokens - self.num_stale_tokens
         return (self.sum_kept_lengths / num_kept) / (self.sum_lengths / self.num_tokens) if num_kept else nan
 
@@ -102,21 +104,21 @@ class Dropped:
         return ", ".join(parts) or "nothing"
 
     def as_dict(self) -> dict[str, float]:
-        """The counts, the share of stale tokens and the length bias, under their names; what is NaN is left out."""
+        """Return the counts, the share of stale tokens and the length bias by name, without NaN values."""
         numbers = asdict(self) | {"stale_share": self.stale_share, "length_bias": self.length_bias}
         return {name: number for name, number in numbers.items() if name[:4] != "sum_" and not isnan(number)}
 
 
 @dataclass(slots=True)
 class ScoredGroups:
-    """The groups of one batch: their samples that have a reward, and the count of what was left out."""
+    """The groups of one batch: their samples with a reward, and the counts of omissions."""
 
     groups: list[list[Rollout]] = field(default_factory=list)
     dropped: Dropped = field(default_factory=Dropped)
     replaced: list[list[Rollout]] = field(default_factory=list)
-    """Groups of equal rewards that others took the place of."""
+    """Uniform-reward groups that were replaced."""
     has_advantage: bool = False
-    """Whether some advantage of the batch that was packed last is not 0."""
+    """True if an advantage of the last packed batch is not 0."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -125,20 +127,20 @@ class ScoredGroups:
 
     @property
     def drawn(self) -> list[Rollout]:
-        """The samples of all groups and of those that were replaced."""
+        """The samples of all groups, including replaced groups."""
         return [rollout for group in (*self.groups, *self.replaced) for rollout in group]
 
     @property
     def mean_reward(self) -> float:
-        """Mean reward of all that was drawn, replaced groups included. There must be a sample."""
+        """Mean reward of all samples, including replaced groups. There must be a sample."""
         rewards = [rollout.reward or 0.0 for rollout in self.drawn]
         return sum(rewards) / len(rewards)
 
     def add(self, group: list[Rollout]) -> bool:
-        """Take the samples of a finished group that have a reward. Returns False if nothing of it can be trained on.
+        """Add the samples of a finished group that have a reward. Returns False if the group cannot be trained on.
 
-        A sample that was cancelled counts if it has a reward; one that ended with an error never does. The group
-        continues without such samples if two others have a reward.
+        A cancelled sample counts if it has a reward; a sample that ended with an error never does. The group continues
+        without such samples if two others have a reward.
         """
         scored = [rollout for rollout in group if rollout.reward is not None and rollout.finish_reason != "error"]
         failed = [rollout for rollout in group if _has_failed(rollout)]
@@ -159,11 +161,11 @@ class ScoredGroups:
 
     @property
     def last_is_uniform(self) -> bool:
-        """Whether the rewards of the last group are all equal."""
+        """True if the rewards of the last group are all equal."""
         return len({rollout.reward for rollout in self.groups[-1]}) == 1
 
     def replace_last(self) -> None:
-        """Take the last group out again: another one takes its place."""
+        """Remove the last group, which another one replaces."""
         self.replaced.append(self.groups.pop())
         self.dropped.num_replaced_groups += 1
 
@@ -178,10 +180,10 @@ class ScoredGroups:
     ) -> PackedBatch | None:
         """Pack the groups for a trainer that has this version's weights.
 
-        staleness: the rules that say which tokens are too old. advantages: a name in `ADVANTAGES` or a function of the
-        groups. skip_uniform: leave out groups whose advantages are all 0. mask_truncated: leave out rollouts that ended
-        at their maximum length. The batch's totals count both. Returns None if nothing is left. Raises ValueError for a
-        reward that is None or not finite, and for advantages that are not one for every rollout.
+        staleness: rules for tokens that are too old. advantages: a name in `ADVANTAGES` or a function of the groups.
+        skip_uniform: leave out groups whose advantages are all 0. mask_truncated: leave out rollouts that ended at
+        their maximum length. The batch's totals count both. Returns None if nothing is left. Raises ValueError for a
+        reward that is None or not finite, and if the number of advantages differs from the number of rollouts.
         """
         rollouts = self.rollouts
         values = list(resolve_advantages(advantages)(self.groups))
@@ -209,8 +211,8 @@ class ScoredGroups:
     def _without_gradient(
         self, advantages: Sequence[float | np.ndarray], skip_uniform: bool, mask_truncated: bool
     ) -> set[int]:
-        """Indices of the rollouts that are left out of the forward pass. They count in the totals, unless a staleness
-        rule rejects them."""
+        """Return the indices of the rollouts that are left out of the forward pass. They count in the totals, unless a
+        staleness rule rejects them."""
         indices, found = iter(range(len(advantages))), set[int]()
         for group in self.groups:
             members = [next(indices) for _ in group]
@@ -225,7 +227,7 @@ class ScoredGroups:
 
 
 def _totals_with(batch: PackedBatch, others: Sequence[Rollout]) -> StepTotals:
-    """The totals of a batch, those of rollouts that are not in it included."""
+    """Return the totals of a batch, including rollouts that are not in it."""
     places = {group_id: place for place, group_id in enumerate(dict.fromkeys(r.group_id for r in batch.rollouts))}
     group_tokens = batch.totals.group_tokens.clone()
     for rollout in others:
@@ -243,9 +245,9 @@ def _totals_with(batch: PackedBatch, others: Sequence[Rollout]) -> StepTotals:
 def take_out_stale(
     rollouts: Sequence[Rollout], rules: Sequence[StalenessRule], trainer_version: int, now_ns: int, dropped: Dropped
 ) -> dict[int, np.ndarray]:
-    """Apply all rules, and count what they take out in `dropped`.
+    """Apply all rules, and count stale rollouts and tokens in `dropped`.
 
-    Returns a map of the indices of the rollouts that stay to bool[T], which of their tokens take part in the loss.
+    Returns a map from the indices of the remaining rollouts to bool[T], true for tokens that take part in the loss.
     """
     included: dict[int, np.ndarray] = {}
     for index, rollout in enumerate(rollouts):
@@ -268,14 +270,14 @@ def take_out_stale(
 
 
 def _has_failed(rollout: Rollout) -> bool:
-    """Whether the rollout ended with an error, or was cancelled and has no reward."""
+    """Return True if the rollout ended with an error, or was cancelled and has no reward."""
     is_finished = rollout.finish_reason in ("stop", "length")
     return not is_finished and (rollout.reward is None or rollout.finish_reason == "error")
 
 
 def measure_consumed(meter: StalenessMeter, batch: PackedBatch) -> TokenStaleness:
-    """Tell the meter that an optimizer step has just consumed this batch, whose `trainer_version` must be known.
-    Returns how old its drawn tokens were."""
+    """Report to the meter that an optimizer step has just consumed this batch, whose `trainer_version` must be known.
+    Returns the staleness of its drawn tokens."""
     assert batch.trainer_version is not None
     drawn = batch.loss_mask
     return meter.consume(
@@ -288,8 +290,8 @@ def measure_consumed(meter: StalenessMeter, batch: PackedBatch) -> TokenStalenes
 
 
 def measure_taken(meter: StalenessMeter, scored: ScoredGroups, batch: PackedBatch | None) -> None:
-    """Tell the meter which tokens the trainer has taken out of the stream, and which of them have part in the loss of
-    the batch that these groups were packed into (None: nothing was left to pack)."""
+    """Report to the meter the tokens that the trainer has taken out of the stream, and the tokens among them that take
+    part in the loss of the batch packed from these groups (None: nothing was left to pack)."""
     rollouts = scored.drawn
     if not rollouts:
         return

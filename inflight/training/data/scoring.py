@@ -1,5 +1,5 @@
-"""Rewards, computed beside generation and training: an event loop in a thread of its own awaits coroutines, and has
-worker threads, or processes, call other functions."""
+"""Rewards, computed during generation and training: a separate thread runs an event loop that awaits coroutines, and
+calls other functions in worker threads or processes."""
 
 import asyncio
 import inspect
@@ -38,7 +38,7 @@ Prepare = Callable[[Group], object]
 """A function that is called with a group before it is scored."""
 
 _TOO_LATE = float("nan")
-"""The reward of a rollout whose score took too long."""
+"""The reward of a rollout if its score took too long."""
 _QUICK_S = 1e-3
 _REMEMBERED = 9
 _CANCEL_S = 1.0
@@ -48,26 +48,27 @@ class GroupScorer(ABC):
     """Scores groups: a `Scorer`, or several as `Rewards`."""
 
     scores_cancelled = False
-    """Whether samples that were cancelled get a reward too."""
+    """If true, cancelled samples get a reward too."""
 
     def wants(self, rollout: Rollout) -> bool:
-        """Return whether the rollout gets a reward: it was finished, or cancelled and that counts here."""
+        """Return True if the rollout gets a reward: it finished, or it was cancelled and cancelled samples are
+        scored."""
         reason = rollout.finish_reason
         return reason in ("stop", "length") or (self.scores_cancelled and reason == "cancelled")
 
     @abstractmethod
     def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
-        """Begin to score a group; the future gives the rewards, None for a rollout that has none, or raises what the
-        function raised. prepare: called first, in the event loop's thread."""
+        """Start to score a group. The future returns the rewards, None for a rollout without one, or raises the
+        exception of the function. prepare: called first, in the event loop's thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let the threads go. Calls that are under way are not waited for."""
+        """End the threads, without waiting for calls in progress."""
 
 
 @named()
 class Scorer(GroupScorer):
-    """A score function and how it is called.
+    """A score function and the way it is called.
 
         Scorer(score)                            # a function or a coroutine function of one rollout
         Scorer(score, batched=True)              # of the list of a group's rollouts; returns as many rewards
@@ -75,10 +76,10 @@ class Scorer(GroupScorer):
         Scorer(check, processes=4)               # of a module or file, if Python computes for long
         Scorer(progress, cancelled=True)         # of samples that you cancel, too
 
-    A rollout without a reward takes no part in training and is counted: where the function returns None or a number
-    that is not finite, and where it takes longer than `timeout_s`. (A thread cannot be ended: a function that hangs
-    keeps its worker. A process is ended and replaced.) What the function raises is raised to the trainer, and its
-    group is scored again when it is asked for again.
+    A rollout has no reward if the function returns None or a number that is not finite, or takes longer than
+    `timeout_s`. Such a rollout takes no part in training and is counted. (A thread cannot be ended: a function that
+    hangs keeps its worker. A process is ended and replaced.) Exceptions of the function are raised to the trainer, and
+    the group is scored again when it is requested again.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class Scorer(GroupScorer):
         processes: int = 0,
         cancelled: bool = False,
     ):
-        """workers: calls at the same time, of coroutines too. timeout_s: for one call. processes: number of
-        processes that call the function, one call each at a time, instead of threads of one interpreter. They import it
-        by its name, so that it has to be a plain function of a module or of the program's file. 0: threads. cancelled:
-        cancelled samples get a reward too and are trained on, such as samples that a process reward ended early; their
-        finish_reason is "cancelled". False: their groups continue without them. Raises ValueError for numbers out of
-        range and for a function that no other process can import."""
+        """workers: simultaneous calls, including coroutines. timeout_s: limit of one call. processes: number of
+        processes that call the function, one call each at a time, instead of threads of one interpreter. They import
+        the function by its name, so that it must be a plain function of a module or of the program's file. 0: threads.
+        cancelled: cancelled samples get a reward too and are trained on, such as samples that a process reward ended
+        early; their finish_reason is "cancelled". False: their groups continue without them. Raises ValueError for
+        numbers out of range and for a function that other processes cannot import."""
         if not callable(score):
             raise TypeError(f"score must be a function of a rollout, got {score!r}")
         if workers < 1:
@@ -120,7 +121,7 @@ class Scorer(GroupScorer):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places: asyncio.Semaphore | None = None
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
-        """The times that the last calls took."""
+        """Durations of the last calls."""
         self.num_timeouts = 0
         """Number of calls that took longer than `timeout_s`."""
 
@@ -131,12 +132,12 @@ class Scorer(GroupScorer):
         return self.run(rewards())
 
     def start_part(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
-        """The same, of one of several score functions: None stands for a rollout that does not concern it, NaN for one
-        to which it gave a number that is not finite, or took too long."""
+        """Start one of several score functions on a group. The reward is None for a rollout that the function excludes,
+        and NaN for a number that is not finite or a call that took too long."""
         return self.run(self._score_group(group, prepare))
 
     def run(self, rewards: Coroutine[Any, Any, list[Reward]]) -> "Future[list[Reward]]":
-        """Have the event loop await these rewards."""
+        """Await these rewards in the event loop."""
         return asyncio.run_coroutine_threadsafe(rewards, self._running_loop())
 
     def close(self) -> None:
@@ -171,12 +172,12 @@ class Scorer(GroupScorer):
         return [_reward(value) for value in (*first, *rest)]
 
     def _is_quick(self) -> bool:
-        """Whether handing a call to a thread would cost more than the call itself, judged by the last calls."""
+        """Return True if, judged by the last calls, passing a call to a thread would cost more than the call itself."""
         return not self._is_async and len(self._seconds) == _REMEMBERED and median(self._seconds) < _QUICK_S
 
     async def _score_in_turn(self, group: Group) -> list[Any]:
-        """Call the function for one rollout after another in one thread. Returns the rewards of all of them, or up to
-        the call that took too long."""
+        """Call the function for one rollout after another in one thread. Returns the rewards of all of them, or of
+        those up to the first call that took too long."""
         rewards: list[Any] = []
         await self._call(lambda rollouts: rewards.extend(map(self._timed, rollouts)), group)
         return [*rewards, _TOO_LATE][: len(group)]
@@ -196,7 +197,7 @@ class Scorer(GroupScorer):
             else:
                 call = asyncio.wrap_future(self._workers.start(function, argument))
             done, _ = await asyncio.wait([call], timeout=None if self._processes else self._timeout_s)
-            with suppress(ProcessTimeout):  # processes keep the time themselves
+            with suppress(ProcessTimeout):  # Processes measure the time themselves.
                 if done:
                     return call.result()
             call.cancel()
@@ -206,7 +207,7 @@ class Scorer(GroupScorer):
 
 
 class _Workers:
-    """Daemon threads that call functions: a call that never returns does not keep the process from ending."""
+    """Daemon threads that call functions: a call that never returns does not prevent the process from ending."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -231,11 +232,11 @@ class _Workers:
                     with span("score"):
                         result = function(argument)
                     future.set_result(result)
-                except Exception as error:  # it is the trainer's to see
+                except Exception as error:  # The trainer receives the exception.
                     future.set_exception(error)
                 except BaseException as error:  # SystemExit would end the event loop instead
                     future.set_exception(RuntimeError(f"the score function raised {error!r}"))
-            future = function = argument = result = None  # nothing is kept while it waits
+            future = function = argument = result = None  # The thread keeps no reference while it waits.
             with self._lock:
                 self._num_idle += 1
 
@@ -250,7 +251,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _reward(value: Any) -> Reward:
-    """None, a finite number, or NaN for one that is not."""
+    """Return None, a finite number, or NaN for a number that is not finite."""
     if value is None:
         return None
     try:
@@ -262,7 +263,7 @@ def _reward(value: Any) -> Reward:
 
 @dataclass(slots=True, eq=False)
 class _Scoring:
-    """A group that is being scored, or has been."""
+    """A group whose scoring is in progress or has ended."""
 
     record: GroupRecord
     scorer: GroupScorer
@@ -272,7 +273,7 @@ class _Scoring:
 
     @property
     def is_last(self) -> bool:
-        """False if another scorer has taken over, or the group is not outstanding."""
+        """False if another scorer has replaced this one, or the group is not outstanding."""
         return self.record.scoring is self and self.record.is_finished
 
 
@@ -281,7 +282,7 @@ class GroupScoring:
 
     The record of a group keeps its last scoring. prepare: called with a group before it is scored, by the scorer's
     thread. ready: called with the record of a group whose scoring has ended; returns False if no caller gets the group
-    any more. in_order: `ready` is called in the order in which the scorings began, however long each takes.
+    any more. in_order: call `ready` in the order in which the scorings began, regardless of their durations.
     """
 
     def __init__(self, *, prepare: Prepare, ready: Callable[[GroupRecord], bool], in_order: bool = False):
@@ -294,13 +295,13 @@ class GroupScoring:
         self._scorer: GroupScorer | None = None
         """The scorer of the last request."""
         self._own_scorer: Scorer | None = None
-        """The scorer that was made here, of a plain function."""
+        """The scorer that was made here from a plain function."""
         self._busy: set[_Scoring] = set()
         """Scorings that have not ended."""
 
     def score_with(self, score: Score | GroupScorer) -> GroupScorer:
-        """Score groups with this from now on as they finish, and again if another scorer is busy with them. Returns the
-        scorer."""
+        """Score groups with this from now on as they finish. A group that another scorer is still scoring is scored
+        again. Returns the scorer."""
         with self._lock:
             if isinstance(score, GroupScorer):
                 scorer = score
@@ -319,7 +320,7 @@ class GroupScoring:
 
     def start_if_wanted(self, record: GroupRecord) -> bool:
         """Start scoring a group that has just finished. Returns True if there is nothing to wait for: no caller has
-        asked for scores, or the group gets none."""
+        requested scores, or the group gets none."""
         with self._lock:
             if self._scorer is None or not (self._in_order or to_score(record.rollouts, self._scorer)):
                 return True
@@ -334,8 +335,8 @@ class GroupScoring:
         self._begin(scoring)
 
     def has_rewards(self, record: GroupRecord, scorer: GroupScorer) -> bool:
-        """Return whether the group has the rewards of this scorer, or gets none from any. Raises the exception of the
-        score function, once; after that the group counts as not scored."""
+        """Return True if the group has the rewards of this scorer, or gets none from any. Raises the exception of the
+        score function once. Later calls treat the group as not scored."""
         with self._lock:
             scoring: _Scoring | None = record.scoring
             if scoring is not None and scoring.error is not None:
@@ -347,14 +348,14 @@ class GroupScoring:
         return not to_score(record.rollouts, scorer)
 
     def close(self) -> None:
-        """End the threads of the own scorer."""
+        """End the threads of the scorer that was made here."""
         with self._lock:
             scorer, self._own_scorer = self._own_scorer, None
         if scorer is not None:
             scorer.close()
 
     def _register(self, record: GroupRecord, scorer: GroupScorer) -> _Scoring:
-        """Make the last scoring of the group: results of earlier ones are ignored."""
+        """Register a new last scoring of the group. Results of earlier ones are ignored."""
         record.scoring = scoring = _Scoring(record, scorer)
         self._busy.add(scoring)
         if self._in_order:
@@ -366,7 +367,7 @@ class GroupScoring:
         if scoring.is_last and (members := to_score(group, scoring.scorer)):
             rewards = scoring.scorer.start(members, prepare=lambda _: self._prepare(group))
             rewards.add_done_callback(partial(self._end, scoring, members))
-        else:  # it waits for its turn alone
+        else:  # The group has no members to score and only waits for its turn.
             self._make_ready(scoring)
 
     def _end(self, scoring: _Scoring, members: Group, rewards: "Future[list[Reward]]") -> None:
@@ -378,7 +379,7 @@ class GroupScoring:
         self._make_ready(scoring)
 
     def _make_ready(self, scoring: _Scoring) -> None:
-        """This scoring has ended: its group is ready, and those whose turn it is then."""
+        """Mark this scoring as ended, and pass on its group and the groups whose turn follows."""
         with self._lock:
             scoring.done = True
             self._busy.discard(scoring)
@@ -395,6 +396,7 @@ class GroupScoring:
 
 
 def to_score(group: Group, scorer: GroupScorer) -> Group:
-    """The members of a group that get a reward: none if it was drawn greedily, or if too few are left to continue."""
+    """Return the members of a group that get a reward: none if it was drawn greedily, or if too few are left to
+    continue."""
     members = [rollout for rollout in group if scorer.wants(rollout)]
     return members if len(members) >= min(LEAST_MEMBERS, len(group)) and not group[0].params.greedy else []

@@ -1,7 +1,8 @@
-"""A batch split over the ranks of a data-parallel trainer: whole groups, alike in tokens, and a share for every rank.
+"""Splits a batch over the ranks of a data-parallel trainer: whole groups, similar numbers of tokens, a share for every
+rank.
 
-Trainers of several ranks average gradients over them. The totals of a share are those of the whole batch divided by the
-number of ranks, so that the average of the ranks' losses is the loss of the batch, and its gradient the batch's.
+Trainers of several ranks average gradients over them. The totals of a share are the totals of the whole batch divided
+by the number of ranks. Thus the average of the ranks' losses is the loss of the batch, and its gradient the batch's.
 """
 
 from collections.abc import Sequence
@@ -19,22 +20,22 @@ from inflight.training.data.scored_groups import Dropped
 
 
 class ShareInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a share says beside its rollouts."""
+    """Totals and metadata of a share, without its rollouts."""
 
     num_tokens: float
-    """Drawn tokens of the whole batch per rank, as `StepTotals` holds it; so are the next two."""
+    """Drawn tokens of the whole batch per rank, as in `StepTotals`; so are the next two."""
     num_sequences: float
     num_groups: float
     group_tokens: list[int]
     """Drawn tokens of each group of this share, in order of appearance. Tokens of rollouts that were left out of the
-    batch are counted too."""
+    batch are included."""
     trainer_version: int | None
     is_filler: bool = False
-    """No group was left for this rank: its rollouts are another rank's, and have no part in the loss."""
+    """True if no group was left for this rank: its rollouts are another rank's, and have no part in the loss."""
     last_reward: float = float("nan")
     """Mean reward of the whole batch."""
     dropped: dict[str, int] = {}
-    """What the stream has left out so far: the fields of `Dropped`."""
+    """Counts of the stream's omissions so far: the fields of `Dropped`."""
 
 
 class _ShareHeader(msgspec.Struct, frozen=True):
@@ -51,12 +52,12 @@ class Share:
     advantages: list[np.ndarray]
     """f32[T] of each rollout."""
     drawn: list[np.ndarray]
-    """bool[T] of each rollout, which tokens the policy drew."""
+    """bool[T] of each rollout, true for tokens that the policy drew."""
     included: list[np.ndarray] | None
-    """bool[T] of each rollout, which tokens take part in the loss; None: all that were drawn."""
+    """bool[T] of each rollout, true for tokens that take part in the loss; None: all drawn tokens."""
 
     def batch(self) -> PackedBatch:
-        """Pack it. A filler has a sequence without a part in the loss, and no rollouts."""
+        """Pack the share. A filler has a sequence without a part in the loss, and no rollouts."""
         info = self.info
         packed = pack(
             self.rollouts,
@@ -81,9 +82,9 @@ def split(batch: PackedBatch, num_ranks: int, *, last_reward: float = float("nan
     """Split a batch of `RolloutStream.batches` into a share for each rank.
 
     The group with the most tokens is placed first, each with the rank that has the fewest tokens (longest processing
-    time first, Graham 1969), so that ranks differ by no more tokens than the largest group has. Tokens are those of
-    prompts and answers. With fewer groups than ranks, a rank without one gets the shortest sequence as a filler without
-    a part in the loss: ranks that have collectives in their steps all take every step.
+    time first, Graham 1969). Ranks thus differ at most by the number of tokens of the largest group. Tokens of prompts
+    and answers are counted. With fewer groups than ranks, a rank without one gets the shortest sequence as a filler
+    without a part in the loss: ranks that have collectives in their steps all take every step.
     """
     lengths = batch.cu_seqlens.diff().tolist()
     groups: dict[int, list[int]] = {}
@@ -137,7 +138,7 @@ def _take(batch: PackedBatch, sequences: Sequence[int], info: ShareInfo) -> Shar
 
 
 def encode_share(share: Share) -> bytes:
-    """One message. Raises InvalidRequestError for metadata that no message can hold."""
+    """Encode a share as one message. Raises InvalidRequestError for metadata that a message cannot hold."""
     arrays = [arrays_of(rollout) for rollout in share.rollouts]
     for index, of_one in enumerate(arrays):
         of_one |= {"advantages": share.advantages[index], "drawn": share.drawn[index]}
@@ -147,7 +148,7 @@ def encode_share(share: Share) -> bytes:
 
 
 def decode_share(data: bytes) -> Share:
-    """Read what `encode_share` wrote. Raises ProtocolError for anything else."""
+    """Decode a message of `encode_share`. Raises ProtocolError for any other data."""
     header, arrays = decode(data, _ShareHeader, lambda header: len(header.rollouts))
     try:
         return Share(

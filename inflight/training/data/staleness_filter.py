@@ -1,7 +1,7 @@
-"""Which tokens are too old to train on.
+"""Rules for tokens that are too old to train on.
 
-Rules that drop rollouts favor short ones, as long ones take longer to draw: `Dropped.length_bias` shows it. A bound on
-what is in flight (`GRPOConfig.groups_in_flight`) keeps tokens young without that bias, and idles generators.
+Rules that drop rollouts favor short ones, as long ones take longer to draw: see `Dropped.length_bias`. Limiting the
+groups in flight (`GRPOConfig.groups_in_flight`) keeps tokens young without that bias, but idles generators.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,18 @@ from inflight.core.rollout import Rollout
 @named()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessRule:
-    """A token is too old if a bound that is given is exceeded. A rollout is as old as its oldest token."""
+    """A token is too old if it exceeds a given bound. A rollout is as old as its oldest token."""
 
     max_version_lag: int | None = None
-    """The trainer's version − the token's. Optimizer steps since the last publish are taken for one version."""
+    """The trainer's version − the token's version. Optimizer steps since the last publish are treated as one
+    version."""
     max_age_ms: float | None = None
-    """The time at which the batch is made − the time at which the token was drawn."""
+    """Time at which the batch is made − time at which the token was drawn."""
     unit: Literal["token", "rollout"] = "rollout"
-    """token: a token that is too old goes alone. rollout: it takes all of its rollout with it."""
+    """token: only the tokens that are too old are affected. rollout: one such token affects its whole rollout."""
     action: Literal["mask", "reject"] = "mask"
-    """mask: it stays in the batch without a part in the loss, and counts in what the loss is averaged over. reject: it
-    leaves the batch, which only whole rollouts can. Advantages are relative to all samples either way."""
+    """mask: keep the tokens in the batch without a part in the loss; they count in its averages. reject: remove whole
+    rollouts from the batch. Advantages are relative to all samples either way."""
 
     def __post_init__(self) -> None:
         if self.max_version_lag is None and self.max_age_ms is None:
@@ -44,7 +45,7 @@ class StalenessRule:
             raise ValueError("a token cannot be rejected out of its sequence: mask it, or reject the rollout")
 
     def too_old(self, rollout: Rollout, trainer_version: int, now_ns: int) -> np.ndarray:
-        """Returns bool[T], which tokens of the rollout are too old."""
+        """Return bool[T], true for tokens of the rollout that are too old."""
         old = np.zeros(len(rollout.token_ids), bool)
         if self.max_version_lag is not None:
             old |= trainer_version - rollout.weight_versions > self.max_version_lag
@@ -54,6 +55,6 @@ class StalenessRule:
 
 
 def check_rules(rules: Sequence[StalenessRule]) -> None:
-    """Raises ValueError if these are not a sequence of rules."""
+    """Raise ValueError if these are not a sequence of rules."""
     if not isinstance(rules, Sequence) or not all(isinstance(rule, StalenessRule) for rule in rules):
         raise ValueError(f"staleness is a tuple of StalenessRule, got {rules!r}")

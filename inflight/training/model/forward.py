@@ -36,20 +36,20 @@ class TokenScores(NamedTuple):
 
 
 def token_logprobs(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """Log-probabilities f32[n] of the drawn tokens, with gradient; as `score_tokens`."""
+    """Return log-probabilities f32[n] of the drawn tokens, with gradient; see `score_tokens`."""
     return score_tokens(model, batch).logprobs
 
 
 def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False) -> TokenScores:
-    """Log-probabilities, and entropies if asked for, of the n drawn tokens, in their order.
+    """Return log-probabilities, and entropies if requested, of the n drawn tokens, in their order.
 
-    They mean what the engine's mean: at the temperature that each token was drawn at, over the tokens that its filters
-    left of those that the engine draws, with the experts that it took. The batch may lie on the CPU. Sequences are
-    packed where the model computes packed what it computes of each alone, else padded or fed one by one
-    (`scoring_way`). Raises what `replay_routed_experts` raises, UnsupportedModelError for a model whose tokens see
-    later ones, and ValueError for a token outside of the vocabulary.
+    They have the meaning of the engine's: at the sampling temperature of each token, over the tokens that its filters
+    left of those that the engine draws, with the experts that it used. The batch can be on the CPU. Sequences are
+    packed if packing gives the same results as scoring each alone; otherwise they are padded or fed one by one
+    (`scoring_way`). Raises the errors of `replay_routed_experts`, UnsupportedModelError for a model whose tokens attend
+    to later positions, and ValueError for a token outside of the vocabulary.
     """
-    model = getattr(model, "_orig_mod", model)  # compiled for another head, it would be compiled anew at each call
+    model = getattr(model, "_orig_mod", model)  # A model compiled for another head would be recompiled at each call.
     inner = _transformers_model(model)
     _check_tokens(inner, batch)
     _warn_of_dropout(inner)
@@ -70,7 +70,7 @@ def _try_way(model: Any, batch: PackedBatch, way: Way) -> torch.Tensor:
 
 
 def _score(model: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way, entropy: bool) -> TokenScores:
-    """inner: the Transformers model inside the wrappers of `model`."""
+    """Score a batch. inner: the Transformers model inside the wrappers of `model`."""
     device = next(model.parameters()).device
     packed = pack_input(batch, device) if way in ("fused", "packed") else None
     batch = batch.to(device)
@@ -95,7 +95,7 @@ def _score(model: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way, ent
 
 
 def _logits_in_rows(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """Logits [n, V] from rows padded on the right, which causality keeps unseen."""
+    """Return logits [n, V] from rows padded on the right. Causality hides the padding."""
     rows, columns = batch.sequence_ids, batch.position_ids
     ids_BS = batch.input_ids.new_zeros(batch.num_sequences, int(columns.max()) + 1)
     ids_BS[rows, columns] = batch.input_ids
@@ -104,8 +104,8 @@ def _logits_in_rows(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
 
 
 def _logits_one_by_one(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """Logits [n, V], each sequence in a forward pass of its own. Raises UnsupportedModelError for a model that takes
-    more than tokens, or not so many of them."""
+    """Return logits [n, V], with a separate forward pass for each sequence. Raises UnsupportedModelError for a model
+    that needs other inputs than tokens, or takes fewer tokens."""
     parts = []
     for start, end in pairwise(batch.cu_seqlens.tolist()):
         try:
@@ -143,9 +143,10 @@ _left_open: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
 
 @contextmanager
 def _replaying(model: nn.Module, batch: PackedBatch, source: torch.Tensor) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Replays a batch's routed experts, if it has any, during the forward pass. What is yielded takes the output, and
-    replays until backward is done where activations are checkpointed, since that runs the routers again."""
-    if model in _left_open:  # of a loss that nobody went backward from
+    """Replay a batch's routed experts, if it has any, during the forward pass. The yielded function takes the output.
+    With activation checkpointing it extends the replay until backward is done, because backward runs the routers
+    again."""
+    if model in _left_open:  # It belongs to a loss without a backward pass.
         _left_open.pop(model).close()
     with ExitStack() as stack:
         if batch.routed_experts is not None:
@@ -156,14 +157,14 @@ def _replaying(model: nn.Module, batch: PackedBatch, source: torch.Tensor) -> It
                 return
             left_open = _left_open[model] = stack.pop_all()
             engine = torch.autograd.Variable._execution_engine
-            # The hook is called where backward begins, and what it queues where backward ends.
+            # The hook is called when backward begins, and its queued callback when backward ends.
             out.register_hook(lambda _: engine.queue_callback(left_open.close))
 
         yield stay_until_backward
 
 
 def _transformers_model(model: nn.Module) -> nn.Module:
-    """The Transformers model inside wrappers, PEFT's among them."""
+    """Return the Transformers model inside wrappers, including PEFT's."""
     inner = unwrap(model)
     get_base = getattr(inner, "get_base_model", None)
     return get_base() if get_base else inner
@@ -173,7 +174,7 @@ _warned: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 
 
 def _warn_of_dropout(model: nn.Module) -> None:
-    """Say once that a model in train mode scores the same tokens differently each time."""
+    """Warn once that a model in train mode scores the same tokens differently each time."""
     if not model.training or model in _warned:
         return
     _warned[model] = None

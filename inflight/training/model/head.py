@@ -1,8 +1,8 @@
 """The output head in the forward pass of a loss: from hidden states straight to log-probabilities, without logits.
 
-The model's head is replaced for the length of one forward pass, inside the model's own `forward`, so that wrappers
-(DDP, FSDP2, PEFT) see an ordinary call. What models do to the logits of their head, a factor and a softcap, is done to
-the temperatures and by the kernel. H hidden size, V vocabulary, n drawn tokens.
+The model's head is replaced during one forward pass, inside the model's own `forward`, so that wrappers (DDP, FSDP2,
+PEFT) see an ordinary call. Models can scale and softcap the logits of their head. Here the scale is applied to the
+temperatures, and the kernel applies the softcap. H hidden size, V vocabulary, n drawn tokens.
 """
 
 import logging
@@ -36,16 +36,16 @@ _found: WeakKeyDictionary[nn.Module, PlainHead | None] = WeakKeyDictionary()
 
 
 def plain_head(model: Any) -> PlainHead | None:
-    """What the model does to its head's output, or None if it is more than a factor and a softcap.
+    """Return the scale and softcap that the model applies to its head's output. None if it does anything else.
 
-    Tried once per model on a few tokens; some models do other things, and some heads are no `nn.Linear`.
+    Tried once per model on a few tokens; some models do other things, and some heads are not `nn.Linear`.
     """
     get_head = getattr(model, "get_output_embeddings", None)
     head: Any = get_head() if get_head else None
     if head is None:
         return None
     if head not in _found:
-        # Quantized linear layers have a forward of their own.
+        # Quantized linear layers have a custom forward.
         plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         _found[head] = _try(model, head) if plain else None
         if _found[head] is None:
@@ -55,12 +55,12 @@ def plain_head(model: Any) -> PlainHead | None:
 
 @torch.no_grad()
 def _try(model: Any, head: nn.Linear) -> PlainHead | None:
-    """Have the head give numbers, and see what comes out as logits."""
+    """Replace the head's output by fixed numbers, and compare the resulting logits with them."""
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     given = torch.linspace(-2, 2, 8, device=head.weight.device).view(1, 4, 2)
     calls = []
 
-    def give(*call: Any) -> torch.Tensor:  # what a forward hook returns takes the output's place
+    def give(*call: Any) -> torch.Tensor:  # The output of a forward hook replaces the module's output.
         calls.append(call)
         return given
 
@@ -83,14 +83,16 @@ def _try(model: Any, head: nn.Linear) -> PlainHead | None:
 def scoring_head(
     model: Any, head: PlainHead, batch: PackedBatch, packed: PackedInput, *, entropy: bool
 ) -> Iterator[None]:
-    """Inside, the model gives [1, n, 2] as logits: `scale` times the log-probabilities and the entropies."""
+    """Make the model return [1, n, 2] as logits within the context: `scale` times the log-probabilities and the
+    entropies."""
     module: Any = model.get_output_embeddings()
     config: Any = model.config.get_text_config()
     drawn = batch.drawn
 
     def score(hidden_1FH: torch.Tensor) -> torch.Tensor:
         hidden_nH = hidden_1FH[0][packed.predicting]
-        if isinstance(module.weight, DTensor):  # sharded by tensor parallelism: FSDP has put it together by now
+        # FSDP has gathered its weights by now: a DTensor is sharded by tensor parallelism.
+        if isinstance(module.weight, DTensor):
             raise ValueError(
                 "the output head is a DTensor inside the forward pass; tensor parallelism is not supported"
             )
@@ -101,14 +103,14 @@ def scoring_head(
             banned_V = is_banned(torch.arange(len(weight), device=weight.device), batch.banned)
             if head.softcap is None:
                 bias = (weight.new_zeros(len(weight)) if bias is None else bias).masked_fill(banned_V, -torch.inf)
-            else:  # it would make −softcap of −∞
+            else:  # A softcap would turn −∞ into −softcap.
                 weight, bias = weight[~banned_V], bias if bias is None else bias[~banned_V]
                 tokens, mask = _renumbered(tokens, mask, banned_V)
         logprobs, entropies = linear_logprobs(
             hidden_nH.to(dtype),
             weight.to(dtype),
             tokens,
-            batch.temperatures[drawn] / head.scale,  # softcap(s·x) / T is softcap / s of x, over T / s
+            batch.temperatures[drawn] / head.scale,  # softcap(s·x, c) / T = softcap(x, c / s) / (T / s)
             bias=bias if bias is None else bias.to(dtype),
             softcap=head.softcap if head.softcap is None else head.softcap / head.scale,
             sampling_mask=mask,
@@ -116,7 +118,8 @@ def scoring_head(
         )
         return torch.stack([logprobs, logprobs.detach() if entropies is None else entropies], -1)[None]
 
-    fields = vars(config)  # past the types that configurations check, which know no softcap that is off for a while
+    # This bypasses the type checks of configurations, which do not allow a softcap that is temporarily off.
+    fields = vars(config)
     try:
         module.forward = score
         if head.softcap is not None:
@@ -131,11 +134,11 @@ def scoring_head(
 def _renumbered(
     tokens: torch.Tensor, mask: tuple[torch.Tensor, torch.Tensor] | None, banned_V: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-    """Tokens and an expanded sampling mask with each id replaced by its place among the ids that are not banned."""
+    """Replace each id of tokens and of an expanded sampling mask by its index among the ids that are not banned."""
     place_V = (~banned_V).cumsum(0) - 1
     if mask is None:
         return place_V[tokens], None
     offsets, ids = mask
-    left = ~banned_V[ids]  # a mask can list a banned id
+    left = ~banned_V[ids]  # A mask can list a banned id.
     num_left = torch.cat([left.new_zeros(1), left]).cumsum(0).to(offsets.device)
     return place_V[tokens], (num_left[offsets], place_V[ids[left]])

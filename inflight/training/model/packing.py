@@ -1,8 +1,8 @@
 """Packed sequences inside Transformers models: no padding between them, and a prompt computed once for its samples.
 
-The model sees one row of F fed tokens, [1, F]; everything but attention treats tokens one by one. Attention, through
-`AttentionInterface`, lets every token see its own sequence only: segments of similar length are padded to buckets and
-attend there. D head dimension.
+The model sees one row of F fed tokens, [1, F]; all layers but attention process tokens one by one. The attention
+function, registered with `AttentionInterface`, lets every token attend to its own sequence only: segments of similar
+length are padded to buckets and attend there. D head dimension.
 """
 
 from collections import Counter
@@ -27,11 +27,11 @@ from inflight.training.data.batch import PackedBatch
 
 ATTENTION_NAME = "inflight_packed"
 _WASTE = 1.5
-"""A bucket may cost so many times what its segments cost without padding."""
+"""Maximum cost of a bucket as a multiple of the cost of its segments without padding."""
 
 
 class Segment(NamedTuple):
-    """Fed tokens that see one another, and a prefix before them."""
+    """Fed tokens that attend to one another, and a prefix before them."""
 
     start: int
     size: int
@@ -63,8 +63,8 @@ class Bucket:
     _biases: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """bool[n, 1, Q, K] for layers with this sliding window; None for plain causality: keys behind a segment's end
-        only meet padding then."""
+        """Return bool[n, 1, Q, K] for layers with this sliding window, or None for plain causality. Then only padded
+        queries see keys after a segment's end."""
         if window in self._masks:
             return self._masks[window]
         mask, (q, k), device = None, (self.queries.shape[1], self.keys.shape[1]), self.queries.device
@@ -74,13 +74,13 @@ class Bucket:
             seen = k_11K <= q_nQ1
             if window is not None:
                 seen &= q_nQ1 - k_11K < window
-            mask = (seen | ~self.is_query[:, :, None])[:, None]  # what is padded sees anything, so that nothing is NaN
+            mask = (seen | ~self.is_query[:, :, None])[:, None]  # Padded queries see all keys, so that no row is NaN.
         self._masks[window] = mask
         return mask
 
     def bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """The mask as numbers to add to scores, 0 or −∞ [n, 1, Q, K] in rows that lie 16 numbers apart or a multiple of
-        it. Fused attention on a GPU reads it as it is; of any other mask it makes such a one in every layer."""
+        """Return the mask as numbers to add to scores, 0 or −∞ [n, 1, Q, K], with a row stride that is a multiple of 16
+        numbers. Fused attention on a GPU reads this layout directly; it would convert any other mask in every layer."""
         mask = self.mask(window)
         if mask is None:
             return None
@@ -93,28 +93,28 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class PackedInput:
-    """What is fed to the model for a batch."""
+    """The model's inputs for a batch, and the layout of its attention."""
 
     input_ids: torch.Tensor
     """i64[1, F]"""
     position_ids: torch.Tensor
     """i64[1, F]"""
     source: torch.Tensor
-    """i64[F], the token of the batch that each fed token is."""
+    """i64[F], index in the batch of each fed token."""
     predicting: torch.Tensor
     """i64[n], the fed token whose logits each drawn token was drawn from."""
     buckets: tuple[Bucket, ...]
     order: torch.Tensor
-    """i64[F], where each fed token is among the queries of all buckets, padding included."""
+    """i64[F], index of each fed token among the queries of all buckets, padding included."""
 
 
 def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, share_prompts: bool = True) -> PackedInput:
-    """Lay out a batch, wherever it lies, for a packed forward pass on a device; prompts that samples of a group have in
-    common are fed once."""
+    """Lay out a batch, on any device, for a packed forward pass on a device. A prompt that samples of a group have in
+    common is fed once."""
     drawn, ids = batch.loss_mask.cpu().numpy(), batch.input_ids.cpu().numpy()
     bounds, groups = batch.cu_seqlens.tolist(), batch.groups.tolist()
     source: list[np.ndarray] = []
-    fed_row = np.empty(len(ids), np.int64)  # of each token of the batch
+    fed_row = np.empty(len(ids), np.int64)  # The index of the fed row of each token of the batch.
     segments: list[Segment] = []
     num_fed = 0
 
@@ -150,7 +150,7 @@ def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, share_
 
 
 def _bucket(segments: list[Segment], device: torch.device | str) -> tuple[tuple[Bucket, ...], torch.Tensor]:
-    """Buckets of segments of similar size, and where each fed token is among their queries."""
+    """Return buckets of segments of similar size, and the index of each fed token among their queries."""
     members: list[list[Segment]] = []
     needed = longest_query = longest_key = 0
     for segment in sorted(segments, key=lambda s: (s.prefix > 0, s.num_keys, s.size)):
@@ -180,8 +180,8 @@ def _bucket(segments: list[Segment], device: torch.device | str) -> tuple[tuple[
 
 
 def is_packable(model: nn.Module) -> bool:
-    """Whether the model says that attention, through Transformers' interface, is all that mixes its tokens. Whether
-    that is so is tried (`ways.py`)."""
+    """Return True if the model declares that only attention through Transformers' interface mixes its tokens. `ways.py`
+    tests the declaration."""
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig) or not getattr(model, "_supports_attention_backend", False):
         return False
@@ -190,22 +190,23 @@ def is_packable(model: nn.Module) -> bool:
 
 
 _replaced: dict[int, str | None] = {}
-"""The attention that ours replaces, by the id of the configuration. Entries exist during forward and backward."""
+"""The replaced attention, by the id of the configuration. Entries exist during forward and backward."""
 
 
 @contextmanager
 def packed_attention(model: nn.Module) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Inside, the model's attention understands `packed=PackedInput`. Afterwards its configuration is as before.
+    """Make the model's attention accept `packed=PackedInput` within the context. Afterwards its configuration is as
+    before.
 
-    The function that is yielded takes the output. Backward can run forward passes again (activation checkpointing), so
-    the configuration has our attention during a backward pass through that output too. For any other input our
-    attention calls the model's own.
+    The yielded function takes the output. Backward can run forward passes again (activation checkpointing), so the
+    configuration also has our attention during a backward pass through that output. For any other input our attention
+    calls the model's own.
     """
     config: Any = model.config
     engine = torch.autograd.Variable._execution_engine
 
     def in_backward_too(out: torch.Tensor) -> None:
-        if out.requires_grad:  # the hook is called where backward begins, and the queued call where backward ends
+        if out.requires_grad:  # The hook is called when backward begins, and the queued call when backward ends.
             out.register_hook(lambda _: engine.queue_callback(_replace(config)))
 
     restore = _replace(config)
@@ -218,13 +219,14 @@ def packed_attention(model: nn.Module) -> Iterator[Callable[[torch.Tensor], None
 
 
 def _replace(config: PretrainedConfig) -> Callable[[], None]:
-    """Give a configuration and those inside it our attention. Returns a function that restores their own."""
+    """Set our attention in a configuration and those inside it. Returns a function that restores the original
+    settings."""
     configs = _with_inner(config)
     _replaced.update((id(c), c._attn_implementation) for c in configs if c._attn_implementation != ATTENTION_NAME)
     config._attn_implementation = ATTENTION_NAME
 
     def restore() -> None:
-        for each in configs:  # outer ones first: setting one sets those inside it
+        for each in configs:  # Outer ones are first, because setting one sets those inside it.
             if id(each) in _replaced:
                 each._attn_implementation = _replaced.pop(id(each))
 
@@ -247,7 +249,7 @@ def attend(
     packed: PackedInput | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The attention function that Transformers calls: query [1, Hq, F, D] → output [1, F, Hq, Dv]."""
+    """Compute attention when Transformers calls it: query [1, Hq, F, D] → output [1, F, Hq, Dv]."""
     if packed is None:
         if _packing.get():
             raise UnsupportedModelError(
@@ -259,12 +261,12 @@ def attend(
             return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     softcap, sinks_H, window = (options.get(name) for name in ("softcap", "s_aux", "sliding_window"))
-    if packed is None:  # "eager" is a function of each model's own
+    if packed is None:  # Each model has a different "eager" function.
         causal = attention_mask is None and query.shape[2] > 1
         out_BHQD = _attention(query, key, value, attention_mask, causal, scale, dropout, softcap, sinks_H)
         return out_BHQD.transpose(1, 2).contiguous(), None
     note = noted(attention_mask, type(module).__name__)
-    if note is not None:  # what a model tells by its mask holds, as where Transformers computes attention itself
+    if note is not None:  # The window in the mask takes precedence, as in the attention of Transformers.
         window = note or None
     if note == BOTH_SIDES:
         raise UnsupportedModelError(f"{type(module).__name__} lets tokens see later ones")
@@ -293,9 +295,11 @@ def _attention(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[n, Hq, Q, D], [n, Hk, K, D] → [n, Hq, Q, Dv]; mask bool, true where a key is seen, or for SDPA what is added."""
+    """Compute attention, [n, Hq, Q, D], [n, Hk, K, D] → [n, Hq, Q, Dv]. mask: bool, true for visible keys, or for SDPA
+    numbers to add."""
     groups = query.shape[1] // key.shape[1]
-    # Flash attention takes no mask and no float32, and the other fused one no groups: else all scores are written out.
+    # Flash attention does not support masks or float32, and the other fused kernel does not support groups. Otherwise
+    # all scores are materialized.
     if query.is_cuda and groups > 1 and (mask is not None or query.dtype == torch.float32):
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         groups = 1
@@ -320,7 +324,7 @@ def _attention(
 
 
 def _make_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Packed inputs need a note of the mask alone; other inputs get the mask of the model's own attention."""
+    """Return only a note of the mask for packed inputs, and the mask of the model's own attention for other inputs."""
     if _packing.get():
         return mask_note(*args, **kwargs)
     own = _replaced.get(id(kwargs["config"]))

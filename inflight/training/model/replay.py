@@ -3,8 +3,8 @@
 Only the selection is replayed: the gate weights are computed from the current logits at the recorded experts, by the
 router's own formula, so that the router gets its gradient. Source: R3, arXiv 2510.11370.
 
-A router runs as it is, but the call of torch.topk by which it selects is answered with the recorded experts. T tokens,
-L layers with a router, E experts, k of them per token.
+The router runs unchanged, except that its selecting call of torch.topk returns the recorded experts. T tokens, L layers
+with a router, E experts, k of them per token.
 """
 
 import re
@@ -29,21 +29,21 @@ _PEFT_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)$")
 
 @contextmanager
 def replay_routed_experts(model: nn.Module, routed_experts: torch.Tensor) -> Iterator["RoutingReplay"]:
-    """Within the context, every router of `model` takes the recorded experts in place of its own top k.
+    """Make every router of `model` take the recorded experts within the context instead of its top k.
 
-    routed_experts: i16, i32 or i64 [T, layers, k], for the T tokens in the order of the model's flattened input; a row
-    of −1 leaves a token to the router of that layer. Each pass through the model within the context replays all of it.
+    routed_experts: i16, i32 or i64 [T, layers, k], for the T tokens in the order of the model's flattened input; for a
+    row of −1, the router of that layer selects. Each pass through the model within the context replays all of it.
 
-    With activation checkpointing, which runs routers again during backward, keep the context open until backward is
-    done; a backward that comes later raises. Without checkpointing the context may end before backward. Of nested
-    contexts the innermost counts. Under torch.compile the routers run uncompiled.
+    With activation checkpointing, backward runs routers again: keep the context open until backward is done. A later
+    backward raises. Without checkpointing the context can end before backward. Of nested contexts the innermost counts.
+    Under torch.compile the routers run uncompiled.
 
     Raises RoutedExpertsError if the model has no routers or the routed experts are not of this model; in the pass, if
     the number of tokens differs or a router selects in another way than by torch.topk; at the end, if no router ran.
     """
     layers = _routers(model)
     replay = RoutingReplay([routers[0] for routers in layers.values()], routed_experts)
-    first = next(iter(layers))  # what contains it sees each backward pass
+    first = next(iter(layers))  # The module that contains it sees each backward pass.
     watch = cast(Callable[..., None], torch.compiler.disable(replay._watch))
     with ExitStack() as stack:
         stack.callback(setattr, replay, "_closed", True)
@@ -62,7 +62,7 @@ def replay_routed_experts(model: nn.Module, routed_experts: torch.Tensor) -> Ite
 
 
 class RoutingReplay:
-    """What a replay did; the counts are of the last pass within the context."""
+    """Counts of a replay, from the last pass within the context."""
 
     def __init__(self, routers: Sequence[nn.Module], routed_experts: torch.Tensor):
         parameter = next(routers[0].parameters(), None)
@@ -73,7 +73,7 @@ class RoutingReplay:
         self._num_experts = [_sizes(router, _NUM_EXPERTS) for router in routers]
         self._replayed_TL = routed_experts[..., 0] >= 0
         self._changed: dict[int, torch.Tensor] = {}
-        self._ran_without_grad = False  # in the current pass
+        self._ran_without_grad = False  # True once a router of the current pass ran without gradient.
         self._checkpointed = False
         self._closed = False
 
@@ -84,11 +84,11 @@ class RoutingReplay:
 
     @property
     def num_changed(self) -> int:
-        """Replayed token-layer pairs for which the router by itself would have chosen another set of experts."""
+        """Replayed token-layer pairs for which the router alone would have chosen another set of experts."""
         return sum(int(changed) for changed in self._changed.values())
 
     def _run(self, router: nn.Module, bare: Callable[..., Any], layer: int, args: tuple, kwargs: dict) -> Any:
-        """What `bare`, the router's own forward, returns with the recorded experts."""
+        """Return the output of `bare`, the router's own forward, with the recorded experts."""
         with _Selection(self._experts[:, layer], self._replayed_TL[:, layer], self._num_experts[layer]) as selection:
             output = bare(*args, **kwargs)
         if selection.num_changed is None:
@@ -103,9 +103,9 @@ class RoutingReplay:
         return output
 
     def _watch(self, module: nn.Module, _: object, output: object) -> None:
-        """Have the backward pass through a module's output look whether the replay is still open."""
+        """Check in the backward pass through a module's output that the replay is still open."""
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        # Checkpointing of the reentrant kind runs the layers without gradient though their output has one.
+        # Reentrant checkpointing runs the layers without gradient though their output has one.
         self._checkpointed |= bool(tensors) and (self._ran_without_grad or checkpoints(module))
         for tensor in tensors:
             tensor.register_hook(self._before_backward)
@@ -119,14 +119,14 @@ class RoutingReplay:
 
 
 class _Selection(TorchFunctionMode):
-    """Answers a router's selecting call of topk with the recorded experts, where they are to be replayed."""
+    """Returns the recorded experts from a router's selecting call of topk, for the tokens to replay."""
 
     def __init__(self, recorded_Tk: torch.Tensor, replayed_T: torch.Tensor, num_experts: Sequence[int]):
         self._recorded_Tk, self._replayed_T, self._num_experts = recorded_Tk, replayed_T, num_experts
         self._unmasked: tuple[torch.Tensor, torch.Tensor] | None = None
         self.calls: list[str] = []
         self.num_changed: torch.Tensor | None = None
-        """i64[], tokens for which the router by itself chose another set; None before it selects."""
+        """i64[], tokens for which the router alone chose another set; None before it selects."""
 
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -138,11 +138,12 @@ class _Selection(TorchFunctionMode):
         return result
 
     def _select(self, own: Any, input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True):
-        """The answer to a call of topk, whose own answer is `own`: the last such call of the router selects."""
+        """Return the result of a call of topk, whose original result is `own`: the last such call of the router
+        selects."""
         width, is_last_dim = input.shape[dim], dim % input.ndim == input.ndim - 1
         self.calls.append(f"{k} of {width}")
         if width not in self._num_experts or k != self._recorded_Tk.shape[-1] or not is_last_dim:
-            return own  # a choice of groups
+            return own  # This call chooses groups of experts.
         num_tokens = input.numel() // width
         if num_tokens != len(self._recorded_Tk):
             raise RoutedExpertsError(
@@ -153,18 +154,19 @@ class _Selection(TorchFunctionMode):
         replayed = self._replayed_T.to(input.device).reshape(*own.indices.shape[:-1], 1)
         other = (recorded.sort(-1).values != own.indices.sort(-1).values).any(-1, keepdim=True)
         self.num_changed = (other & replayed).sum()
-        # A recorded expert may be outside of the groups that the router would choose now: its score is the unmasked.
+        # Use its unmasked score: a recorded expert can be outside of the groups that the router would choose now.
         scores = self._unmasked[1] if self._unmasked is not None and self._unmasked[0] is input else input
         values = torch.where(replayed, scores.gather(-1, recorded.clamp(min=0)), own.values)
         return torch.return_types.topk((values, torch.where(replayed, recorded, own.indices)))
 
 
 def _patch(router: nn.Module, replay: RoutingReplay, layer: int) -> Callable[[], None]:
-    """Have a router replay; the returned function makes it what it was."""
+    """Make a router replay. Returns a function that restores the router."""
     before = vars(router).get("forward")
-    bare = getattr(router.forward, "_bare", router.forward)  # not that of an outer replay
+    # This is the router's own forward even if an outer replay has replaced it.
+    bare = getattr(router.forward, "_bare", router.forward)
 
-    @torch.compiler.disable  # torch.compile would trace the selection with the replay applied to itself
+    @torch.compiler.disable  # torch.compile would trace the selection with the replay applied to itself.
     def forward(*args: Any, **kwargs: Any) -> Any:
         return replay._run(router, bare, layer, args, kwargs)
 
@@ -174,8 +176,8 @@ def _patch(router: nn.Module, replay: RoutingReplay, layer: int) -> Callable[[],
 
 
 def _routers(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The routers of each layer, in module order, as the engine's RoutedExpertsRecorder finds them; PEFT's copies of
-    one count as that one."""
+    """Return the routers of each layer, in module order, as the engine's RoutedExpertsRecorder finds them. PEFT's
+    copies of one router are treated as one."""
     layers: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Router"):
@@ -186,7 +188,7 @@ def _routers(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def checkpoints(module: nn.Module) -> bool:
-    """Whether a layer of it is under activation checkpointing, by Transformers or torch."""
+    """Return True if a layer is under activation checkpointing, by Transformers or torch."""
     return any(
         type(child).__name__ == "CheckpointWrapper" or (child.training and getattr(child, "gradient_checkpointing", 0))
         for child in module.modules()
@@ -194,7 +196,7 @@ def checkpoints(module: nn.Module) -> bool:
 
 
 def _sizes(router: nn.Module, names: Sequence[str]) -> list[int]:
-    """The integers that a router, or its config where it has none, holds under these names."""
+    """Return the integers that a router, or otherwise its config, holds under these names."""
     for holder in (router, getattr(router, "config", None)):
         found = [value for name in names if isinstance(value := getattr(holder, name, None), int)]
         if found:
@@ -237,10 +239,10 @@ def _check(routers: Sequence[nn.Module], experts: torch.Tensor) -> None:
 
 
 def routed_experts_column(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
-    """The routed experts i16[sum(P + T), layers, k] of rollouts laid one after another (prompt, then drawn tokens).
+    """Return the routed experts i16[sum(P + T), layers, k] of concatenated rollouts (prompt, then drawn tokens).
 
-    The last token of each, which was never fed, and rollouts without routed experts have −1. None if no rollout has
-    them; ValueError if their numbers of layers or of experts differ, or they do not fit their rollout's length.
+    The last token of each rollout, which was never fed, and rollouts without routed experts have −1. None if no rollout
+    has them; ValueError if their numbers of layers or of experts differ, or they do not fit their rollout's length.
     """
     recorded = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
     if not recorded:

@@ -12,23 +12,23 @@ from inflight.core.rollout import Rollout
 
 @dataclass(frozen=True, slots=True)
 class PackedSamplingMask:
-    """The sampling mask of the n sampled tokens of a batch: token i was sampled from token_ids[offsets[i] :
-    offsets[i + 1]], from the whole vocabulary where that is empty. Offsets and `cut_from` are read on the CPU and stay
-    there."""
+    """The sampling mask of the n sampled tokens of a batch: token i was sampled from token_ids[offsets[i] : offsets[i +
+    1]], or from the whole vocabulary if that is empty. Offsets and `cut_from` stay on the CPU."""
 
     token_ids: torch.Tensor
     """i64[…]"""
     offsets: torch.Tensor
     """i64[n + 1]"""
     cut_from: torch.Tensor | None = None
-    """i32[n]: 0, or the size of the vocabulary where the ids are those that were cut from it. None: 0 everywhere."""
+    """i32[n]: 0 if the ids are the kept tokens; otherwise the vocabulary size, and the ids are the removed tokens.
+    None: 0 everywhere."""
 
     def to(self, device: torch.device | str) -> "PackedSamplingMask":
-        """The mask with its token ids on a device."""
+        """Return the mask with its token ids on a device."""
         return PackedSamplingMask(self.token_ids.to(device), self.offsets, self.cut_from)
 
     def select(self, rows: torch.Tensor) -> "PackedSamplingMask":
-        """The mask of some of the tokens, i64[m] on the CPU, in their order."""
+        """Return the mask of some of the tokens, i64[m] on the CPU, in their order."""
         counts = self.offsets.diff()[rows]
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         begins = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], counts)
@@ -36,10 +36,10 @@ class PackedSamplingMask:
         return PackedSamplingMask(ids, offsets, None if self.cut_from is None else self.cut_from[rows])
 
     def expand(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(offsets i64[n + 1], ids i64[…]) of the tokens that were left, for every token; none for a whole vocabulary.
+        """Return (offsets i64[n + 1], ids i64[…]) of the kept tokens, for every token; none for a whole vocabulary.
 
-        A token whose mask is recorded by what was cut takes 8 bytes per token of the vocabulary here, so that this is
-        for the tokens of one forward pass.
+        A mask recorded as removed tokens takes 8 bytes per token of the vocabulary here, so that this is for the tokens
+        of one forward pass.
         """
         offsets, ids, counts = self.offsets, self.token_ids, self.offsets.diff()
         if self.cut_from is None or not bool((by_cut := (self.cut_from > 0) & (counts > 0)).any()):
@@ -59,9 +59,10 @@ class PackedSamplingMask:
 
 
 def pack_masks(rollouts: Sequence[Rollout], drawn: Sequence[np.ndarray]) -> PackedSamplingMask | None:
-    """The sampling masks of the tokens that are true in `drawn`, bool[tokens] for each rollout; None if there are none.
+    """Return the sampling masks of the tokens that are true in `drawn`, bool[tokens] for each rollout; None if there
+    are none.
 
-    Raises ValueError for a mask that does not fit its rollout, or does not hold the token that was sampled.
+    Raises ValueError for a mask that does not fit its rollout, or does not contain the sampled token.
     """
     parts = [_mask_of(rollout, mask) for rollout, mask in zip(rollouts, drawn, strict=True)]
     counts, ids, cut_from = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -75,8 +76,8 @@ def pack_masks(rollouts: Sequence[Rollout], drawn: Sequence[np.ndarray]) -> Pack
 
 
 def pack_banned(rollouts: Sequence[Rollout], drawn: Sequence[np.ndarray]) -> torch.Tensor | None:
-    """`PackedBatch.banned` of rollouts; None if their engines draw all ids. Warns, and returns None, if their engines
-    ban different ids, or if a token that is true in `drawn` is banned."""
+    """Return `PackedBatch.banned` of rollouts; None if their engines draw all ids. Warns, and returns None, if their
+    engines ban different ids, or if a token that is true in `drawn` is banned."""
     [ranges, *others] = {rollout.banned for rollout in rollouts if len(rollout.token_ids)} or {()}
     if not (ranges or others):
         return None
@@ -94,15 +95,15 @@ def pack_banned(rollouts: Sequence[Rollout], drawn: Sequence[np.ndarray]) -> tor
 
 
 def is_banned(token_ids: torch.Tensor, ranges_R2: torch.Tensor) -> torch.Tensor:
-    """bool, true for each of the ids i64[…] that is in one of the ranges i64[R, 2]. These are in order."""
+    """Return bool, true for each of the ids i64[…] that is in one of the ordered ranges i64[R, 2]."""
     begins_R, ends_R = ranges_R2.T.contiguous()
     num_begun = torch.searchsorted(begins_R, token_ids, right=True)
     return token_ids < torch.cat([ends_R.new_zeros(1), ends_R])[num_begun]
 
 
 def _mask_of(rollout: Rollout, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The mask of the n drawn tokens: i64[n] how many ids each has, 0 for the whole vocabulary; the ids; i32[n], the
-    vocabulary that they were cut from."""
+    """Return the mask of the n drawn tokens: i64[n], number of ids of each, 0 for the whole vocabulary; the ids;
+    i32[n], size of the vocabulary if the ids are the removed tokens."""
     name, num_tokens, mask = f"rollout {rollout.request_id}", len(rollout.token_ids), rollout.sampling_mask
     if mask is None:
         return np.zeros(drawn.sum(), np.int64), np.zeros(0, np.int64), np.zeros(drawn.sum(), np.int32)

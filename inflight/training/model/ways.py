@@ -1,7 +1,7 @@
-"""How the sequences of a batch are fed to a model: the fastest way that gives what each sequence alone gives.
+"""Ways to feed the sequences of a batch to a model. The fastest way with the results of each sequence alone is used.
 
-Which one that is, is tried on a twin of the model (`inflight.models.twin`), in fp32 and with sequences that are longer
-than its windows, once per model.
+It is found on a twin of the model (`inflight.models.twin`), in fp32 and with sequences that are longer than its
+windows, once per model.
 """
 
 import logging
@@ -24,8 +24,8 @@ from inflight.training.data.batch import PackedBatch, pack
 logger = logging.getLogger(__name__)
 
 Way = Literal["fused", "packed", "rows", "alone"]
-"""Packed, from hidden states to log-probabilities without logits; packed; padded on the right, which causality keeps
-unseen; one by one."""
+"""Packed, from hidden states to log-probabilities without logits; packed with logits; padded on the right, where
+causality hides the padding; one by one."""
 TryWay = Callable[[Any, PackedBatch, Way], torch.Tensor]
 """Computes the log-probabilities f32[n] of a batch under a model in one way, or raises if the model cannot."""
 
@@ -33,9 +33,9 @@ _ways: WeakKeyDictionary[nn.Module, Way] = WeakKeyDictionary()
 
 
 def scoring_way(model: nn.Module, batch: PackedBatch, try_way: TryWay) -> Way:
-    """How to score this batch. Ways are tried, the fastest first; "alone" is right by definition.
+    """Return the way to score this batch. Ways are tried, the fastest first; "alone" is right by definition.
 
-    Raises UnsupportedModelError for a model whose tokens see later ones.
+    Raises UnsupportedModelError for a model whose tokens attend to later positions.
     """
     if model not in _ways:
         _ways[model] = _find(model, try_way)
@@ -53,7 +53,7 @@ def scoring_way(model: nn.Module, batch: PackedBatch, try_way: TryWay) -> Way:
 def _find(model: nn.Module, try_way: TryWay) -> Way:
     name = type(model).__name__
     if not isinstance(getattr(model, "config", None), PretrainedConfig):
-        return "rows"  # no model of Transformers: nothing is known but that it takes tokens and gives logits
+        return "rows"  # Of a model from outside Transformers, only tokens as inputs and logits as outputs are known.
     try:
         twin = twin_of(model)
     except NoTwinError as error:
@@ -77,8 +77,8 @@ def _not_causal(model: nn.Module) -> UnsupportedModelError:
 
 @torch.no_grad()
 def _check_itself(model: nn.Module) -> None:
-    """Raise UnsupportedModelError if a model without a twin does not run on tokens alone, or if these see later ones.
-    In 16 bits the latter is told from rounding by its size."""
+    """Raise UnsupportedModelError if a model without a twin does not run on tokens alone, or if these attend to later
+    positions. In 16 bits the size of a difference distinguishes attention to later positions from rounding."""
     name, weight = transformers_class(model).__name__, next(model.parameters())
     ids = torch.arange(12, device=weight.device)[None]
     training = [module for module in model.modules() if module.training]
@@ -108,7 +108,7 @@ def _try(name: str, twin: Twin, try_way: TryWay) -> Way:
     for way in ("fused", "packed", "rows"):
         try:
             error = float((try_way(twin.plain, batch, way) - expected).abs().max())
-        except Exception as raised:  # a foreign model may raise anything
+        except Exception as raised:  # The code of a foreign model can raise any exception.
             reason = f"{type(raised).__name__}: {first_line(raised)}"
             continue
         if error < TOLERANCE * max(1.0, float(expected.abs().max())):
@@ -124,8 +124,8 @@ _HOW = {"fused": "packed and without logits", "packed": "packed, with logits", "
 
 
 def _batch(twin: Twin) -> tuple[PackedBatch, torch.Tensor]:
-    """The twin's sequences as rollouts, each a second time as another sample of its prompt, and the log-probabilities
-    f32[n] of the tokens behind the prompts."""
+    """Return the twin's sequences as rollouts, each a second time as another sample of its prompt, and the
+    log-probabilities f32[n] of the tokens after the prompts."""
     rollouts, expected = [], []
     for group, (ids, logits) in enumerate(zip(twin.sequences, twin.logits, strict=True)):
         prompt = max(1, len(ids) * 2 // 5)

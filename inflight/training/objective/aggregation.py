@@ -1,6 +1,7 @@
-"""How token losses become one number: the weight of each token in the sum.
+"""Aggregation of token losses to one number: the weight of each token in the sum.
 
-Weights come from the structure of a whole optimizer step, so that the losses of its micro-batches add up to its loss.
+Weights are computed from the totals of a whole optimizer step, so that the losses of its micro-batches add up to its
+loss.
 """
 
 from dataclasses import dataclass
@@ -17,17 +18,17 @@ class StepTotals:
     """The size of one optimizer step, counted over all of its micro-batches."""
 
     num_tokens: float
-    """Drawn tokens."""
+    """Number of drawn tokens."""
     num_sequences: float
     group_tokens: torch.Tensor
     """i64[G], drawn tokens of each group of samples of one prompt."""
     num_groups: float | None = None
-    """The number of groups if it is not G, as where groups that are not in the batch count too."""
+    """Number of groups if it is not G, such as when groups outside of the batch count, too."""
 
     def across_ranks(self, group: dist.ProcessGroup | None = None) -> "StepTotals":
-        """Returns totals for trainers that average gradients over the ranks of a group, each with groups of its own.
-        With them the average of the ranks' losses is the loss of all their tokens together, however the tokens are
-        spread over ranks. It is a collective call."""
+        """Return totals for trainers that average gradients over the ranks of a group, each with different groups of
+        samples. With them the average of the ranks' losses is the loss of all their tokens together, however the tokens
+        are spread over ranks. It is a collective call."""
         own = [self.num_tokens, self.num_sequences, self.num_groups or len(self.group_tokens)]
         sums = torch.tensor(own, dtype=torch.float64, device=self.group_tokens.device)
         dist.all_reduce(sums, group=group)
@@ -43,12 +44,12 @@ def token_weights(
     *,
     max_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Returns the weight of every token of a sequence, f32[S], from its drawn tokens i64[S] and its group i64[S].
+    """Return the weight of every token of a sequence, f32[S], from its drawn tokens i64[S] and its group i64[S].
 
     token: 1 / N tokens of the step, as in DAPO (arXiv 2503.14476, eq. 8). sequence: 1 / (S · length), the mean over
-    sequences of their means, GRPO's own (arXiv 2402.03300, eq. 3). group: 1 / (G · tokens of the group), the mean over
-    prompts of the means over their tokens. constant: 1 / (S · max_tokens), whatever the length, which takes away the
-    pull towards short right and long wrong answers (Dr. GRPO, arXiv 2503.20783, §3.1); it needs `max_tokens`, the
+    sequences of their means, as in GRPO (arXiv 2402.03300, eq. 3). group: 1 / (G · tokens of the group), the mean over
+    prompts of the means over their tokens. constant: 1 / (S · max_tokens), independent of the length. It removes the
+    bias towards short right and long wrong answers (Dr. GRPO, arXiv 2503.20783, §3.1); it needs `max_tokens`, the
     length that the generator allows. Raises ValueError for another kind.
     """
     if kind == "token":

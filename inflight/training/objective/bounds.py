@@ -1,9 +1,9 @@
 """Declarations of the bounds of an objective's functions, from which clipped tokens are counted.
 
-The attribute `open_form` of a function is the same function without its bounds. A token counts as clipped if its
-gradient differs from the gradient of the open form. `bounded` and `unbounded` set that attribute; an object that can
-be called may define a method of that name instead. `soft` marks functions without bounds that
-weaken gradients smoothly. Without any declaration it is not known which tokens a function clips.
+The attribute `open_form` of a function is the same function without its bounds. A token is clipped if its gradient
+differs from the gradient of the open form. `bounded` and `unbounded` set that attribute; a callable object can define a
+method with this name instead. `soft` marks functions without bounds that weaken gradients smoothly. Without any
+declaration the clipped tokens of a function are unknown.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ _OPEN_FORM, _SOFT = "open_form", "clips_softly"
 
 
 def bounded(**wide: Any) -> Callable[[F], F]:
-    """Declares the bounds of a function: the names of the arguments that hold them, with values that bound nothing.
+    """Declare the bounds of a function: the names of the arguments that hold them, with values that bound nothing.
 
         @bounded(cap=inf, floor=0.0)
         def token_truncate(tokens, *, cap=2.0, floor=0.0): ...
 
-    The arguments must be given by name. `Objective` calls functions that declare their bounds once without any tokens,
-    so that bounds which make no sense are refused when it is made.
+    The arguments must be passed by name. `Objective` calls functions that declare their bounds once without any tokens,
+    so that meaningless bounds are refused when it is made.
     """
 
     def declare(function: F) -> F:
@@ -45,29 +45,29 @@ def bounded(**wide: Any) -> Callable[[F], F]:
 
 
 def unbounded(function: F) -> F:
-    """Declares that a function has no bounds: nothing that it returns counts as clipped."""
+    """Declare that a function has no bounds: none of its results is counted as clipped."""
     setattr(function, _OPEN_FORM, function)
     return function
 
 
 def soft(function: F) -> F:
-    """Declares that a function weakens gradients smoothly, of all tokens: none of them counts as clipped."""
+    """Declare that a function weakens the gradients of all tokens smoothly: no token is counted as clipped."""
     setattr(function, _SOFT, function)
     return function
 
 
 def clips(function: Callable[..., torch.Tensor]) -> Clips:
-    """How a function clips: at bounds that it declares, softly, or in a way that is not known."""
+    """Return the kind of clipping of a function: "hard" at declared bounds, "soft", or "unknown"."""
     if open_form(function) is not None:
         return "hard"
     while isinstance(function, partial | MethodType):
         function = function.func if isinstance(function, partial) else function.__func__
-    return "soft" if getattr(function, _SOFT, None) is function else "unknown"  # functools.wraps copies the attribute
+    return "soft" if getattr(function, _SOFT, None) is function else "unknown"  # functools.wraps copies the attribute.
 
 
 def open_form(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor] | None:
-    """The same function without its bounds, or None if it does not declare them. A `functools.partial` has the open
-    form of the function in it with the same arguments, unless it declares its own."""
+    """Return the same function without its bounds, or None if it does not declare them. A `functools.partial` has the
+    open form of the function in it with the same arguments, unless it declares its own."""
     if isinstance(function, MethodType):
         form = open_form(function.__func__)
         return None if form is None else MethodType(form, function.__self__)
@@ -76,13 +76,13 @@ def open_form(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         inner = open_form(function.func)
         return None if inner is None else partial(inner, *function.args, **function.keywords)
     if form is not None and form is getattr(getattr(function, "__wrapped__", None), _OPEN_FORM, None):
-        return None  # functools.wraps copied it, and what wraps a function may change what it returns
+        return None  # functools.wraps copied it, and a wrapper can change the results of the function.
     return form
 
 
 def check_interval(**bounds: float) -> None:
-    """Raises ValueError, naming the two bounds, if no ratio of probabilities can lie between them: a batch would then
-    train on nothing."""
+    """Raise ValueError, naming the two bounds, if a ratio of probabilities cannot lie between them: no token of a batch
+    would then be trained."""
     (low_name, low), (high_name, high) = bounds.items()
     if not (low <= high and low < inf and high > 0):
         raise ValueError(

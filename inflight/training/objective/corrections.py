@@ -1,8 +1,8 @@
 """Corrections: the importance weight of a token that another policy drew.
 
-w = π_p / π_b per token, both probabilities of the token that was drawn, π_b as recorded by the engine. Each function
-takes `DrawnTokens` and returns weights f[n] without gradient, which multiply the tokens' losses. With the default
-π_p = π_θ, w is the whole ratio ρ = π_θ / π_b. Bounds between which no ratio lies raise ValueError.
+w = π_p / π_b per token, both probabilities of the drawn token, π_b as recorded by the engine. Each function takes
+`DrawnTokens` and returns weights f[n] without gradient. They multiply the tokens' losses. With the default π_p = π_θ, w
+is the whole ratio ρ = π_θ / π_b. Bounds without a ratio between them raise ValueError.
 """
 
 from math import inf
@@ -15,14 +15,14 @@ from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 
 @unbounded
 def uncorrected(tokens: DrawnTokens) -> torch.Tensor:
-    """w = 1, which takes the data to be on-policy."""
+    """Return w = 1, correct for on-policy data."""
     return torch.ones_like(tokens.log_weights)
 
 
 @bounded(cap=inf, floor=0.0)
 def token_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0.0) -> torch.Tensor:
-    """max(min(w, cap), floor): truncated importance sampling (TIS). The cap bounds the variance at the price of a bias
-    on tokens that became likelier.
+    """Return max(min(w, cap), floor): truncated importance sampling (TIS). The cap bounds the variance at the price of
+    a bias on tokens that became likelier.
 
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (cap 2).
     """
@@ -32,7 +32,7 @@ def token_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0.0)
 
 @bounded(low=0.0, high=inf)
 def token_mask(tokens: DrawnTokens, *, low: float = 0.5, high: float = 5.0) -> torch.Tensor:
-    """w · 1[low ≤ w ≤ high]: tokens far from the trainer's policy, on either side, are left out.
+    """Return w · 1[low ≤ w ≤ high]: tokens far from the trainer's policy, on either side, are left out.
 
     Source: IcePop, Ling team 2025 (ringtech.notion.site/icepop); the bounds are verl's and NeMo-RL's.
     """
@@ -41,8 +41,8 @@ def token_mask(tokens: DrawnTokens, *, low: float = 0.5, high: float = 5.0) -> t
 
 @bounded(cap=inf, floor=0.0)
 def sequence_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0.0) -> torch.Tensor:
-    """max(min(Π_t w_t, cap), floor), the product over the token's sequence. Without a cap it is the unbiased weight of
-    a sequence; it grows exponentially with length, and so does its variance.
+    """Return max(min(Π_t w_t, cap), floor), the product over the token's sequence. Without a cap it is the unbiased
+    weight of a sequence; the weight and its variance grow exponentially with length.
 
     Source: Liu and Li 2025, "When speed kills stability" (sequence-level TIS); `sequence_truncate` of TRL.
     """
@@ -52,7 +52,7 @@ def sequence_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0
 
 @bounded(low=0.0, high=inf)
 def sequence_mask(tokens: DrawnTokens, *, low: float = 0.5, high: float = 2.0) -> torch.Tensor:
-    """Π_t w_t · 1[low ≤ Π_t w_t ≤ high]: whole sequences are left out.
+    """Return Π_t w_t · 1[low ≤ Π_t w_t ≤ high]: whole sequences are left out.
 
     Source: Liu and Li 2025 (masked importance sampling, MIS); `sequence_mask` of TRL (low 0, high 3).
     """

@@ -14,7 +14,7 @@ KLEstimator = Literal["k1", "k2", "k3", "k3_clamped"]
 
 
 def kl_estimate(kind: KLEstimator, logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns estimates f[n] of KL(π_θ ‖ π_ref) from log π_θ f[n], with gradient, and log π_ref f[n], for tokens that
+    """Return estimates f[n] of KL(π_θ ‖ π_ref) from log π_θ f[n], with gradient, and log π_ref f[n], for tokens that
     π_θ drew.
 
     k1 = −log r is unbiased; k2 = (log r)² / 2 is biased; k3 = r − 1 − log r is unbiased and never negative, and is
@@ -42,7 +42,7 @@ def kl_penalty(
     *,
     corrected: bool,
 ) -> torch.Tensor:
-    """Returns the penalty f[n] of each token, with gradient to log π_θ f[n], for tokens that π_b drew.
+    """Return the penalty f[n] of each token, with gradient to log π_θ f[n], for tokens that π_b drew.
 
     Corrected, the expected gradient is the gradient of a KL whichever policy drew the tokens: of KL(π_θ ‖ π_ref) for
     k1, k2 and k3, and of KL(π_ref ‖ π_θ) for k3_clamped: its tokens with log r > 2.6 or < −11 have none. k1 and k3 are
@@ -50,9 +50,9 @@ def kl_penalty(
     estimate itself already has the gradient, and with the gradient of ρ a token beyond the clamp would be pushed away
     from the reference. The gradients of k2 and k3 are the same, −ρ log r ∇log π_θ.
 
-    Not corrected, tokens are taken to be drawn by π_θ. If they were, the expected gradient is 0 for k1,
-    ∇KL(π_θ ‖ π_ref) for k2, and ∇KL(π_ref ‖ π_θ) for k3. The r of k3 has no bound: a token to which π_θ gives e⁻⁸
-    and π_ref e⁻¹ has a gradient of −1,096.
+    Not corrected, tokens are taken to be drawn by π_θ. If they were, the expected gradient is 0 for k1, ∇KL(π_θ ‖
+    π_ref) for k2, and ∇KL(π_ref ‖ π_θ) for k3. The r of k3 has no bound: a token with probability e⁻⁸ under π_θ and e⁻¹
+    under π_ref has a gradient of −1,096.
     """
     estimates = kl_estimate(kind, logprobs, reference_logprobs)
     if not corrected:

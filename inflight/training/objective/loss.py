@@ -17,7 +17,7 @@ from inflight.training.objective.statistics import LossStats, RatioStats, ratio_
 from inflight.training.objective.tokens import LOG_RATIO_BOUND, DrawnTokens
 
 CLIPPED_TOLERANCE = 1e-4
-"""A token counts as clipped if its gradient differs from that without bounds by more than this share."""
+"""A token is clipped if its gradient differs by more than this share from its gradient without bounds."""
 
 
 @named({"correction": "objective", "loss": "objective", "loss_type": "objective"})
@@ -27,7 +27,7 @@ def policy_loss(
     *,
     objective: str | Objective | None = None,
 ) -> tuple[torch.Tensor, LossStats]:
-    """The loss of a batch or micro-batch, a scalar with gradient, and statistics.
+    """Return the loss of a batch or micro-batch, a scalar with gradient, and statistics.
 
     objective: an `Objective`, the name of one of `objective.PRESETS`, or "module:name"; None is "ppo_clip". The batch
     can be on the CPU. Its layout is computed there, without a synchronisation with the device. Losses of the
@@ -42,8 +42,8 @@ def policy_loss(
 
 
 def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores) -> tuple[torch.Tensor, LossStats]:
-    """Does what `policy_loss` does from what `score_tokens` gave, for trainers with a forward pass of their own. All
-    tensors lie on one device."""
+    """Compute the result of `policy_loss` from the output of `score_tokens`, for trainers with a custom forward pass.
+    All tensors are on one device."""
     rows, sequences, (logprobs, entropies) = batch.drawn, batch.sequence_ids[batch.drawn], scores
     lengths = torch.zeros_like(batch.groups).index_add(0, sequences, torch.ones_like(sequences))
     of_sequences = token_weights(
@@ -83,14 +83,14 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
 def _differentiated(
     terms: torch.Tensor, weights: torch.Tensor, logprobs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns Σ_t weights_t · terms_t and its gradient f[n] to `logprobs`."""
+    """Return Σ_t weights_t · terms_t and its gradient f[n] to `logprobs`."""
     total = (weights * terms).sum(dtype=torch.float64).to(terms.dtype)
     return total.detach(), torch.autograd.grad(total, logprobs)[0]
 
 
 def _beyond_exponent(tokens: DrawnTokens, expected: torch.Tensor) -> torch.Tensor:
-    """bool[n], true for a token with an advantage that has no gradient even without bounds, because `exp_ratio` clamped
-    its log-ratio or the mean log-ratio of its sequence."""
+    """Return bool[n], true for a token with an advantage that has no gradient even without bounds, because `exp_ratio`
+    clamped its log-ratio or the mean log-ratio of its sequence."""
     logs = tokens.log_ratios.detach()
     largest = torch.maximum(logs.abs(), tokens.sequence_means(logs)[tokens.sequences].abs())
     return (expected == 0) & (tokens.advantages != 0) & (largest > LOG_RATIO_BOUND)
@@ -154,11 +154,11 @@ def _statistics(
     tokens: DrawnTokens,
     *optional: torch.Tensor | None,
 ) -> LossStats:
-    """The statistics, which are fetched from the device in one transfer. optional: the number of clipped tokens and the
-    sums of entropies and of the KL penalty, where they are known."""
+    """Return the statistics, copied from the device in one transfer. optional: the number of clipped tokens and the
+    sums of entropies and of the KL penalty, if they are known."""
     if batch.trainer_version is None:
         classes = torch.zeros_like(rows)
-    else:  # 1: this version drew the token, 2: an older one
+    else:  # 1: this version drew the token, 2: an older one.
         classes = torch.where(batch.weight_versions[rows] >= batch.trainer_version, 1, 2)
     of_sequences = tokens.sequence_sums(tokens.log_behavior_ratios)
     sums = ratio_sums(tokens.log_behavior_ratios, classes)
@@ -172,7 +172,7 @@ def _statistics(
     # Bounds can hide a log-probability of −∞ from the loss: a clipped ratio is finite.
     if not (math.isfinite(total) and math.isfinite(ratios.sum_abs_log)):
         raise NonFiniteLossError(_what_is_not_finite(batch, rows, tokens))
-    for observer in tuple(batch.observers):  # An observer that fails removes itself.
+    for observer in tuple(batch.observers):  # The tuple is a copy, because an observer that fails removes itself.
         observer(batch, rows, tokens.log_behavior_ratios)
     return LossStats(
         loss=total,

@@ -1,7 +1,7 @@
-"""The minimised loss, put together: a correction, a surrogate, trust regions and an aggregation.
+"""The minimised loss: a correction, a surrogate, trust regions and an aggregation.
 
 loss = Σ_t a_t · ( w_t · m_t · L_t + β · KL_t + δ · (log ρ_t)² − η · H_t ), with a_t the aggregation's weight, w_t the
-correction's, m_t 1 where every trust region lets the token take part, else 0, and L_t the surrogate's loss.
+correction's, m_t 1 if every trust region includes the token, else 0, and L_t the surrogate's loss.
 """
 
 from dataclasses import dataclass
@@ -28,11 +28,12 @@ Proximal = Literal["current", "behavior", "recomputed", "loglinear"]
 class Objective:
     """A policy objective. Its parts are functions of `corrections`, `surrogates` and `trust_regions`, or custom ones.
     `functools.partial` sets their bounds. They take `DrawnTokens` and return f[n], a trust region bool[n].
-    `Objective()` is "ppo_clip", the default: the clipped ratio to the policy that drew each token.
-    Weights of tokens instead of a clipped ratio: surrogate=reinforce, proximal="current" and a correction.
+    `Objective()` is "ppo_clip", the default: the clipped ratio to the policy that drew each token. Weights of tokens
+    instead of a clipped ratio: surrogate=reinforce, proximal="current" and a correction.
 
     Raises ValueError for meaningless settings: bounds without a value between them, clipping that never clips, names
-    that do not exist. `LossStats.clipped` is None unless `clips` is "hard"."""
+    that do not exist. `LossStats.clipped` is None unless `clips` is "hard".
+    """
 
     correction: TokenFunction = corrections.token_truncate
     """The weights w = π_p / π_b. They are 1 with proximal="behavior"."""
@@ -40,13 +41,13 @@ class Objective:
     trust_regions: tuple[TokenFunction, ...] = ()
     aggregation: Aggregation = "token"
     max_tokens: int | None = None
-    """The length that the generator allows, by which the aggregation "constant" divides."""
+    """The length that the generator allows. The aggregation "constant" divides by it."""
     proximal: Proximal = "behavior"
-    """Which policy π_p is. current: π_θ itself, for one optimizer step per batch. behavior: π_b, so that the
+    """The proximal policy π_p. current: π_θ itself, for one optimizer step per batch. behavior: π_b, so that the
     surrogate's ratio is the whole of ρ and there is nothing left to correct. recomputed: the batch's
-    `proximal_logprobs`, computed before the first of several steps. loglinear: between π_b and π_θ by versions, which
-    saves that forward pass (AReaL, arXiv 2505.24298): log π_p = log π_b + α (log π_θ − log π_b),
-    α = (v − 1 − v_b) / (v − v_b) in [0, 1]."""
+    `proximal_logprobs`, computed before the first of several steps. loglinear: between π_b and π_θ by versions, without
+    that forward pass (AReaL, arXiv 2505.24298): log π_p = log π_b + α (log π_θ − log π_b), α = (v − 1 − v_b) / (v −
+    v_b) in [0, 1]."""
     kl: KLEstimator = "k3"
     kl_weight: float = 0.0
     """β, the weight of the KL to the batch's `reference_logprobs`."""
@@ -70,7 +71,7 @@ class Objective:
             proximal_is_behavior=self.proximal == "behavior",
         )
         for function in (self.correction, self.surrogate, *self.trust_regions):
-            if clips(function) != "unknown":  # it refuses arguments that make no sense
+            if clips(function) != "unknown":  # The call raises if the arguments are meaningless.
                 function(nothing)
             if (form := open_form(function)) is not None:
                 form(nothing)
@@ -110,9 +111,9 @@ class Objective:
 
     @property
     def clips(self) -> Clips:
-        """How correction and surrogate clip. hard: both declare their bounds (`bounds.bounded`), so that clipped tokens
-        are counted. soft: one of them weakens the gradients of all tokens (`bounds.soft`). unknown: one of them
-        declares neither."""
+        """Kind of clipping of correction and surrogate. hard: both declare their bounds (`bounds.bounded`), so that
+        clipped tokens are counted. soft: one of them weakens the gradients of all tokens (`bounds.soft`). unknown: one
+        of them declares neither."""
         kinds = {clips(self.correction), clips(self.surrogate)}
         return next(kind for kind in ("unknown", "soft", "hard") if kind in kinds)
 
@@ -122,21 +123,21 @@ class Objective:
         return not (self.kl_weight or self.drift_weight or self.entropy_weight)
 
     def policy_terms(self, tokens: DrawnTokens) -> torch.Tensor:
-        """The policy terms w_t · m_t · L_t, f[n] with gradient to `tokens.logprobs`."""
+        """Return the policy terms w_t · m_t · L_t, f[n] with gradient to `tokens.logprobs`."""
         terms = self.correction(tokens) * self.surrogate(tokens)
         for trust_region in self.trust_regions:
             terms = torch.where(trust_region(tokens), terms, 0.0)
         return terms
 
     def terms_without_bounds(self, tokens: DrawnTokens) -> torch.Tensor | None:
-        """The same without any bound or trust region, or None if the correction or the surrogate does not declare its
-        bounds."""
+        """Return the policy terms without any bound or trust region, or None if the correction or the surrogate does
+        not declare its bounds."""
         correction, surrogate = open_form(self.correction), open_form(self.surrogate)
         return None if correction is None or surrogate is None else correction(tokens) * surrogate(tokens)
 
 
 def _weighted(correction: TokenFunction, *trust_regions: TokenFunction, drift_weight: float = 0.0) -> Objective:
-    """REINFORCE with weights."""
+    """Return an objective of REINFORCE with weights."""
     return Objective(
         correction=correction,
         surrogate=surrogates.reinforce,
@@ -172,9 +173,11 @@ PRESETS: dict[str, Objective] = {
 
 
 def resolve(objective: str | Objective | None = None) -> Objective:
-    """Return the objective itself, or by the name of a preset or as "module:name"; None is "ppo_clip", the default.
+    """Return the objective itself, or load it by the name of a preset or as "module:name"; None is "ppo_clip", the
+    default.
 
-    Raises ValueError for an unknown name."""
+    Raises ValueError for an unknown name.
+    """
     found = resolve_by_name(DEFAULT if objective is None else objective, PRESETS, "objective")
     if not isinstance(found, Objective):
         raise ValueError(f"objective {objective!r} must be an Objective, got {type(found).__name__}")
@@ -184,7 +187,7 @@ def resolve(objective: str | Objective | None = None) -> Objective:
 def loglinear_proximal(
     logprobs: torch.Tensor, behavior: torch.Tensor, versions: torch.Tensor, trainer_version: int
 ) -> torch.Tensor:
-    """Returns log π_p f[n] by interpolation, where π_p is taken to be one version older than π_θ, `trainer_version`.
+    """Return log π_p f[n] by interpolation, for a π_p one version older than π_θ, `trainer_version`.
 
     A token of that older version or a newer one was drawn by π_p itself. Source: AReaL's `prox_logp_method=loglinear`.
     """

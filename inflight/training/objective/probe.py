@@ -1,4 +1,4 @@
-"""Why log π_θ and log π_b differ: the two causes of an importance ratio, told apart by computing a sample again.
+"""Probe that separates the two causes of an importance ratio between π_θ and π_b, by computing a sample again.
 
 log π_θ − log π_b = (log π_v − log π_b) + (log π_θ − log π_v), all of the trainer's model, with v the version that drew
 the token. The first term is mismatch: the same weights in engine and trainer, other numerics (kernels, dtypes, a KV
@@ -20,8 +20,8 @@ from inflight.weights.tensors import unwrap
 
 @dataclass(frozen=True, slots=True)
 class RatioCauses:
-    """Ratios of the tokens whose version the probe remembers. The log-ratios of the two causes add up, token by token,
-    to that of `total`."""
+    """Ratios of the tokens whose version the probe remembers. Token by token, the log-ratios of the two causes add up
+    to the log-ratio of `total`."""
 
     mismatch: RatioStats
     """Ratios π_v / π_b."""
@@ -34,27 +34,27 @@ class RatioCauses:
 class VersionProbe:
     """Remembers the trainer's weights of the last `keep` versions, on the CPU, and computes samples under them.
 
-    It costs `keep` copies of the model in host memory and one on the model's device, and a forward pass per version
-    that a batch was drawn by: a diagnosis for one step in many. Not for models that are sharded over ranks.
+    It costs `keep` copies of the model in host memory and one on the model's device, and a forward pass per version in
+    the batch: a diagnosis for one step in many. Not for models that are sharded over ranks.
     """
 
     def __init__(self, model: nn.Module, *, keep: int = 4):
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self._model = unwrap(model)
-        # Not the model itself with other weights: a publisher's thread may be reading those.
+        # A copy, because a publisher's thread might be reading the weights of the model itself.
         self._replica = copy.deepcopy(self._model).requires_grad_(False).eval()
         self._keep = keep
         self._remembered: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
 
     @property
     def versions(self) -> list[int]:
-        """The versions that are remembered, oldest first."""
+        """The remembered versions, oldest first."""
         return list(self._remembered)
 
     @torch.no_grad()
     def remember(self, version: int) -> None:
-        """Remember the model's weights as those of `version`. Call it where `publish()` returned that version."""
+        """Remember the model's weights as `version`. Call it when `publish()` has returned that version."""
         state = self._model.state_dict()
         self._remembered[version] = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
         while len(self._remembered) > self._keep:
@@ -62,14 +62,14 @@ class VersionProbe:
 
     @torch.no_grad()
     def causes(self, batch: PackedBatch, *, max_sequences: int = 32) -> RatioCauses | None:
-        """The ratios in the first `max_sequences` sequences of a batch, against the model as it is now. None if the
-        versions of all their tokens were forgotten."""
+        """Return the ratios in the first `max_sequences` sequences of a batch, against the model as it is now. None if
+        the versions of all their tokens were forgotten."""
         batch = batch.select(range(min(max_sequences, batch.num_sequences)))
         batch = batch.to(next(self._model.parameters()).device)
         drawn = batch.drawn
         versions, behavior = batch.weight_versions[drawn], batch.behavior_logprobs[drawn]
         training = self._model.training
-        self._model.eval()  # dropout is no mismatch
+        self._model.eval()  # Dropout would add to the mismatch.
         current = token_logprobs(self._model, batch)
         self._model.train(training)
         own = torch.full_like(current, torch.nan)

@@ -19,8 +19,8 @@ LARGEST_LOG = 690.0
 
 @dataclass(frozen=True, slots=True)
 class RatioStats:
-    """The ratios ρ of some tokens, or of sequences, which are counted as tokens are. Logarithms are natural. Means are
-    NaN if there are none."""
+    """The ratios ρ of some tokens, or of sequences, each counted as one token. Logarithms are natural. Means are NaN if
+    there are none."""
 
     num_tokens: int = 0
     scaled_sum: float = 0.0
@@ -35,7 +35,7 @@ class RatioStats:
 
     @property
     def mean(self) -> float:
-        """Mean ρ. Its expectation is 1; another value tells of a trainer that means something else by log π."""
+        """Mean ρ. Its expectation is 1; another value indicates that the trainer defines log π differently."""
         return self.max * (self.scaled_sum / self.num_tokens) if self.num_tokens else nan
 
     @property
@@ -64,7 +64,7 @@ class RatioStats:
         return self.sum_abs_log / self.num_tokens if self.num_tokens else nan
 
     def as_dict(self, name: str) -> dict[str, float]:
-        """Returns numbers under flat names, "{name}/mean" and so on, or nothing if there are no tokens."""
+        """Return numbers under flat names, "{name}/mean" and so on, or nothing if there are no tokens."""
         if not self.num_tokens:
             return {}
         names = ("num_tokens", "mean", "ess", "min", "max", "kl", "logprob_diff")
@@ -85,12 +85,12 @@ class RatioStats:
 
     @classmethod
     def of(cls, log_ratios: torch.Tensor) -> "RatioStats":
-        """The statistics of log ρ f[n]."""
+        """Compute the statistics of log ρ f[n]."""
         return cls.from_sums(ratio_sums(log_ratios, torch.zeros_like(log_ratios, dtype=torch.int64))[0].tolist())
 
     @classmethod
     def from_sums(cls, row: list[float]) -> "RatioStats":
-        """The statistics of a class, from its row of `ratio_sums`."""
+        """Compute the statistics of a class from its row of `ratio_sums`."""
         return cls(int(row[0]), *row[1:]) if row[0] else cls()
 
 
@@ -153,10 +153,9 @@ class LossStats:
         return LossStats(*sums)
 
     def as_dict(self) -> dict[str, float]:
-        """Returns all of it as numbers under flat names, for any logger: "loss", "num_tokens", "clipped", "entropy",
-        "reference_kl", for each of "ratio" (all tokens), "mismatch" and "stale" "…/num_tokens", "/mean", "/ess",
-        "/min", "/max", "/kl" and "/logprob_diff", and "sequence/ess". What is None or NaN is left out, as it is not
-        known."""
+        """Return all statistics as numbers under flat names, for any logger: "loss", "num_tokens", "clipped",
+        "entropy", "reference_kl", for each of "ratio" (all tokens), "mismatch" and "stale" "…/num_tokens", "/mean",
+        "/ess", "/min", "/max", "/kl" and "/logprob_diff", and "sequence/ess". Values of None or NaN are left out."""
         names = ("loss", "num_tokens", "clipped", "entropy", "reference_kl")
         numbers: dict[str, float | None] = {name: getattr(self, name) for name in names}
         for name, of_tokens in (("ratio", self.ratios), ("mismatch", self.mismatch), ("stale", self.stale)):
@@ -165,12 +164,12 @@ class LossStats:
 
 
 def known(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    """The numbers that are neither None nor NaN."""
+    """Return the numbers that are neither None nor NaN."""
     return {name: number for name, number in numbers.items() if number is not None and not isnan(number)}
 
 
 def ratio_sums(log_ratios: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Sums f64[3, 7] over the tokens of each class, from log ρ f[n] and classes i64[n] from 0 to 2.
+    """Return sums f64[3, 7] over the tokens of each class, from log ρ f[n] and classes i64[n] from 0 to 2.
 
     The columns are the number of tokens, Σρ / ρ_max, Σρ² / ρ_max², min log ρ, max log ρ, Σ(ρ − 1 − log ρ) and Σ|log ρ|,
     where ρ_max is the largest ratio of the class. A class without tokens has min inf and max −inf. They are in float64,

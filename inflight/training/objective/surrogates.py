@@ -1,8 +1,8 @@
-"""Surrogates: the loss of a token, whose gradient is a policy gradient.
+"""Surrogates: token losses whose gradient is a policy gradient.
 
-Each function takes `DrawnTokens` and returns losses f[n] with gradient to `logprobs`. u = π_θ / π_p, whose value is 1
-where the proximal policy is the current one. There clipping has nothing to clip, and functions that clip u raise
-ValueError, as they do for bounds between which no ratio lies.
+Each function takes `DrawnTokens` and returns losses f[n] with gradient to `logprobs`. u = π_θ / π_p has the value 1 if
+the proximal policy is the current one. Then there is nothing to clip, and functions that clip u raise ValueError. They
+also raise it for bounds without a ratio between them.
 """
 
 from math import inf
@@ -15,16 +15,16 @@ from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 
 @unbounded
 def reinforce(tokens: DrawnTokens) -> torch.Tensor:
-    """−A log π_θ (Williams 1992)."""
+    """Return −A log π_θ (Williams 1992)."""
     return -tokens.advantages * tokens.logprobs
 
 
 @bounded(low=inf, high=inf, dual=None)
 def ppo_clip(tokens: DrawnTokens, *, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> torch.Tensor:
-    """−min(u A, clip(u, 1 − low, 1 + high) A), and for A < 0 no more than −dual · A.
+    """Return −min(u A, clip(u, 1 − low, 1 + high) A), and for A < 0 at most −dual · A.
 
-    Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476; the dual clip, which
-    keeps a token that became much likelier from dominating a batch: Ye et al. 2020, arXiv 1912.09729, eq. 5.
+    Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476; the dual clip
+    prevents a token that became much likelier from dominating a batch: Ye et al. 2020, arXiv 1912.09729, eq. 5.
     """
     if dual is not None and not dual > 1:
         raise ValueError(f"dual must be greater than 1, got {dual}")
@@ -39,9 +39,9 @@ def ppo_clip(tokens: DrawnTokens, *, low: float = 0.2, high: float = 0.2, dual: 
 
 @bounded(cap=inf, floor=0.0)
 def cispo(tokens: DrawnTokens, *, cap: float = 5.0, floor: float = 0.0) -> torch.Tensor:
-    """−sg(max(min(u, cap), floor)) A log π_θ: the weight is bounded and every token keeps its gradient.
+    """Return −sg(max(min(u, cap), floor)) A log π_θ: the weight is bounded and every token keeps its gradient.
 
-    Source: MiniMax-M1, arXiv 2506.13585, eq. 4, where cap is 1 + ε_high; the default is what TRL recommends.
+    Source: MiniMax-M1, arXiv 2506.13585, eq. 4, where cap is 1 + ε_high; the default is TRL's recommendation.
     """
     check_interval(floor=floor, cap=cap)
     _check_that_u_varies(tokens, "cispo")
@@ -50,8 +50,8 @@ def cispo(tokens: DrawnTokens, *, cap: float = 5.0, floor: float = 0.0) -> torch
 
 @soft
 def sapo(tokens: DrawnTokens, *, positive: float = 1.0, negative: float = 1.05) -> torch.Tensor:
-    """−(4 / τ) σ(τ (u − 1)) A, where τ is `positive` for A > 0 and `negative` otherwise: the gradient of a token fades
-    smoothly with the distance of u from 1. At u = 1 it equals the gradient of −u A.
+    """Return −(4 / τ) σ(τ (u − 1)) A, where τ is `positive` for A > 0 and `negative` otherwise: the gradient of a token
+    fades smoothly with the distance of u from 1. At u = 1 it equals the gradient of −u A.
 
     Source: SAPO, arXiv 2511.20347.
     """
@@ -65,10 +65,10 @@ def sapo(tokens: DrawnTokens, *, positive: float = 1.0, negative: float = 1.05) 
 
 @bounded(low=inf, high=inf)
 def gspo(tokens: DrawnTokens, *, low: float = 3e-4, high: float = 4e-4) -> torch.Tensor:
-    """−min(s_t A_t, clip(s_t, 1 − low, 1 + high) A_t) with s_t = sg(s) · π_θ / sg(π_θ), s = exp(mean over the sequence
-    of log u): the value of every s_t is that of the sequence, its gradient that of its own token.
+    """Return −min(s_t A_t, clip(s_t, 1 − low, 1 + high) A_t) with s_t = sg(s) · π_θ / sg(π_θ), s = exp(mean over the
+    sequence of log u): every s_t has the value of s, and the gradient of its token.
 
-    So each token may have an advantage of its own. Where all tokens of a sequence have the same, the sum over them has
+    Thus each token can have a different advantage. If all tokens of a sequence have the same, the sum over them has
     value and gradient of min(s A, clip(s) A). The losses are meant to be averaged over sequences. Source: GSPO, arXiv
     2507.18071, eq. 13 and 14 (GSPO-token; eq. 5 and 7 for one advantage), and its §5.1 for the bounds.
     """

@@ -1,4 +1,4 @@
-"""The drawn tokens of a batch as formulas see them: one entry per token, prompts left out."""
+"""The drawn tokens of a batch as inputs of formulas: one entry per token, without prompts."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,14 +9,15 @@ LOG_RATIO_BOUND = 20.0
 
 
 def exp_ratio(log_ratios: torch.Tensor) -> torch.Tensor:
-    """The ratio f[n] of a log-ratio f[n], which is clamped to ±20 so that the ratio is finite (as verl does)."""
+    """Return the ratio f[n] of a log-ratio f[n]. The log-ratio is clamped to ±20 so that the ratio is finite (as verl
+    does)."""
     return log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnTokens:
-    """n drawn tokens of S sequences. π_θ is the trainer's policy, π_b the one that drew the token, and π_p the proximal
-    one, which trust regions are about (Hilton et al. 2021, arXiv 2110.00641)."""
+    """n drawn tokens of S sequences. π_θ is the trainer's policy, π_b the policy that drew the token, and π_p the
+    proximal policy of trust regions (Hilton et al. 2021, arXiv 2110.00641)."""
 
     logprobs: torch.Tensor
     """f[n], log π_θ, with gradient."""
@@ -27,7 +28,7 @@ class DrawnTokens:
     advantages: torch.Tensor
     """f[n]"""
     sequences: torch.Tensor
-    """i64[n], the sequence that each token belongs to, rising."""
+    """i64[n], the sequence of each token, in ascending order."""
     num_sequences: int
     proximal_is_current: bool = False
     """True if π_p is π_θ itself, so that u = π_θ / π_p is always 1 and bounds on it bound nothing."""
@@ -56,9 +57,9 @@ class DrawnTokens:
         return ones.new_zeros(self.num_sequences).index_add(0, self.sequences, ones)
 
     def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums f[S] over each sequence of values f[n]."""
+        """Return sums f[S] over each sequence of values f[n]."""
         return values.new_zeros(self.num_sequences).index_add(0, self.sequences, values)
 
     def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
-        """Means f[S] over each sequence of values f[n]; 0 for a sequence without drawn tokens."""
+        """Return means f[S] over each sequence of values f[n]; 0 for a sequence without drawn tokens."""
         return self.sequence_sums(values) / self.lengths.clamp(min=1)

@@ -1,8 +1,8 @@
-"""Trust regions as masks: which tokens take part in the loss.
+"""Trust regions as masks that select the tokens in the loss.
 
 Each function takes `DrawnTokens` and returns bool[n], true for a token that takes part. A token that does not still
-counts where losses are averaged, so that leaving tokens out never makes the others weigh more. Bounds that no token
-could keep raise ValueError.
+counts where losses are averaged, so that leaving tokens out never makes the others weigh more. Bounds that exclude
+every token raise ValueError.
 """
 
 from math import inf
@@ -15,7 +15,7 @@ from inflight.training.objective.tokens import DrawnTokens
 
 @bounded(low=0.0, high=inf)
 def geometric_mask(tokens: DrawnTokens, *, low: float = 0.99, high: float = 1.01) -> torch.Tensor:
-    """Keeps the sequences whose geometric mean of w = π_p / π_b is in [low, high]; of ρ = π_θ / π_b with
+    """Keep the sequences whose geometric mean of w = π_p / π_b is in [low, high]; of ρ = π_θ / π_b with
     proximal="behavior", as w is 1 then. Unlike a product the mean does not grow with length (1.1 per token is 2.6 after
     10 tokens and 13,781 after 100).
 
@@ -30,8 +30,8 @@ def geometric_mask(tokens: DrawnTokens, *, low: float = 0.99, high: float = 1.01
 
 @bounded(delta=inf)
 def binary_tv_mask(tokens: DrawnTokens, *, delta: float = 0.2) -> torch.Tensor:
-    """Leaves out a token that moved further than `delta` in probability in the direction in which its advantage
-    pushes: A > 0 and π_θ − π_b > delta, or A < 0 and π_θ − π_b < −delta.
+    """Leave out a token that moved further than `delta` in probability in the direction of its advantage: A > 0 and π_θ
+    − π_b > delta, or A < 0 and π_θ − π_b < −delta.
 
     Source: DPPO-Binary-TV, arXiv 2602.04879; prime-rl's default, 0.2.
     """
@@ -42,8 +42,8 @@ def binary_tv_mask(tokens: DrawnTokens, *, delta: float = 0.2) -> torch.Tensor:
 
 @bounded(delta=inf)
 def opsm_mask(tokens: DrawnTokens, *, delta: float = 1e-4) -> torch.Tensor:
-    """Leaves out a token with A < 0 if its sequence has mean(log π_b − log π_θ) > delta: bad answers that the policy
-    no longer gives.
+    """Leave out a token with A < 0 if its sequence has mean(log π_b − log π_θ) > delta: bad answers that the policy no
+    longer gives.
 
     Source: off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556; delta is slime's.
     """
@@ -54,13 +54,13 @@ def opsm_mask(tokens: DrawnTokens, *, delta: float = 1e-4) -> torch.Tensor:
 
 @bounded(bound=inf)
 def m2po_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
-    """Looks at the tokens that moved further the way in which their advantage pushes, A > 0 and ρ > 1 or A < 0 and
-    ρ < 1, with ρ = π_θ / π_b, and leaves out those with the largest (log ρ)², as few as bring the mean over the rest of
-    them to `bound` or below. All other tokens stay, whatever their ratio. Tokens are ranked within the batch that is
-    given, so that micro-batches each keep their own.
+    """Leave out tokens with the largest (log ρ)², ρ = π_θ / π_b, among those that moved in the direction of their
+    advantage: A > 0 and ρ > 1, or A < 0 and ρ < 1. The fewest tokens are left out that reduce the mean over the rest of
+    them to `bound` or below. All other tokens stay, regardless of their ratio. Tokens are ranked within the given
+    batch, so that each micro-batch is ranked separately.
 
-    Source: M2PO, arXiv 2510.01161, Algorithm 1. The authors' code (Infini-AI-Lab/M2PO) takes the same tokens, and clips
-    their ratios at the bound that it finds where the paper masks them. `second_moment_mask` ranks all tokens.
+    Source: M2PO, arXiv 2510.01161, Algorithm 1. The authors' code (Infini-AI-Lab/M2PO) selects the same tokens. It
+    clips their ratios at the resulting bound where the paper masks them. `second_moment_mask` ranks all tokens.
     """
     _check_distance(bound=bound)
     log_ratios, advantages = tokens.log_behavior_ratios, tokens.advantages
@@ -72,23 +72,23 @@ def m2po_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
 
 @bounded(bound=inf)
 def second_moment_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
-    """Leaves out the tokens with the largest (log ρ)², ρ = π_θ / π_b, whichever way they moved, as few as bring the
-    mean over those that remain to `bound` or below. Tokens are ranked within the batch that is given, so that
-    micro-batches each keep their own.
+    """Leave out the tokens with the largest (log ρ)², ρ = π_θ / π_b, in either direction. The fewest tokens are left
+    out that reduce the mean over the remaining tokens to `bound` or below. Tokens are ranked within the given batch, so
+    that each micro-batch is ranked separately.
 
-    Source: AReaL's `m2_threshold`, which it calls M2PO; `m2po_mask` is the paper's.
+    Source: AReaL's `m2_threshold`, under the name M2PO; `m2po_mask` is the paper's.
     """
     _check_distance(bound=bound)
     return _within_second_moment(tokens.log_behavior_ratios, bound)
 
 
 def _within_second_moment(log_ratios: torch.Tensor, bound: float) -> torch.Tensor:
-    """bool[n], true for the smallest log-ratios, as many as have a mean square of at most `bound`."""
+    """Return bool[n], true for the smallest log-ratios, as many as have a mean square of at most `bound`."""
     squares = log_ratios.square()
     ranked, order = squares.sort(stable=True)
     means = ranked.double().cumsum(0) / torch.arange(1, len(ranked) + 1, device=ranked.device)
     kept = torch.empty_like(squares, dtype=torch.bool)
-    kept[order] = means <= bound  # means rise with the rank, so that those kept are the first ones
+    kept[order] = means <= bound  # Means rise with the rank, so that the kept tokens are the first ones.
     return kept
 
 

@@ -50,8 +50,8 @@ class SlotFiller:
         self._jobs.put((sender, job))
 
     def retire(self) -> None:
-        """Stop, as the publisher has gone. Waiting jobs end with an error. A job that waits for the publisher continues
-        until it notices; jobs of another publisher do not wait for it."""
+        """Stop after the publisher has detached. Waiting jobs end with an error. A job that waits for the publisher
+        continues until it notices; jobs of another publisher do not wait for it."""
         self._retired = True
         self._jobs.put(None)
 

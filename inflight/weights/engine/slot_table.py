@@ -47,13 +47,14 @@ class SlotTable:
         self.slots = list(slots)
         self.states = [SlotState.LIVE] + [SlotState.IDLE] * (len(slots) - 1)
         self.live: int | None = 0
-        """The slot of the live version; None while the only slot is lent."""
+        """The slot of the live version; None while the publisher owns the only slot."""
         self.version = 0
         self._ready: SlotReady | None = None
         """A whole version that waits for the next forward boundary."""
         self._wanted = False
         self._only_slot_is_whole = False
-        """True if no slot is live, since the only one is lent or about to be, and it is still unwritten."""
+        """True if no slot is live, since the publisher owns or will soon own the only slot, and the slot is still
+        unwritten."""
         self._version_of: dict[int, int] = {0: 0}
         """Maps live and kept slots to their versions."""
         self._pins: dict[int, int] = {}
@@ -100,8 +101,8 @@ class SlotTable:
         self._only_slot_is_whole = False
 
     def withdraw(self, written: Sequence[int] = ()) -> None:
-        """Note that the publisher has gone. written: slots that it might have written to unannounced. If the only slot
-        is not among them it becomes live again, so that the engine need not wait for the next publisher."""
+        """Note that the publisher has detached. written: slots that it might have written to unannounced. If the only
+        slot is not among them it becomes live again, so that the engine need not wait for the next publisher."""
         self._wanted = False
         if self._only_slot_is_whole and 0 not in written:
             self._only_slot_is_whole = False

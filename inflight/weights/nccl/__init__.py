@@ -1,1 +1,1 @@
-"""Receives weights by NCCL from a trainer that speaks vLLM's protocol."""
+"""Receives weights by NCCL from a trainer that uses vLLM's protocol."""

@@ -1,4 +1,4 @@
-"""A group of a trainer, rank 0, which broadcasts, and this process, which receives."""
+"""A group with a trainer, rank 0, that broadcasts, and this process, that receives."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ _POLL_S = 0.0005
 _LEAVING_S = 1.0
 """Bound for a collective to notice that the group is closed, before it is aborted."""
 _MORE_S = 2.0
-"""Extra time for calls with the same bound of their own, whose errors say more."""
+"""Extra time for calls that have the same bound and raise more precise errors."""
 _TRAINER = 0
 
 
@@ -99,7 +99,7 @@ class NcclGroup:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # NCCL takes the current device of this thread.
             self._comm = library.join(ids[0], meeting.rank_offset, meeting.world_size)
-            if self.closed:  # The caller has given up.
+            if self.closed:  # The caller's wait has ended.
                 self._abort()
 
         self._bounded(join, "the group was not complete")
@@ -175,8 +175,8 @@ class NcclGroup:
             raise BroadcastError("the trainer's group was closed; join it again")
 
     def _bounded(self, call: Callable[[], None], failure: str, more_s: float = 0.0) -> None:
-        """Run a call in a thread of its own, since NCCL waits for other ranks without a bound. After the bound, leave
-        the group, which ends such a wait."""
+        """Run a call in a separate thread, since NCCL waits for other ranks without a bound. After the bound, leave the
+        group. This ends such a wait."""
         self._still_open()
         raised: list[BaseException] = []
 

@@ -1,6 +1,6 @@
 """NCCL by ctypes: the functions for receiving broadcasts, as nccl.h (2.18 and later) declares them.
 
-PyTorch offers them only inside process groups, which vLLM's protocol does not use.
+PyTorch offers them only inside process groups. vLLM's protocol does not use process groups.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ class Nccl:
     """The library. All calls raise BroadcastError if NCCL returns an error."""
 
     def __init__(self, path: str):
-        """Raises BackendError if the library cannot be loaded, or lacks a function."""
+        """Raise BackendError if the library cannot be loaded, or lacks a function."""
         try:
             self._library = ctypes.CDLL(path)
             self._functions = {name: getattr(self._library, name) for name in _ARGUMENTS}

@@ -1,7 +1,7 @@
 """Adapters (LoRA) that were saved by PEFT, published from their files.
 
-A directory holds `adapter_config.json` and `adapter_model.safetensors`. What is published of an adapter is A and
-α / r · B, cast to the engine's dtype; projections that it leaves alone, and ranks that it does not have, are zero.
+A directory contains `adapter_config.json` and `adapter_model.safetensors`. The published tensors of an adapter are A
+and α / r · B, cast to the engine's dtype; projections without an adapter, and unused ranks, are zero.
 """
 
 import json
@@ -52,7 +52,7 @@ class Engine(Protocol):
 
 
 class AdapterFiles(WeightSource):
-    """The adapters of an engine, by their places, which are the names that it was launched with."""
+    """The adapters of an engine, by the adapter names that it was launched with ("places")."""
 
     device = torch.device("cpu")
 
@@ -82,8 +82,8 @@ class AdapterFiles(WeightSource):
                 view[: tensor.shape[0], : tensor.shape[1]].copy_(tensor)
 
     def load(self, place: str, directory: str | os.PathLike[str]) -> None:
-        """Put the adapter of a directory at this place, in the place of what was there. Raises WeightFileError, or
-        LayoutMismatchError, naming it, for what does not fit the engine's adapters."""
+        """Replace the adapter at this place by the adapter of a directory. Raises WeightFileError or
+        LayoutMismatchError, with the reason, if it does not fit the engine's adapters."""
         if self._layout is None:
             raise LayoutMismatchError("the engine's adapters are not known yet: publish first")
         tensors = read_adapter(directory)
@@ -179,8 +179,8 @@ def _find(name: str, revision: object = None) -> str:
 
 
 def read_adapter(directory: str | os.PathLike[str]) -> Tensors:
-    """A [r, K] and α / r · B [N, r] as MODULE.lora_A and MODULE.lora_B. Raises WeightFileError for what is not plain
-    LoRA."""
+    """Return A [r, K] and α / r · B [N, r] as MODULE.lora_A and MODULE.lora_B. Raises WeightFileError unless the
+    adapter is plain LoRA."""
     directory = Path(directory)
     config = _config(directory)
     tensors: Tensors = {}
@@ -236,8 +236,8 @@ def _special(config: Mapping[str, Any]) -> list[str]:
 
 
 def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """α / r, or α / √r of rank-stabilised LoRA (Kalajdzievski 2023), with the α of this module: that of the first
-    pattern that the end of its name matches, as PEFT reads them."""
+    """Return α / r, or α / √r of rank-stabilised LoRA (Kalajdzievski 2023), with the α of this module. As in PEFT, the
+    first pattern that matches the end of the module's name decides α."""
     patterns = config["alpha_pattern"].items()
     alpha = next((a for key, a in patterns if re.fullmatch(rf"(.*\.)?({key})", module)), config["lora_alpha"])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -91,7 +91,8 @@ class PublishedEngine(Protocol):
         """Note the number of optimizer steps since the last publish."""
 
     def kill(self, endpoint: str) -> None:
-        """End a process that gets no more versions, since it did not answer. Called if it comes back."""
+        """End a process that gets no further versions, since it did not answer. Called if another process replaces
+        it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +236,7 @@ class EngineLink:
         self.lock.close()
 
     def _take_all(self) -> None:
-        """Take all slots that the engine has lent, and skip its errors."""
+        """Take all slots that the engine has passed to this publisher, and skip its errors."""
         while True:
             try:
                 if not self.messages.pump(0):
@@ -298,9 +299,9 @@ class EngineMessages:
     ) -> None:
         """Process messages until the wait is over.
 
-        action: completes "the engine … ", as in "lent no slot". asks_for_signs: request signs of life meanwhile.
+        action: completes "the engine … ", as in "sent no slot". asks_for_signs: request signs of life during the wait.
         Raises EngineHungError once the engine has sent nothing for `timeout_s` of this link, EngineBusyError after
-        `total_s`, which the option `setting` sets, whatever it sends, and errors that answer no request.
+        `total_s`, whatever the engine sends, and errors that answer no request. The option `setting` sets `total_s`.
         """
         silence_s = min(self._timeout_s, total_s)
         wait, silent_s, since_sign_s = waiting.Wait(), 0.0, 0.0
@@ -391,7 +392,7 @@ class DirectSlots:
                 self._refuse(error)
 
     def listen(self) -> None:
-        """Learn that a slot is free, or that the engine refused a version."""
+        """Process messages: a slot is free, or the engine refused a version."""
         try:
             self._engine.listen()
         except ChecksumError as error:

@@ -102,7 +102,7 @@ class PeftSource(ModelSource):
         return offer
 
     def offer_to(self, adapter_layout: WeightLayout) -> PublishedLayout:
-        """PublishedLayout adapters for slots of this layout. Raises as `offer` does."""
+        """Return a PublishedLayout of adapters for slots of this layout. Raises as `offer` does."""
         self._plan_again(adapter_layout)
         return PublishedLayout(adapter_layout, adapters=True)
 

@@ -22,7 +22,7 @@ class PublishedModel:
     """The model without wrappers such as DistributedDataParallel."""
     kind: Literal["full", "fsdp", "zero", "peft"]
     """full: each tensor is whole in this process. fsdp: DTensors are spread over ranks. zero: DeepSpeed ZeRO-3 spreads
-    tensors over ranks. peft: layers have adapters, which are published alone or merged, as the engine needs them."""
+    tensors over ranks. peft: layers have adapters. They are published alone or merged, as the engine needs them."""
     tensors: dict[str, torch.Tensor]
     """Parameters and persistent buffers by published name, tied tensors once. Empty for "peft"."""
     objects: list[torch.Tensor]

@@ -45,7 +45,7 @@ logger = logging.getLogger("inflight.weights")
 _LISTEN_EVERY_S = 0.5
 """Interval at which an idle publisher processes messages of its engine."""
 _GIVE_UP_S = 5.0
-"""Bound for a thread to give up."""
+"""Time limit for a thread to end."""
 
 Engine = Any
 """An `inflight.Engine`, a PublishedEngine, or the name of the endpoint of an engine's control socket."""
@@ -146,9 +146,9 @@ class Publisher:
         self._thread.start()
 
     def add(self, engine: Engine | EngineAddress, *, transport: Transport | None = None) -> None:
-        """Send another engine the version that was sent last and all later ones. engine: also a process that joins one
-        of the engines. transport: None takes that of this publisher. Raises as making a Publisher does, and
-        InflightError if this one writes straight to an engine's slots."""
+        """Send another engine the last sent version and all later versions. engine: also a process that joins one of
+        the engines. transport: None uses the transport of this publisher. Raises the errors of the constructor, and
+        InflightError if this publisher writes straight to an engine's slots."""
         transport = transport or self._transport
         if isinstance(engine, EngineAddress):
             self._add(engine, transport)
@@ -169,15 +169,16 @@ class Publisher:
             self.endpoints = self.endpoints | {address.endpoint}
 
     def remove(self, endpoint: str) -> None:
-        """Send the process at this endpoint nothing more, and free the memory that this process shared with it."""
+        """Stop sending versions to the process at this endpoint, and free the memory that this process shared with
+        it."""
         with self._condition:
             self.endpoints = self.endpoints - {endpoint}
         if isinstance(self._target, StagingBuffer):
             self._target.let_go([endpoint])
 
     def continue_from(self, version: int) -> None:
-        """Give the next publish this number, in a run that goes on. Raises ValueError unless it is larger than that of
-        the last one."""
+        """Give the next publish this number, in a run that continues. Raises ValueError unless it is larger than the
+        last number."""
         with self._condition:
             if version <= self.version:
                 raise ValueError(f"version {version} cannot follow version {self.version}")
@@ -190,13 +191,13 @@ class Publisher:
 
     @property
     def lost(self) -> dict[str, Exception]:
-        """Maps endpoints of engines that ended, or did not answer in time, to what became of them. The others go on
-        without them."""
+        """Errors of engines that ended, or did not answer in time, by endpoint. The other engines continue without
+        them."""
         return dict(self._target.lost)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that engines were sent of the last version that all of them got: the whole, or a delta."""
+        """Bytes sent of the last version that all engines received: the whole version, or a delta."""
         return self._target.sent_bytes
 
     def publish(self, weights: Weights | None = None) -> int:
@@ -303,7 +304,7 @@ class Publisher:
             return record.version
 
     def _number(self, called_ns: int) -> PublishedVersion:
-        """Return the next version, which the engines' meters are told."""
+        """Return the next version, and report it to the engines' meters."""
         self.version += 1
         self._unpublished_steps = 0
         self._published = True
@@ -396,7 +397,7 @@ class Publisher:
                 self._condition.notify_all()
         with self._handing:
             target.close()
-        with contextlib.suppress(RuntimeError):  # The other ranks have gone.
+        with contextlib.suppress(RuntimeError):  # The other ranks have ended.
             self._source.close()
 
     def _wait_for_work(self) -> bool:
@@ -405,7 +406,7 @@ class Publisher:
                 if self._condition.wait_for(lambda: self._pending is not None or self.closed, _LISTEN_EVERY_S):
                     return self._pending is not None
             self._warn_of_other_weights()
-            with self._handing:  # A thread with given weights uses the engine's connection meanwhile.
+            with self._handing:  # A thread with given weights is using the engine's connection.
                 self._target.listen()
 
     def _warn_of_other_weights(self) -> None:

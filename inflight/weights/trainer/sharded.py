@@ -1,9 +1,9 @@
 """Models whose parameters are spread over the ranks of a trainer. They are published without being gathered.
 
 Each rank sends its part of one tensor after another, cast to the engine's dtype, and rank 0 receives it in its place in
-the slot. Threads and process groups of their own keep this apart from the communication of training.
+the slot. Separate threads and process groups keep this apart from the communication of training.
 
-FSDP2 makes parameters DTensors, whose parts are rows. DeepSpeed ZeRO-3 leaves parameters empty between uses; a rank has
+FSDP2 makes parameters DTensors. Their parts are rows. DeepSpeed ZeRO-3 leaves parameters empty between uses; a rank has
 its part in their attribute `ds_tensor`, flat and padded to the same length on every rank.
 """
 
@@ -69,7 +69,7 @@ class ShardGroup(WeightSource):
         self.command()
 
     def start(self, engine: tuple[WeightLayout, int] | InflightError | None = None) -> tuple[WeightLayout, int]:
-        """Return on every rank the layout of the engine's slots and the engine's version, which rank 0 passes. Raises
+        """Return on every rank the layout of the engine's slots and the engine's version, as rank 0 passes them. Raises
         the error that rank 0 passes."""
         if isinstance(engine, InflightError):
             state = _EngineState(error=(type(engine).__name__, str(engine)))
@@ -93,7 +93,8 @@ class ShardGroup(WeightSource):
         return int(number)
 
     def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """With ZeRO-3 any optimizer can be the one: ZeRO-3 writes the parameters from copies of its own."""
+        """Return whether a step of this optimizer changes the model. With ZeRO-3 any optimizer might: ZeRO-3 writes the
+        parameters from separate copies."""
         if self._model.kind == "zero":
             return True
         ours = {id(tensor) for tensor in self._model.tensors.values()}

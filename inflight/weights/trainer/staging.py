@@ -26,7 +26,7 @@ _MAX_BUFFERS = 3
 
 
 class StagingBuffer:
-    """Target of a publisher that writes to buffers of its own process."""
+    """Target of a publisher that writes to buffers in the same process."""
 
     def __init__(
         self, engine: EngineLink, transport: Transport, device: torch.device, refuse: Callable[[Exception], None]
@@ -104,7 +104,7 @@ class StagingBuffer:
                 raise self._error
 
     def check(self) -> None:
-        """Raise the error that ended sending, or the error of the last engine if none is left."""
+        """Raise the error that ended sending, or the error of the last engine after all engines have ended."""
         with self._condition:
             self.listen()
             if not self.engines:

@@ -225,7 +225,7 @@ def _files_of(directory: Path) -> dict[Path, set[str]]:
 
 
 def _index_of(directory: Path) -> dict[Path, set[str]]:
-    """Return a map of files to names from the index, or an empty map if there is no index."""
+    """Return a map of files to names from the index, or an empty map without an index."""
     path = directory / _INDEX
     if not path.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Transports, which bring versions to engines. Each is one file; `base.py` has the base classes."""
+"""Transports that send versions to engines. Each is one file; `base.py` has the base classes."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ __all__ = ["AcceptedTransports", "Receiver", "Sender", "StagedVersion", "Transpo
 
 
 class AcceptedTransports:
-    """Transports that an engine accepts: the built-in ones and those that its launcher names.
+    """Transports that an engine accepts: the built-in ones and the ones that its launcher names.
 
     The engine imports them when it starts; a publisher can only choose among them.
     """

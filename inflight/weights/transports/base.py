@@ -1,8 +1,8 @@
-"""Base classes of a transport, which brings versions to engines.
+"""Base classes of transports, which send versions to engines.
 
 A transport is one file with three classes: the settings that a user constructs, a sender in the trainer's process and a
-receiver in the engine's. All transports share version numbers, slots, checksums, retries and time limits, which are in
-these base classes and in `SlotFiller`. docs/transports.md contains a whole transport.
+receiver in the engine's. These base classes and `SlotFiller` contain the common parts of all transports: version
+numbers, slots, checksums, retries and time limits. docs/transports.md contains a whole transport.
 """
 
 from abc import ABC, abstractmethod
@@ -33,11 +33,11 @@ class Transport(ABC):
 
     writes_to_slots: ClassVar[bool] = False
     """True if the trainer's process writes to the slots itself. Then the engine describes their memory
-    (`attached.slots`), and each engine has a sender of its own."""
+    (`attached.slots`), and each engine has a separate sender."""
 
     @classmethod
     def name(cls) -> str:
-        """Name of the transport at engines. They accept the built-in ones and those of `launch(transports=…)`."""
+        """Name of the transport at engines. They accept the built-in names and the names of `launch(transports=…)`."""
         return f"{cls.__module__}:{cls.__qualname__}"
 
     @abstractmethod
@@ -99,7 +99,7 @@ class Sender(ABC):
 
     @abstractmethod
     def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
-        """Bring a version to these engines, each of which has lent the given slot. `fill` has an engine fill it.
+        """Send a version to these engines. The publisher owns the given slot of each. `fill` has an engine fill it.
 
         base: the version sent before, if there is one. Engines that do not take the version get a few more attempts.
         Raises an InflightError if the version cannot be sent: the engines keep their weights and the publisher raises
@@ -162,7 +162,7 @@ class Sender(ABC):
     # ---- for the staging buffer ---------------------------------------------------------------------------------
 
     def send(self, staged: StagedVersion, base: StagedVersion | None) -> None:
-        """Bring the version to every engine that lacks it, and set `lost`, `refused` and `sent_bytes`."""
+        """Send the version to every engine that lacks it, and set `lost`, `refused` and `sent_bytes`."""
         self.lost, self.refused, self.sent_bytes = {}, {}, 0
         for _ in range(_ATTEMPTS):
             self._slots, self._fills = {}, {}
@@ -235,4 +235,4 @@ class Receiver(ABC):
         raise ProtocolError(f"{type(self).__name__} takes whole versions only, and not the changes since one")
 
     def close(self) -> None:  # noqa: B027
-        """Release resources. The publisher has gone."""
+        """Release resources after the publisher has detached."""

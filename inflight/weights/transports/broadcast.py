@@ -28,7 +28,7 @@ from inflight.weights.transports.base import Receiver, Sender, StagedVersion, Tr
 @named()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast(Transport):
-    """One collective broadcast to all engines: NCCL where each process has a GPU of its own, else gloo."""
+    """One collective broadcast to all engines: NCCL if each process has a separate GPU, else gloo."""
 
     host: str = "127.0.0.1"
     """Address of the trainer, as engines see it. The trainer listens only there, gloo's ranks on their addresses
@@ -180,7 +180,7 @@ class BroadcastReceiver(Receiver):
 
 
 def make_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Make the trainer's store, which listens on this address alone, on a port that the system picks. Raises
+    """Make the trainer's store. It listens on this address alone, on a port that the system picks. Raises
     BroadcastError if the address is not one of this machine."""
     try:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

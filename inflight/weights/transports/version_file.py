@@ -61,7 +61,7 @@ def write_version(
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove partial files of killed trainers, which are old."""
+    """Remove old partial files of killed trainers."""
     for path in directory.glob(".version-*.partial"):
         with suppress(FileNotFoundError):  # Another trainer removed or completed it.
             if time.time() - path.stat().st_mtime > _ABANDONED_S:
@@ -98,7 +98,7 @@ def read_changes(path: str, layout: WeightLayout, version: int, base: int) -> to
 def _opened(
     path: str, layout: WeightLayout, version: int, base: int | None = None
 ) -> Iterator[tuple[int, dict[str, TensorSpec]]]:
-    """Open the file of a version. Pipes and devices, which might be endless, are refused."""
+    """Open the file of a version. Pipes and devices are refused, since they might be endless."""
     if "\0" in path:
         raise WeightFileError(f"{path[:200]!r} cannot be read: no file can be called that")
     try:
