@@ -166,8 +166,8 @@ def test_expanding_keeps_the_order_of_rows():
     ("of", "message"),
     [
         (np.array([0, 0, 5, 0], np.int32), "mask_cut_from has shape .4., expected 3 tokens"),
-        (np.array([0, 0, -1], np.int32), "nothing was left"),
-        (np.array([0, 0, 2], np.int32), "nothing was left"),
+        (np.array([0, 0, -1], np.int32), "without a remaining token"),
+        (np.array([0, 0, 2], np.int32), "without a remaining token"),
     ],
 )
 def test_frames_with_masks_that_cannot_be_are_refused(of, message):
