@@ -106,6 +106,7 @@ def measure_throughput(pool: inflight.Engine, places: list[Placement]) -> dict[s
     for pair in range(PAIRS + 1):
         for count in rates:
             keep(pool, places[:count])
+            draw(pool)  # a member that has just started warms up
             rate = draw(pool)
             if pair:  # the first ones warm up
                 rates[count].append(rate)

@@ -153,8 +153,8 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Process id of the first member, on its machine."""
-        return self._fleet.members[0].pid
+        """Process id of the first member that has not ended for good, on its machine."""
+        return next(iter(self.members), self._fleet.members[0]).pid
 
     # ---- prompts ------------------------------------------------------------------------------------------------
 
@@ -466,7 +466,7 @@ class Engine:
         Raises ValueError for an invalid path or time, and InflightError if this process or the engine is already
         traced or profiled.
         """
-        process = self._fleet.members[0].process
+        process = next(iter(self.members), self._fleet.members[0]).process
         endpoint, check = process.client.endpoint, process.check
         self._trace = Trace(lambda: EngineClient(endpoint, check_engine=check), path, seconds=seconds, details=details)
         return self._trace

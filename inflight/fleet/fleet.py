@@ -27,6 +27,7 @@ from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.journal import JournalWriter
 from inflight.stream.ledger import GroupRecord, Ledger
 from inflight.stream.reader import StreamReader
+from inflight.stream.wire import Held
 from inflight.weights.trainer.engine_link import EngineAddress
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ _CHECK_S = 0.1
 _MOST_CALLS = 64
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 _NOTHING: type[Any] = type(None)
-_HELD_BACK_AFTER = {"pause": "pause", "sleep": "sleep", "resume": None, "wake": None}
-"""Maps verbs to the verb that holds an engine back after them."""
+_HOLDS = {"pause": {"pause"}, "sleep": {"sleep"}}
+"""Maps verbs to the verbs that hold an engine back after them."""
+_RELEASES = {"resume": {"pause"}, "wake": {"sleep"}}
+"""Maps verbs to the verbs that they undo."""
 ENDED = object()
 """The answer of an engine that has ended, or that hangs and is treated as ended."""
 Value = TypeVar("Value")
@@ -68,8 +71,8 @@ class Fleet:
         self.members: list[Member] = []
         self.publishers: WeakSet[Publisher] = WeakSet()
         """Publishers to all members."""
-        self.held_back: str | None = None
-        """The verb, pause or sleep, that the user called last and has not undone."""
+        self.held_back: frozenset[str] = frozenset()
+        """The verbs, pause and sleep, that the user has called and not undone."""
         self.gone: EngineDiedError | None = None
         """The reason why no engine is left."""
         self.newest_version = 0
@@ -160,10 +163,16 @@ class Fleet:
 
     def _read(self, frames: EngineFrames, begin: int | None) -> None:
         if frames.reader is None:
-            welcome, held_of = frames.process.welcome, self.ledger.held_of
+            welcome = frames.process.welcome
+
+            def held(num_tokens: int, num_rollouts: int) -> Held:
+                # A single engine's bounds also count the output of its earlier processes and of a loaded run.
+                engine_id = welcome.engine_id if len(self.members) > 1 else None
+                return self.ledger.held_of(engine_id, num_tokens, num_rollouts)
+
             frames.reader = StreamReader(
                 welcome.stream_endpoint, begin=begin, keys=frames.client.keys, journal=self._journal,
-                held=lambda num_tokens, num_rollouts: held_of(welcome.engine_id, num_tokens, num_rollouts),
+                held=held,
             )  # fmt: skip
             self.merged.add(frames)
 
@@ -223,7 +232,7 @@ class Fleet:
         for thread in closing:
             thread.join()
         for executor in (self._threads, self._submits):
-            executor.shutdown(wait=False, cancel_futures=True)
+            executor.shutdown(wait=False)  # Queued calls fail at once, as the engines are closed.
 
     # ---- calls --------------------------------------------------------------------------------------------------
 
@@ -237,9 +246,13 @@ class Fleet:
     ) -> Value:
         """Call a verb of every engine that takes prompts. Returns the answer of one of them, and raises the error of
         one. A verb that holds engines back holds back those that join later, too."""
-        if verb in _HELD_BACK_AFTER:
-            self.held_back = _HELD_BACK_AFTER[verb]
-        answers = self.call_all(lambda client: client.call(verb, arguments, returns, timeout_s=timeout_s))
+        before = self.held_back
+        self.held_back = (before | _HOLDS.get(verb, set())) - _RELEASES.get(verb, set())
+        try:
+            answers = self.call_all(lambda client: client.call(verb, arguments, returns, timeout_s=timeout_s))
+        except BaseException:
+            self.held_back = before  # An engine has refused, so that a successor must not follow.
+            raise
         return next(iter(answers.values()))
 
     def call_all(self, call: Callable[[EngineClient], Value]) -> dict[Member, Value]:
@@ -265,7 +278,7 @@ class Fleet:
         except EngineDiedError as error:
             self.lose(member, frames, error)
         except InflightError:
-            if member.death is None:  # else its connection was closed during the call
+            if not frames.given_up:  # Otherwise its connection was closed during the call.
                 raise
         return ENDED
 
@@ -305,8 +318,9 @@ class Fleet:
         """Do the same for asyncio, with groups that are reserved. If the task is cancelled, its groups are discarded.
         Prompts of several tasks are sent in the order of the calls, unless their engine is being restarted."""
         several = len(self.members) > 1 and any(prompt.version not in (None, LIVE_VERSION) for prompt in prompts)
-        is_ready = self.usable and not several
-        sent = self._dispatch(list(enumerate(prompts))) if is_ready else None
+        with self.lock:  # An engine that is lost in between would block the event loop.
+            parts = self._assign(list(enumerate(prompts))) if self.usable and not several else None
+        sent = None if parts is None else self._send(parts)
         try:
             if sent is None:
                 submitting = self._submits.submit(self.submit, prompts, reserved=True)
@@ -386,11 +400,13 @@ class Fleet:
 
     def _dispatch(self, prompts: Sequence[tuple[int, Prompt]]) -> list[Sent]:
         """Send prompts to engines, without waiting for their answers."""
-        sent: list[Sent] = []
-        for part in self._assign(prompts) if prompts else ():
-            submitted = [record.prompt for _, record in part[2]]
-            sent.append(self._start(part, "submit", {"prompts": submitted}, list[int]))
-        return sent
+        return self._send(self._assign(prompts)) if prompts else []
+
+    def _send(self, parts: Sequence[Part]) -> list[Sent]:
+        return [
+            self._start(part, "submit", {"prompts": [record.prompt for _, record in part[2]]}, list[int])
+            for part in parts
+        ]
 
     def _start(self, part: Part, verb: str, arguments: dict[str, Any], returns: Any) -> Sent:
         """Send a part to its engine. Returns it with the function that waits for the answer."""

@@ -115,7 +115,8 @@ class Member:
 
     def stop_restarting(self) -> None:
         """Let the process have no successor from now on."""
-        self._closing.set()
+        with self._condition:  # A successor is installed before this, and closed with it, or not at all.
+            self._closing.set()
 
     def close(self) -> None:
         """End the process; it has no successor. Safe to call twice."""

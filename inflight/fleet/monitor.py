@@ -96,8 +96,8 @@ class EngineMonitor:
                 self._give_up(member.frames, death)
             if fleet.comes_back:  # its successor might need the memory
                 fleet.forget_process(member.process.client.endpoint)
-            has_weights = any(publisher.sent_version for publisher in fleet.open_publishers)
             try:
+                has_weights = any(publisher.sent_version for publisher in fleet.open_publishers)
                 member.restart(death)
             except EngineDiedError as error:
                 self._bury(error)
@@ -107,8 +107,11 @@ class EngineMonitor:
                 self._bury(EngineDiedError(f"starting it again failed: {error!r}"))
                 return
             try:
-                self.begin(0 if has_weights else fleet.newest_version)
-            except InflightError as error:
+                # A publisher that held the weights might have been closed during the restart.
+                self.begin(1 if has_weights else fleet.newest_version)
+            except Exception as error:  # Callers wait for this engine; the number of restarts bounds the attempts.
+                if not isinstance(error, InflightError):
+                    logger.exception("a restarted engine does not enter the fleet")
                 with fleet.lock:
                     member.failure = error
 
@@ -184,8 +187,8 @@ class EngineMonitor:
         member.close()
 
     def _enter(self, frames: EngineFrames) -> None:
-        """Apply the last `pause` or `sleep` of the fleet to this engine too, and then let it take prompts."""
-        fleet, member, done = self._fleet, self.member, None
+        """Apply `pause` and `sleep` of the fleet to this engine too, and then let it take prompts."""
+        fleet, member, done = self._fleet, self.member, frozenset[str]()
         while True:
             with fleet.lock:
                 wanted = fleet.held_back
@@ -194,10 +197,10 @@ class EngineMonitor:
                     member.frames, member.num_given, member.failure = frames, 0, None
                     fleet.lock.notify_all()
                     return
-            if done is not None:
-                frames.client.call(_UNDO[done])
-            if wanted is not None:
-                frames.client.call(wanted)
+            for verb in done - wanted:
+                frames.client.call(_UNDO[verb])
+            for verb in wanted - done:
+                frames.client.call(verb)
             done = wanted
 
     def _drain(self, frames: EngineFrames) -> None:

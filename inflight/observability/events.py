@@ -32,8 +32,7 @@ class Began(_Event, frozen=True, kw_only=True, tag="began"):
     title: str
     model: str = ""
     max_sequences: int = 0
-    """Maximum number of sequences that the engine, or all engines of a pool, decode together: batch rows; 0 if
-    unknown."""
+    """Maximum number of sequences that all members of the engine decode together (batch rows). 0 if unknown."""
     resumed_after_step: int = 0
     """Step after which the run continues. Ignore earlier events of later steps, which are repeated."""
     pid: int = 0

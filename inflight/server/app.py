@@ -47,7 +47,7 @@ ENDPOINTS: Mapping[Access, Mapping[str, Endpoint]] = {
         "GET /metrics": models.metrics,
         "GET /load": models.load,
         "GET /server_info": models.server_info,
-        "GET /get_world_size": always({"world_size": 1}),  # also for a pool
+        "GET /get_world_size": always({"world_size": 1}),  # several engines are one server
         "POST /tokenize": models.tokenize,
         "POST /detokenize": models.detokenize,
         "POST /v1/completions": serving.completions,

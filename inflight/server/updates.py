@@ -76,16 +76,21 @@ class Updates:
             published = publisher.publish(*weights)
             if kind == "adapters":
                 publisher.wait_copied()
-            else:
-                self.files.note_weights(weights[0] if isinstance(weights[0], str) else "")
             self._engine.wait_for_version(published)
         except TimeoutError:  # It becomes live later, under this name.
+            self._note_base(kind, weights)
             raise
         except BaseException:
             if publisher.version < version or self._engine.status().version < version:
                 self.labels.pop(version, None)
             raise
+        self._note_base(kind, weights)
         return published
+
+    def _note_base(self, kind: str, weights: tuple[Weights, ...]) -> None:
+        """Note the checkpoint of the last weights, with which bases of adapters are compared."""
+        if kind != "adapters":
+            self.files.note_weights(weights[0] if isinstance(weights[0], str) else "")
 
     def name_of(self, version: int) -> str:
         """Return the name of a version, or its number."""

@@ -98,14 +98,17 @@ class JournalWriter:
                 return
             self._closed = True
             try:
-                # The journal is one file from here on, unless a reader has it open.
-                self._database.execute("PRAGMA journal_mode = DELETE")
+                try:
+                    # The journal is one file from here on, unless a reader has it open.
+                    self._database.execute("PRAGMA journal_mode = DELETE")
+                except sqlite3.Error as error:
+                    if not _is_busy(error):
+                        raise
+                    self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except sqlite3.Error as error:
-                if not _is_busy(error):
-                    raise JournalError(
-                        f"the end of the journal in {self.directory} might not be on disk: {_reason(error)}"
-                    ) from error
-                self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                raise JournalError(
+                    f"the end of the journal in {self.directory} might not be on disk: {_reason(error)}"
+                ) from error
             finally:
                 self._let_go()
 

@@ -173,7 +173,7 @@ class Ledger:
     @property
     def finished_bytes(self) -> int:
         """Bytes of finished groups that were not taken."""
-        return sum(held.nbytes for held in self._held.values())
+        return sum(held.nbytes for held in list(self._held.values()))
 
     @property
     def nbytes(self) -> int:
@@ -191,8 +191,10 @@ class Ledger:
     def needs_frames(self) -> bool:
         """True if a caller waits for a group that has not finished."""
         with self.lock:
-            in_hand = not any(r.owner is Owner.TRAINING and r.state in _FINISHED[:2] for r in self.records.values())
-            return len(self.waiters) > 0 and (self.waiters.for_named_groups or in_hand)
+            if not len(self.waiters):  # The common case needs no scan.
+                return False
+            finished = (r for r in self.records.values() if r.owner is Owner.TRAINING and r.state in _FINISHED[:2])
+            return self.waiters.for_named_groups or not any(True for _ in finished)
 
     def held_of(self, engine_id: str | None, num_tokens: int, num_rollouts: int) -> Held:
         """Return the flow-control report for an engine that has sent this number of tokens and rollouts. engine_id:
@@ -218,18 +220,20 @@ class Ledger:
         self.offer(finished)
 
     def claim(self, group_ids: Collection[int], *, reserved: bool) -> list[GroupRecord]:
-        """Do the same with the lock held. Returns the groups that have finished, for `offer`."""
+        """Do the same with the lock held. Returns the groups for training that have finished, for `offer`."""
         records = [self._record(group_id) for group_id in group_ids]
+        # Groups that had an owner were offered when they finished.
+        unoffered = [record for record in records if record.owner is Owner.NOBODY and not reserved]
         for record in records:
             record.owner = Owner.CALLER if reserved else Owner.TRAINING
         if self._lost_below is not None:
             self._forget_lost_groups(self._lost_below)
-        return [record for record in records if record.is_finished]
+        return [record for record in unoffered if record.is_finished]
 
     def offer(self, records: Iterable[GroupRecord]) -> None:
         """Let finished groups for training become ready. Called without the lock."""
         for record in records:
-            if record.owner is Owner.TRAINING and self.on_finished(record):
+            if self.on_finished(record):
                 self.ready(record)
 
     def reserve(self, group_ids: Collection[int]) -> None:
@@ -299,7 +303,7 @@ class Ledger:
     def ready(self, record: GroupRecord) -> bool:
         """Let `next` return a finished group. Returns False if the group is not for training."""
         with self.lock:
-            if record.owner is not Owner.TRAINING or not record.is_finished:
+            if record.owner is not Owner.TRAINING or record.state is not State.FINISHED:
                 return False
             self._move(record, State.READY)
             self.waiters.wake_for_any()
@@ -402,7 +406,9 @@ class Ledger:
         with self.lock:
             known = [group_id for group_id in group_ids if self._assembler.knows(group_id)]
             offered = self._finish([self._assembler.fail(group_id) for group_id in known])
-            lost = set(group_ids).difference(known)
+            # These ids include groups that ended before; only groups without any frame are lost.
+            finished = {record.group_id for record in self._known(group_ids) if record.is_finished}
+            lost = set(group_ids) - finished
             self._count_as_lost(lost, f"no engine goes on with groups {sorted(lost)}, of which nothing has come")
         self.offer(offered)
 
@@ -446,9 +452,10 @@ class Ledger:
         with self.lock:
             for record in self._known(group_ids):
                 record.cancelled.update(record.request_ids)
-            for request_id in request_ids:
-                if (record := self.find(request_id)) is not None:
-                    record.cancelled.add(request_id)
+            wanted = set(request_ids)
+            for record in self.records.values() if wanted else ():
+                if not record.is_finished:
+                    record.cancelled.update(wanted.intersection(record.request_ids))
 
     @property
     def unassigned(self) -> list[GroupRecord]:
@@ -550,6 +557,7 @@ class Ledger:
     def _delete(self, record: GroupRecord) -> None:
         if record.size is not None:
             self._held[record.engine_id].remove(record.size)
+        record.scoring = None  # A cycle: the scoring refers to the record, and so to all tokens.
         self._move(record, State.GONE)
         del self.records[record.group_id]
 
@@ -564,7 +572,7 @@ class Ledger:
             self.waiters.wake_for_any()
 
     def _finish(self, groups: list[Group], engine_id: str = "") -> list[GroupRecord]:
-        """Record finished groups of this engine. Returns their records."""
+        """Record finished groups of this engine. Returns the groups for training, for `offer`."""
         finished: list[GroupRecord] = []
         for group in groups:
             record = self._record(group[0].group_id)
@@ -577,7 +585,8 @@ class Ledger:
             finished.append(record)
         if finished:
             self.waiters.finished([record.group_id for record in finished])
-        return finished
+        # Decided with the lock held, so that each group is offered once, here or by `claim`.
+        return [record for record in finished if record.owner is Owner.TRAINING]
 
     def _raise_faults(self) -> None:
         """Raise the errors of single requests in callers that wait for their groups, or else in the next call."""

@@ -212,7 +212,7 @@ class _Trainer:
         measure_taken(self._meter, scored, batch)
         self.dropped += charged.dropped
         if self._needs_advantages:
-            self._nothing_to_learn.note(charged, stacklevel=4)
+            self._nothing_to_learn.note(charged)
         update, staleness, causes = Update(), None, None
         if batch is not None:
             batch.observers = self._stream.observers

@@ -275,8 +275,10 @@ def test_an_engine_that_cannot_join_leaves_its_publishers(pool, publisher, monke
         changed.setattr(EngineMonitor, "_enter", fail)
         with pytest.raises(InflightError, match="does not enter"):
             pool.add()
+    assert len(publisher.endpoints) == 1
     version = publisher.publish()
     pool.wait_for_version(version)
+    assert not publisher.lost
     assert len(pool.members) == 1
     assert pool.add().status().version == version
 

@@ -80,10 +80,12 @@ def check_linear_logprobs(
     *,
     masked: str,
     bias: bool = False,
+    banned: bool = False,
     softcap: float | None = None,
     entropy: bool = False,
 ) -> None:
-    """Values and gradients against those of float64. `masked`: "none", "some" or "all" rows have a sampling mask."""
+    """Values and gradients against those of float64. `masked`: "none", "some" or "all" rows have a sampling mask.
+    `banned`: some of the bias is −∞."""
     generator = torch.Generator().manual_seed(rows + width + vocabulary)
 
     def random(*shape: int) -> torch.Tensor:
@@ -98,6 +100,9 @@ def check_linear_logprobs(
         size = int(torch.randint(0, 40, (1,), generator=generator))
         ids = torch.randperm(vocabulary, generator=generator)[:size].tolist()
         sets.append([] if masked == "some" and row % 2 else [*(i for i in ids if i != token), token])
+    if banned:  # tokens out of the distribution, among them all of a tile
+        allowed = {*tokens.tolist(), *(i for ids in sets for i in ids)}
+        inputs[2][[i for i in range(vocabulary // 4, vocabulary) if i not in allowed]] = -torch.inf
     offsets = torch.tensor([0] + [len(ids) for ids in sets]).cumsum(0)
     token_ids = torch.tensor([i for ids in sets for i in ids]).to(device)
     weights = torch.randn(2, rows, generator=generator).to(device)
@@ -132,6 +137,7 @@ def check_linear_logprobs_of_all_kinds(device: str, dtype: torch.dtype) -> None:
     check_linear_logprobs(device, dtype, 131, 64, 300, masked="none")
     check_linear_logprobs(device, dtype, 33, 40, 150, masked="some", bias=True, entropy=True)
     check_linear_logprobs(device, dtype, 9, 40, 150, masked="none", softcap=5.0, entropy=True)
+    check_linear_logprobs(device, dtype, 20, 40, 700, masked="some", bias=True, banned=True, entropy=True)
     if device == "cuda":
         check_linear_logprobs(device, dtype, 3000, 512, 20_001, masked="none")
         check_linear_logprobs(device, dtype, 1500, 264, 9000, masked="some", softcap=30.0, entropy=True)

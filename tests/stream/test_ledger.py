@@ -292,3 +292,30 @@ def test_a_ledger_that_was_saved_goes_on_in_another_one(wire):
     assert other.next_ids == Ids(3, 3)
     with pytest.raises(InflightError, match="submitted already"):
         other.restore([], Ids(0, 0))
+
+
+def test_a_group_that_finishes_while_its_submission_is_answered_is_offered_once(monkeypatch):
+    """The reader finishes it, and the submitter claims it before the reader offers what has finished."""
+    ledger, offered, offer = Ledger(), [], Ledger.offer
+    ledger.on_finished = lambda record: offered.append(record.group_id) is None
+
+    def offer_late(self, records):
+        monkeypatch.setattr(Ledger, "offer", offer)
+        self.expect([0])
+        assert self.next().state is State.LENT
+        offer(self, records)
+
+    monkeypatch.setattr(Ledger, "offer", offer_late)
+    ledger.take_in(make_frame(1, 0, groups=starts(0), finishes=ends(0)))
+    assert offered == [0]
+    assert ledger.next() is None
+    assert [record.state for record in ledger.records.values()] == [State.LENT]
+
+
+def test_a_group_that_has_finished_is_not_lost_when_no_engine_continues_others():
+    ledger = Ledger()
+    ledger.expect([0, 1], reserved=True)
+    ledger.take_in(make_frame(2, 0, groups=starts(0, 1), finishes=ends(0)))
+    ledger.fail([0, 1])
+    groups = ledger.take([0, 1])
+    assert [groups[n][0].finish_reason for n in (0, 1)] == ["stop", "error"]

@@ -291,6 +291,7 @@ def test_an_engine_that_ended_is_followed_to_its_successor(monkeypatch, model):
         engine.address = EngineAddress(name, returning)
     with inflight.Publisher(returning, model) as publisher:
         assert returning.followers == [publisher]
+        assert publisher.sent_version == 0  # nothing was sent yet
         publisher.remove("first")
         assert publisher.endpoints == set()
         publisher.add(EngineAddress("second", returning))

@@ -259,6 +259,9 @@ class KVCache:
 
     def release(self, holding: Holding) -> None:
         """Take all blocks back."""
+        for index, _ in self._fixed:  # A copy that was not made yet is not needed.
+            for state in holding.blocks[index]:
+                self._restored[index].pop(state, None)
         for pool, blocks in zip(self._pools, holding.blocks, strict=True):
             # Without its beginning an entry is never found. So the last blocks are released, and evicted, first.
             for block in reversed(blocks):

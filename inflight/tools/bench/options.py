@@ -165,7 +165,7 @@ class LearningOptions(EngineChoice):
     """Rollouts of an optimizer step, in groups of 8."""
     tokens: int = option(0, min=0)
     """Maximum number of tokens of an answer. 0: the length of the longest answer of the task."""
-    objective: str = option("ppo_clip", "--objective", "--correction")
+    objective: str = option("ppo_clip")
     """Objective of all modes. It corrects for tokens of older versions."""
     learning_rate: float = option(3e-4, min=0)
     """Peak learning rate of reinforcement learning."""

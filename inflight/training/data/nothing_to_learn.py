@@ -16,9 +16,8 @@ class NothingToLearn:
         self._num_in_a_row = 0
         self._has_warned = False
 
-    def note(self, scored: ScoredGroups, *, stacklevel: int = 3) -> None:
-        """Check the groups of a packed batch. stacklevel: the level of the user's loop. The warning names its line; 3
-        if the generator that the user iterates over is the caller."""
+    def note(self, scored: ScoredGroups) -> None:
+        """Check the groups of a packed batch. The warning names the line of the user's loop, two generators up."""
         if not scored.groups:
             return
         if scored.has_advantage:
@@ -43,5 +42,5 @@ class NothingToLearn:
         warnings.warn(
             f"there is nothing to learn from these rollouts: {', and '.join(reasons)}. All advantages are 0, and so is "
             "the policy loss",
-            stacklevel=stacklevel,
+            stacklevel=4,
         )

@@ -234,7 +234,7 @@ class RolloutStream:
             left_out += scored.dropped
             if scored.groups:
                 self.last_reward = scored.mean_reward
-            self._nothing_to_learn.note(scored, stacklevel=4)
+            self._nothing_to_learn.note(scored)
             if batch is not None:
                 num_batches += 1
                 yield batch

@@ -123,7 +123,8 @@ def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) ->
     temperatures = batch.temperatures[batch.drawn]
     if batch.banned is not None:
         ids_V = torch.arange(logits_nV.shape[1], device=logits_nV.device)
-        logits_nV = logits_nV.masked_fill(is_banned(ids_V, batch.banned), -torch.inf)
+        # In place: the caller has made these logits, and no backward pass reads them.
+        logits_nV.masked_fill_(is_banned(ids_V, batch.banned), -torch.inf)
     if batch.sampling_mask is not None:
         offsets, ids = batch.sampling_mask.expand()
         counts = offsets.diff()

@@ -158,7 +158,8 @@ class AdapterFiles(WeightSource):
                 "%s was trained over %s; %d of %d tensors were compared with the engine's, the others have other names "
                 "there", directory, base, num_compared, len(specs),
             )  # fmt: skip
-        self._known_bases.add(checkpoint)
+        if num_compared:
+            self._known_bases.add(checkpoint)
 
 
 def _find(name: str, revision: object = None) -> str:

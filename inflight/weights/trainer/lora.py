@@ -59,7 +59,8 @@ class _Plan:
     outside: dict[str, torch.Tensor] = field(default_factory=dict)
     """Base tensors outside the layers with adapters, if adapters alone are published."""
     inside: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Base tensors of the layers with adapters. Merging writes to them, and unmerging leaves rounding errors."""
+    """Base tensors of the layers with adapters. A merge changes them without a counted write; unmerging leaves rounding
+    errors."""
 
 
 class PeftSource(ModelSource):
@@ -121,9 +122,7 @@ class PeftSource(ModelSource):
         if self._engine is None:
             return
         objects, outside, inside = self._checked
-        if not _same_objects(objects, self._seen[0]):
-            self._check_base(self._engine)
-        elif outside != _writes(self._plan.outside):
+        if not _same_objects(objects, self._seen[0]) or outside != _writes(self._plan.outside):
             self._check_base(self._engine, merged_once=self._merged_once)
         elif not self._merged_once and inside != _writes(self._plan.inside):
             self._check_base(self._engine)

@@ -44,7 +44,7 @@ class StagingBuffer:
         self.lost: dict[str, Exception] = {}
         self._ended: set[str] = set()
         """Endpoints of engines that the thread must release."""
-        self.sent_bytes = 0
+        self.sent_bytes = self.sent_version = 0
         self._closing = False
         self._error: InflightError | None = None
         self._thread = threading.Thread(target=self._run, name="inflight-staging", daemon=True)

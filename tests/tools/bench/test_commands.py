@@ -104,7 +104,7 @@ def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
         (["throughput", "--prompt-tokens", "0"], "--prompt-tokens must be a positive number or two that rise"),
         (["learning", "--modes", "sync,async"], "unknown schedule 'async'; choose inflight, sync, one_step_off"),
         (["learning", "--sequences", "4"], "--sequences must be at least one group of 8, got 4"),
-        (["learning", "--correction", "decoupled_ppo"], "is for several optimizer steps per batch"),
+        (["learning", "--objective", "decoupled_ppo"], "is for several optimizer steps per batch"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(arguments, message):

@@ -2,9 +2,11 @@
 which group, and that nothing is remembered of groups that have left the stream."""
 
 import asyncio
+import gc
 import logging
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -363,3 +365,19 @@ def test_groups_in_order_wait_for_those_before_them_but_not_for_what_nobody_want
         wait_until(lambda: not wire.stream._scoring._busy)
     finally:
         wire.close()
+
+
+def test_a_taken_group_is_freed_at_once(wire):
+    """Its scoring refers to its record, which the garbage collector might find minutes later."""
+    wire.stream.ledger.expect([0])
+    arrive(wire, [0], 0)
+    gc.disable()
+    try:
+        taken = wire.stream.batches(rollouts=1, score=by_group)
+        batch = next(taken)
+        tokens = weakref.ref(batch.rollouts[0].token_ids)
+        del batch
+        taken.close()
+        wait_until(lambda: tokens() is None)
+    finally:
+        gc.enable()

@@ -1,0 +1,46 @@
+"""What a fleet keeps for members that join later, without engines."""
+
+import threading
+
+import pytest
+
+from inflight.core.errors import BackendError
+from inflight.fleet.fleet import Fleet
+from inflight.observability.staleness_meter import StalenessMeter
+
+
+@pytest.fixture
+def fleet(monkeypatch):
+    made = Fleet(StalenessMeter())
+    monkeypatch.setattr(made, "call_all", lambda call: {None: None})
+    yield made
+    made.close()
+
+
+def test_a_member_that_joins_is_paused_and_asleep_as_the_others_are(fleet):
+    for verb, held_back in (
+        ("pause", {"pause"}), ("sleep", {"pause", "sleep"}), ("wake", {"pause"}), ("status", {"pause"}),
+        ("resume", set()),
+    ):  # fmt: skip
+        fleet.call(verb)
+        assert fleet.held_back == held_back
+
+
+def test_what_the_engines_refuse_holds_nothing_back(fleet, monkeypatch):
+    def refuse(call):
+        raise BackendError("this backend cannot sleep")
+
+    monkeypatch.setattr(fleet, "call_all", refuse)
+    with pytest.raises(BackendError):
+        fleet.call("sleep")
+    assert fleet.held_back == set()
+
+
+def test_calls_that_wait_in_a_queue_end_when_the_fleet_is_closed(fleet):
+    may_end = threading.Event()
+    running = [fleet.later(may_end.wait, 20) for _ in range(64)]
+    queued = fleet.later(lambda: "ran")
+    fleet.close()
+    may_end.set()
+    assert queued.result(20) == "ran"
+    assert all(future.result(20) for future in running)
