@@ -167,7 +167,7 @@ def _start(
     if not steps:
         return
     display.phase("warm-up", steps)
-    with torch_threads(threads):  # such small products are slower on more cores as soon as anything else runs there
+    with torch_threads(threads):  # small products run slower on more cores if other programs run there, too
         for loss in warm_up(model, tokenizer, task.train, WarmupConfig(steps=steps, seed=options.seed)):
             display.advance(f"loss {loss:.3f}")
 

@@ -164,7 +164,7 @@ def _partition(lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -
     cost.
 
     Groups that fit into a bin stay whole. The most expensive group is placed first, each in the cheapest bin that has
-    room (longest processing time first, Graham 1969). Raises ValueError if a sequence fits into no bin.
+    room (longest processing time first, Graham 1969). Raises ValueError if a sequence does not fit into a bin.
     """
     longest = max(lengths)
     if longest > max_tokens:
