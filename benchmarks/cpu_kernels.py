@@ -29,8 +29,8 @@ from inflight_kernels import _cpu
 from inflight_kernels.attention import empty_cache_for_cpu, paged_attention
 
 from inflight.core.sampling import SamplingParams
-from inflight.engine.sampler import _MANY, _candidates, _ranks
-from inflight.engine.shapes import SHAPES
+from inflight.engine.loop.sampler import _MANY, _candidates, _ranks
+from inflight.engine.model.shapes import SHAPES
 
 Functions = Mapping[str, Callable[[], object]]
 Figures = dict[str, dict[str, float]]

@@ -23,8 +23,8 @@ import inflight
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.engine import Engine
-from inflight.engine.shapes import shape_config
+from inflight.engine.loop.engine import Engine
+from inflight.engine.model.shapes import shape_config
 from inflight.weights.tensors import slot_views
 from inflight.weights.trainer.lora import PeftSource
 from inflight.weights.trainer.published_model import classify

@@ -33,8 +33,8 @@ import inflight
 from inflight.core.clock import now_ns
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
-from inflight.engine.engine import Engine
-from inflight.engine.shapes import shape_config
+from inflight.engine.loop.engine import Engine
+from inflight.engine.model.shapes import shape_config
 from inflight.ray import Placement
 
 MODEL, SEQUENCES, GROUP, PROMPT, PAIRS, PUBLISHES = "small", 32, 8, 32, 7, 15

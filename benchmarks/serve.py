@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from vllm_server import PYTHON, vllm_server, vllm_version
 
 import inflight
-from inflight.engine.shapes import byte_tokenizer, shape_config
+from inflight.engine.model.shapes import byte_tokenizer, shape_config
 
 MODEL, CLIENTS, REQUESTS, TOKENS, PROMPT, ROUNDS = "small", 64, 2, 64, 32, 3
 BY_CLIENTS, CONTEXT = (1, 16, 64, 256), 256

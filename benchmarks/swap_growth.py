@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from inflight.engine.shapes import shape_config
+from inflight.engine.model.shapes import shape_config
 from inflight.tools.bench.options import DtypeName, SwapOptions
 from inflight.tools.bench.swap import measure as measure_swap
 from inflight.tools.environment import write_result

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 import inflight
-from inflight.engine.shapes import shape_config
+from inflight.engine.model.shapes import shape_config
 
 
 def reward(rollout: inflight.Rollout) -> float:

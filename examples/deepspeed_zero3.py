@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 import deepspeed
 
 import inflight
-from inflight.engine.shapes import shape_config
+from inflight.engine.model.shapes import shape_config
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,  # unused: the stream makes the batches

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import inflight
-from inflight.engine.shapes import shape_config
+from inflight.engine.model.shapes import shape_config
 
 
 def reward(rollout: inflight.Rollout) -> float:

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import inflight
-from inflight.engine.shapes import SHAPES, shape_config
+from inflight.engine.model.shapes import SHAPES, shape_config
 from inflight.observability.loggers import LoggerName
 
 STEPS = 40

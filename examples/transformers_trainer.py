@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
 
 import inflight
-from inflight.engine.shapes import shape_config
+from inflight.engine.model.shapes import shape_config
 from inflight.integrations.transformers import PublishCallback
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 import inflight
-from inflight.engine.shapes import byte_tokenizer, shape_config
+from inflight.engine.model.shapes import byte_tokenizer, shape_config
 from inflight.integrations.transformers import PublishCallback
 from inflight.integrations.trl import EngineRollouts
 

@@ -22,7 +22,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 import inflight
-from inflight.engine.shapes import byte_tokenizer, shape_config
+from inflight.engine.model.shapes import byte_tokenizer, shape_config
 from inflight.integrations.trl_server import DirectoryTransfer, inflight_server
 
 CALL = '{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}"

@@ -16,7 +16,7 @@ from transformers import Qwen3ForCausalLM
 from truth_teller import make_truth_teller
 
 from inflight.core.options import EngineOptions
-from inflight.engine.engine import Engine
+from inflight.engine.loop.engine import Engine
 from inflight.fleet.process import local
 
 torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from waiting import PATIENCE_S
 
 import inflight
 from inflight.core.options import EngineOptions
-from inflight.engine.engine import Engine
+from inflight.engine.loop.engine import Engine
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 
@@ -29,7 +29,7 @@ with inflight.launch("tiny", device="cpu", lora_rank=2, adapters=("judge",), thr
 
 ASKS_WHETHER_IT_IS_FUSED = """
 from inflight.core.options import EngineOptions
-from inflight.engine.engine import Engine
+from inflight.engine.loop.engine import Engine
 
 with Engine(EngineOptions(model="MODEL", device="cpu")) as engine:
     print(engine.runner.unfused_reason)

@@ -33,12 +33,12 @@ from inflight_kernels.sampling import draw_reference
 from inflight_kernels.tokenwise import add_rms_norm_reference, gated_activation_reference, rms_norm_reference
 
 from inflight.core.options import EngineOptions
-from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, GraphBackend
-from inflight.engine.attention.flashinfer import FlashInferAttention, why_not_flashinfer
-from inflight.engine.attention.flashinfer_kernels import VARIABLE, kernels_for
-from inflight.engine.attention.paged import PagedAttention
 from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.cache.memory import KVMemory
+from inflight.engine.model.attention.backend import AttentionBackend, ForwardBatch, GraphBackend
+from inflight.engine.model.attention.flashinfer import FlashInferAttention, why_not_flashinfer
+from inflight.engine.model.attention.flashinfer_kernels import VARIABLE, kernels_for
+from inflight.engine.model.attention.paged import PagedAttention
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EPS = 1e-6

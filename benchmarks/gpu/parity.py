@@ -25,8 +25,8 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.engine.engine import Engine
-from inflight.engine.loading import load_config
+from inflight.engine.loop.engine import Engine
+from inflight.engine.model.loading import load_config
 from inflight.stream.assembler import Assembler
 from inflight.tools.environment import write_result
 

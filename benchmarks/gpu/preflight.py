@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import inflight
-from inflight.engine.directory import LOG_NAME
-from inflight.engine.loading import load_model
-from inflight.engine.shapes import SHAPES
+from inflight.engine.model.loading import load_model
+from inflight.engine.model.shapes import SHAPES
+from inflight.engine.process.directory import LOG_NAME
 
 MODEL = "tiny"
 

@@ -20,10 +20,10 @@ from inflight.core.messages import Digests, Ids, Prompt, SlotReady, Unfinished
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import note
-from inflight.engine.clocks import StallClock
-from inflight.engine.requests import Requests, Schedules
-from inflight.engine.sequence import Sequence
-from inflight.engine.verbs import verb
+from inflight.engine.loop.clocks import StallClock
+from inflight.engine.loop.requests import Requests, Schedules
+from inflight.engine.loop.sequence import Sequence
+from inflight.engine.process.verbs import verb
 from inflight.weights.comparison import ChecksumRequest
 from inflight.weights.engine.slot_table import SlotTable
 

@@ -9,18 +9,26 @@ from transformers import PretrainedConfig
 from inflight.core.by_name import load_by_name
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.core.options import EngineOptions
-from inflight.engine.adapters import AdapterBank
-from inflight.engine.agreement import check_model
-from inflight.engine.aliases import aliases_of
-from inflight.engine.attention.backend import AttentionBackend
-from inflight.engine.attention.flashinfer import FlashInferAttention, why_not_flashinfer
-from inflight.engine.attention.paged import PagedAttention
 from inflight.engine.cache.classify import classify_layers, load_kinds
 from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.cache.memory import KVMemory
-from inflight.engine.device import resolve_device
-from inflight.engine.loading import (
+from inflight.engine.loop.order import load_order
+from inflight.engine.loop.outputs import RoutedExpertsRecorder
+from inflight.engine.loop.own_columns import load_columns
+from inflight.engine.loop.requests import Requests
+from inflight.engine.loop.rows import Rows
+from inflight.engine.loop.sampler import Sampler
+from inflight.engine.loop.scheduler import Scheduler
+from inflight.engine.loop.stopping import StopCondition
+from inflight.engine.model.adapters import AdapterBank
+from inflight.engine.model.agreement import check_model
+from inflight.engine.model.aliases import aliases_of
+from inflight.engine.model.attention.backend import AttentionBackend
+from inflight.engine.model.attention.flashinfer import FlashInferAttention, why_not_flashinfer
+from inflight.engine.model.attention.paged import PagedAttention
+from inflight.engine.model.device import resolve_device
+from inflight.engine.model.loading import (
     context_limit,
     eos_token_ids,
     ids_without_token,
@@ -31,17 +39,9 @@ from inflight.engine.loading import (
     ranges_of,
     resolve_dtype,
 )
-from inflight.engine.model_runner import ModelRunner
-from inflight.engine.order import load_order
-from inflight.engine.outputs import RoutedExpertsRecorder
-from inflight.engine.own_columns import load_columns
-from inflight.engine.requests import Requests
-from inflight.engine.rows import Rows
-from inflight.engine.sampler import Sampler
-from inflight.engine.scheduler import Scheduler
-from inflight.engine.shapes import SHAPES
-from inflight.engine.stopping import StopCondition
-from inflight.engine.warm_up import warm_up
+from inflight.engine.model.runner import ModelRunner
+from inflight.engine.model.shapes import SHAPES
+from inflight.engine.model.warm_up import warm_up
 from inflight.weights.engine.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 

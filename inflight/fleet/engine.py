@@ -20,7 +20,7 @@ from inflight.core.extras import needing
 from inflight.core.messages import Digests, Prompt, Status, Welcome
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.client import EngineClient
+from inflight.engine.process.client import EngineClient
 from inflight.engine.prompts import PromptLike, make_prompts
 from inflight.fleet.fleet import Fleet
 from inflight.fleet.member import Member
@@ -161,7 +161,7 @@ class Engine:
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """The model's tokenizer, or None if it has none; prompts are token ids then."""
-        from inflight.engine.loading import load_tokenizer
+        from inflight.engine.model.loading import load_tokenizer
 
         model = self.options.model
         return load_tokenizer(model, trust=self.options.trust_remote_code) if model else None

@@ -19,7 +19,7 @@ from weakref import WeakSet
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION, Prompt, Status
 from inflight.core.waiting import Wait
-from inflight.engine.client import EngineClient
+from inflight.engine.process.client import EngineClient
 from inflight.fleet.frames import EngineFrames, MergedFrames
 from inflight.fleet.member import Member
 from inflight.fleet.process.base import Process

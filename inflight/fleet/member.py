@@ -8,7 +8,7 @@ from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
 from inflight.core.messages import Status, Welcome
 from inflight.core.options import EngineOptions
 from inflight.core.waiting import Wait
-from inflight.engine.client import EngineClient
+from inflight.engine.process.client import EngineClient
 from inflight.fleet.frames import EngineFrames
 from inflight.fleet.process.base import Placement, Process
 

@@ -9,7 +9,7 @@ from typing import Any
 from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.messages import LIVE_VERSION, Ids, Status, Unfinished
 from inflight.core.waiting import Wait
-from inflight.engine.client import EngineClient
+from inflight.engine.process.client import EngineClient
 from inflight.fleet.fleet import ENDED, Fleet
 from inflight.fleet.frames import EngineFrames
 from inflight.fleet.member import Member

@@ -20,8 +20,8 @@ from inflight.core.keys import ClientKeys
 from inflight.core.messages import Status
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
-from inflight.engine.client import EngineClient
-from inflight.engine.loading import load_tokenizer
+from inflight.engine.model.loading import load_tokenizer
+from inflight.engine.process.client import EngineClient
 from inflight.engine.prompts import PromptLike, make_prompts
 from inflight.ranks.meeting import SOCKET, WAITS_FOR_ROLLOUTS, Joined, Offer, Process, RankAddress, this_host
 from inflight.training.data.batch import PackedBatch

@@ -24,10 +24,10 @@ from inflight.core.errors import InflightError, ListenError, ProtocolError, Rank
 from inflight.core.messages import Call, FromEngine, Prompt, Result, Status, decode_to_engine, read, to_raw
 from inflight.core.options import EngineOptions
 from inflight.core.waiting import Wait
-from inflight.engine.control_socket import ControlSocket
-from inflight.engine.directory import make_directory
-from inflight.engine.door import Door
-from inflight.engine.verbs import Verbs, verb
+from inflight.engine.process.control_socket import ControlSocket
+from inflight.engine.process.directory import make_directory
+from inflight.engine.process.tcp_listener import TcpListener
+from inflight.engine.process.verbs import Verbs, verb
 from inflight.ranks.meeting import (
     NOTHING_ASKED,
     SOCKET,
@@ -95,9 +95,9 @@ class RankServer:
         self._ask_again_ns = int(min(_ASK_AGAIN_S, options.answer_timeout_s / 4) * 1e9)
         self._submit, self._status, self._first_version = submit, status, first_version
         self._directory, self._lock_file = make_directory()
-        self._context = zmq.Context() if outside is not None else None  # one Door per context
+        self._context = zmq.Context() if outside is not None else None  # one TcpListener per context
         self._socket = ControlSocket(f"ipc://{self._directory / SOCKET}", context=self._context)
-        self._door: Door | None = None
+        self._listener: TcpListener | None = None
         endpoint, key = ("", b"") if outside is None else self._open(outside)
         self.own_address = RankAddress(options, str(self._directory), os.getpid(), this_host(), endpoint, key)
         """Address at which the other ranks attach."""
@@ -174,14 +174,14 @@ class RankServer:
     def _open(self, outside: Outside) -> tuple[str, bytes]:
         """Listen for ranks on other machines. Returns the endpoint and the public key."""
         public, secret = zmq.curve_keypair()
-        self._door = door = Door(secret, outside.lets_in, self._context)
+        self._listener = listener = TcpListener(secret, outside.lets_in, self._context)
         try:
             number = str(socket.getaddrinfo(outside.address, 0, type=socket.SOCK_STREAM)[0][4][0])
             wanted = f"tcp://[{number}]:*" if ":" in number else f"tcp://{number}:*"
             if not ip_address(number.partition("%")[0]).is_loopback or number == outside.address:
-                return self._socket.listen(lambda bound: door.open(bound, wanted)), public
+                return self._socket.listen(lambda bound: listener.open(bound, wanted)), public
             # On Debian a machine's name resolves to 127.0.1.1 on that machine, and to another number elsewhere.
-            bound = self._socket.listen(lambda bound: door.open(bound, "tcp://*:*"))
+            bound = self._socket.listen(lambda bound: listener.open(bound, "tcp://*:*"))
             return f"tcp://{outside.address}:{bound.rpartition(':')[2]}", public
         except OSError as error:
             self._release()
@@ -192,8 +192,8 @@ class RankServer:
     def _release(self) -> None:
         """Close the sockets, and remove the directory."""
         self._socket.close()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._context is not None:
             self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -12,7 +12,7 @@ import ray.util
 from inflight.core.errors import EngineDiedError
 from inflight.core.keys import make_engine_keys
 from inflight.core.options import EngineOptions
-from inflight.engine.directory import make_directory
+from inflight.engine.process.directory import make_directory
 from inflight.fleet.process.local import LocalProcess
 
 _CHECK_S = 0.1

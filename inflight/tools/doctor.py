@@ -12,8 +12,8 @@ from rich.console import Console
 
 from inflight.core.errors import InflightError
 from inflight.core.extras import install_hint
-from inflight.engine.directory import remove_orphan_directories
-from inflight.engine.shapes import SHAPES, shape_config
+from inflight.engine.model.shapes import SHAPES, shape_config
+from inflight.engine.process.directory import remove_orphan_directories
 from inflight.tools.environment import installed, mps_runs
 from inflight.weights.shared_memory import SharedMemorySlot, bytes_left, default_directory, remove_orphans
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from inflight.engine.loading import load_tokenizer
+from inflight.engine.model.loading import load_tokenizer
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.held_groups import Group
 from inflight.stream.journal import JournalReader

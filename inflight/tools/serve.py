@@ -83,7 +83,7 @@ def check_model(options: EngineOptions) -> None:
     """Read the model's configuration. Raises ModelLoadError or UnsupportedModelError."""
     if options.backend == "inflight":  # vLLM runs models that this refuses
         from inflight.engine.cache.classify import load_kinds
-        from inflight.engine.loading import load_config
+        from inflight.engine.model.loading import load_config
 
         load_config(options.model, trust=options.trust_remote_code, kinds=load_kinds(options.layer_kinds))
 

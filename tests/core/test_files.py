@@ -16,7 +16,7 @@ from waiting import PATIENCE_S
 from inflight.core.errors import FileWriteError, InflightError
 from inflight.core.files import file_errors, replacing
 from inflight.core.layout import WeightLayout
-from inflight.engine.shapes import byte_tokenizer
+from inflight.engine.model.shapes import byte_tokenizer
 from inflight.integrations.directory import DirectoryTransfer
 from inflight.observability import trace_file
 from inflight.observability.event_file import EventFile

@@ -30,8 +30,8 @@ from inflight.core.messages import (
     to_raw,
 )
 from inflight.core.sampling import SamplingParams
-from inflight.engine.engine import Engine
-from inflight.engine.verbs import Verbs
+from inflight.engine.loop.engine import Engine
+from inflight.engine.process.verbs import Verbs
 from inflight.stream.assembler import Assembler
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.transports.version_file import read_version

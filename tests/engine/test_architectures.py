@@ -17,7 +17,7 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.engine.engine import Engine
+from inflight.engine.loop.engine import Engine
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import score_tokens
 

@@ -44,10 +44,10 @@ from inflight.core.messages import (
 )
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.attention.hook import ATTENTION_NAME
 from inflight.engine.cache.classify import classify_layers
-from inflight.engine.engine import Engine
-from inflight.engine.loading import context_limit
+from inflight.engine.loop.engine import Engine
+from inflight.engine.model.attention.hook import ATTENTION_NAME
+from inflight.engine.model.loading import context_limit
 from inflight.stream.assembler import Assembler
 from inflight.stream.reader import StreamReader
 from inflight.stream.writer import StreamWriter

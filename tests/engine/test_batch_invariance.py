@@ -25,9 +25,9 @@ from tiny_models import VOCABULARY, make_model, run
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.engine import Engine
-from inflight.engine.sampler import Sampler, Samples
-from inflight.engine.sequence import Sequence
+from inflight.engine.loop.engine import Engine
+from inflight.engine.loop.sampler import Sampler, Samples
+from inflight.engine.loop.sequence import Sequence
 
 # ---- rows beside each other ------------------------------------------------------------------------------------------
 

@@ -24,10 +24,10 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from inflight.core.errors import ModelLoadError
-from inflight.engine import checkpoints
-from inflight.engine.aliases import aliases_of
-from inflight.engine.checkpoints import compare_checkpoint, load_checkpoint
-from inflight.engine.loading import load_config, load_model
+from inflight.engine.model import checkpoints
+from inflight.engine.model.aliases import aliases_of
+from inflight.engine.model.checkpoints import compare_checkpoint, load_checkpoint
+from inflight.engine.model.loading import load_config, load_model
 from inflight.tools.demo.trainer import load_trainer
 from inflight.weights.tensors import layout_of
 

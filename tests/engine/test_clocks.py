@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from inflight.core.layout import WeightLayout
-from inflight.engine.clocks import StallClock, StateClock
+from inflight.engine.loop.clocks import StallClock, StateClock
 from inflight.weights.engine.slot_table import SlotTable
 
 WEIGHTS, ADAPTERS = (SlotTable(WeightLayout.build([]), []) for _ in range(2))
@@ -14,7 +14,7 @@ WEIGHTS, ADAPTERS = (SlotTable(WeightLayout.build([]), []) for _ in range(2))
 @pytest.fixture
 def time(monkeypatch) -> SimpleNamespace:
     time = SimpleNamespace(ns=1000)
-    monkeypatch.setattr("inflight.engine.clocks.now_ns", lambda: time.ns)
+    monkeypatch.setattr("inflight.engine.loop.clocks.now_ns", lambda: time.ns)
     return time
 
 

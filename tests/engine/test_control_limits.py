@@ -41,11 +41,10 @@ from inflight.core.messages import (
     encode,
     to_raw,
 )
-from inflight.engine import directory
-from inflight.engine.control_socket import ControlSocket
-from inflight.engine.process import EngineProcess
-from inflight.engine.publishing import PublisherLease
-from inflight.engine.shapes import shape_config
+from inflight.engine.model.shapes import shape_config
+from inflight.engine.process.control_socket import ControlSocket
+from inflight.engine.process.process import EngineProcess, directory
+from inflight.engine.process.publishing import PublisherLease
 from inflight.stream.writer import StreamWriter
 from inflight.weights.engine.slot_table import MAX_VERSIONS_AT_ONCE
 from inflight.weights.trainer.engine_link import EngineLink

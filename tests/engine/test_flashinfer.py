@@ -17,18 +17,18 @@ from inflight.core.errors import UnsupportedModelError
 from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.attention import flashinfer
-from inflight.engine.attention.flashinfer import (
+from inflight.engine.build import choose_backend
+from inflight.engine.cache.kinds import LayerShape
+from inflight.engine.loop.engine import Engine
+from inflight.engine.model.attention import flashinfer
+from inflight.engine.model.attention.flashinfer import (
     FlashInferAttention,
     page_lists,
     split_lists,
     why_not_flashinfer,
     workspace_bytes,
 )
-from inflight.engine.build import choose_backend
-from inflight.engine.cache.kinds import LayerShape
-from inflight.engine.engine import Engine
-from inflight.engine.graphs import DecodeGraphs, graph_sizes
+from inflight.engine.model.graphs import DecodeGraphs, graph_sizes
 from inflight.stream.assembler import Assembler
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def fake_gpu(monkeypatch):
     """Engines of this process use FlashInfer and graphs, both of them fakes."""
     monkeypatch.setattr(flashinfer, "_flashinfer", lambda: fake_flashinfer)
     monkeypatch.setattr("inflight.engine.build.choose_backend", lambda _, *where: FlashInferAttention(*where))
-    monkeypatch.setattr("inflight.engine.graphs.Recorder", FakeRecorder)
+    monkeypatch.setattr("inflight.engine.model.graphs.Recorder", FakeRecorder)
 
 
 # ---- page lists ------------------------------------------------------------------------------------------------------

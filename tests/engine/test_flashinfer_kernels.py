@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.engine.attention import flashinfer
-from inflight.engine.attention.flashinfer_kernels import VARIABLE, graph_plan_bytes, kernels_for, why_not_kernels
 from inflight.engine.cache.kinds import LayerShape
+from inflight.engine.model.attention import flashinfer
+from inflight.engine.model.attention.flashinfer_kernels import VARIABLE, graph_plan_bytes, kernels_for, why_not_kernels
 
 
 def layer(q_heads: int, kv_heads: int = 2) -> LayerShape:

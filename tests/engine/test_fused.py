@@ -9,7 +9,7 @@ from inflight.core.decoder import LAYER_NORMS, LayerNorms
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.engine import Engine
+from inflight.engine.loop.engine import Engine
 
 SIZES = {
     "hidden_size": 64,
@@ -49,7 +49,7 @@ def test_a_decoder_whose_norms_have_other_names_is_fused_with_one_entry_more(
     with Engine(options) as engine:
         assert engine.runner.unfused_reason == reason
         unfused = run(engine, prompts)
-    monkeypatch.setattr("inflight.engine.fused.LAYER_NORMS", (norms, *LAYER_NORMS))
+    monkeypatch.setattr("inflight.engine.model.fused.LAYER_NORMS", (norms, *LAYER_NORMS))
     with Engine(options) as engine:
         assert engine.runner.unfused_reason is None
         assert run(engine, prompts)[0].token_ids.tolist() == unfused[0].token_ids.tolist()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inflight.engine.graphs import Recorder
+from inflight.engine.model.graphs import Recorder
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import inflight
 from inflight.core import waiting
 from inflight.core.errors import EngineBusyError, EngineDiedError, EngineHungError, NonFiniteWeightsError
 from inflight.core.messages import LIVE_VERSION, SlotRequest
-from inflight.engine.shapes import shape_config
+from inflight.engine.model.shapes import shape_config
 from inflight.weights.trainer.engine_link import EngineLink
 
 BOUND_S = 1.0

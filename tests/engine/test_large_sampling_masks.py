@@ -14,9 +14,9 @@ from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt
 from inflight.core.rollout import Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
-from inflight.engine import sampler
-from inflight.engine.engine import Engine
-from inflight.engine.sampler import _all, _ranks
+from inflight.engine.loop import sampler
+from inflight.engine.loop.engine import Engine
+from inflight.engine.loop.sampler import _all, _ranks
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.model.forward import score_tokens
 from inflight.training.model.sampling_mask import PackedSamplingMask

@@ -20,8 +20,8 @@ from inflight.core.sampling import SamplingParams
 from inflight.engine.cache.blocks import Entry
 from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.cache.memory import KVMemory
-from inflight.engine.engine import Engine
-from inflight.engine.on_vllm.build import check_options
+from inflight.engine.loop.engine import Engine
+from inflight.integrations.vllm_backend.build import check_options
 from inflight.stream.assembler import Assembler
 
 HYBRID = ("linear_attention", "full_attention", "linear_attention")

@@ -15,8 +15,8 @@ from engine_files import directory_of, slots_of
 from waiting import wait_until
 
 import inflight
-from inflight.engine.directory import make_directory, remove_orphan_directories
-from inflight.engine.main import ParentWatch
+from inflight.engine.process.directory import make_directory, remove_orphan_directories
+from inflight.engine.process.main import ParentWatch
 from inflight.weights.shared_memory import default_directory, remove_orphans
 
 LAUNCH = "import inflight\nengine = inflight.launch('tiny', max_sequences=4, threads=1, device='cpu')\n"

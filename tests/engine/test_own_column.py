@@ -12,7 +12,7 @@ from inflight.core.errors import InvalidRequestError, TokenColumnError
 from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
-from inflight.engine.own_columns import load_columns
+from inflight.engine.loop.own_columns import load_columns
 from inflight.stream.assembler import Assembler
 from inflight.training.data.batch import pack
 

@@ -17,7 +17,7 @@ from inflight.core.messages import LIVE_VERSION, Prompt, SlotReady
 from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.engine.engine import Engine
+from inflight.engine.loop.engine import Engine
 from inflight.stream.assembler import Assembler
 from inflight.weights.tensors import slot_views
 from inflight.weights.trainer.lora import PeftSource

@@ -12,7 +12,7 @@ from engine_files import directory_of, slots_of
 from transformers import AutoModelForCausalLM
 
 import inflight
-from inflight.engine.shapes import shape_config
+from inflight.engine.model.shapes import shape_config
 from inflight.stream.kept_frames import KeptFrames
 
 NOBODY = """

@@ -11,8 +11,8 @@ from tokenizers.processors import TemplateProcessing
 
 import inflight
 from inflight.core.errors import InvalidRequestError
+from inflight.engine.model.shapes import EOS_TOKEN, EOS_TOKEN_ID, byte_tokenizer
 from inflight.engine.prompts import encode_prompts
-from inflight.engine.shapes import EOS_TOKEN, EOS_TOKEN_ID, byte_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}[{{ tools[0]['function']['name'] }}]{% endif %}"

@@ -8,9 +8,9 @@ from tiny_models import make_model
 
 from inflight.core.errors import ProtocolError
 from inflight.core.messages import Status
-from inflight.engine.client import EngineClient
-from inflight.engine.control_socket import ControlSocket
-from inflight.engine.process import EngineProcess
+from inflight.engine.process.client import EngineClient
+from inflight.engine.process.control_socket import ControlSocket
+from inflight.engine.process.process import EngineProcess
 from inflight.stream.writer import StreamWriter
 from inflight.weights import cuda_ipc
 from inflight.weights.shared_memory import SharedMemorySlot

@@ -27,7 +27,7 @@ from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.engine.engine import Engine
+from inflight.engine.loop.engine import Engine
 from inflight.stream.assembler import Assembler
 
 MODELS = 2

@@ -14,9 +14,9 @@ from transformers import (
 
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.core.options import EngineOptions
-from inflight.engine.agreement import agrees_with
-from inflight.engine.engine import Engine
-from inflight.engine.loading import refuse_other_models
+from inflight.engine.loop.engine import Engine
+from inflight.engine.model.agreement import agrees_with
+from inflight.engine.model.loading import refuse_other_models
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
 

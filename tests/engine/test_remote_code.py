@@ -9,7 +9,7 @@ from tiny_models import make_model
 
 import inflight
 from inflight.core.errors import RemoteCodeError
-from inflight.engine.loading import load_config, load_model, load_tokenizer
+from inflight.engine.model.loading import load_config, load_model, load_tokenizer
 
 CODE = """
 from pathlib import Path

@@ -13,9 +13,9 @@ from inflight.core.sampling import SamplingParams
 from inflight.engine.cache.blocks import MIXED
 from inflight.engine.cache.kinds import NO_BLOCK, Paged, PerRow
 from inflight.engine.cache.kv_cache import KVCache
-from inflight.engine.rows import NOBODY, PREFILL, Rows
-from inflight.engine.scheduler import Scheduler
-from inflight.engine.sequence import Cohort, Schedule, Sequence
+from inflight.engine.loop.rows import NOBODY, PREFILL, Rows
+from inflight.engine.loop.scheduler import Scheduler
+from inflight.engine.loop.sequence import Cohort, Schedule, Sequence
 
 SIZE, ROWS, VOCABULARY, LONGEST = 4, 5, 12, 75
 EOS = frozenset({1, 2})

@@ -29,7 +29,7 @@ from sampler_cases import (
 )
 
 from inflight.core.sampling import SamplingParams
-from inflight.engine.sampler import _candidates, sample_seed
+from inflight.engine.loop.sampler import _candidates, sample_seed
 
 # ---- distributions ---------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ def filtered_rows(draw):
 @example(rows=(torch.zeros(2, 28), [SamplingParams(top_p=0.06), SamplingParams(top_k=5, top_p=0.5)]), at_first=3)
 def test_filters_keep_what_a_float64_restatement_keeps(rows, at_first):
     scores_FV, params = rows
-    with mock.patch("inflight.engine.sampler._MANY", at_first):
+    with mock.patch("inflight.engine.loop.sampler._MANY", at_first):
         sorted_FK, order_FK, mask_FK = _candidates(scores_FV, params)
     assert torch.equal(sorted_FK, scores_FV.gather(1, order_FK))
     for row, p in enumerate(params):
@@ -278,7 +278,7 @@ def test_kernel_and_reference_draw_the_same_but_at_a_boundary(vocabulary, dtype,
     sequences = [make_sequence(row, p) for row, p in enumerate(params)]
     logits = (randn(300, vocabulary, seed=9) * 3).to(dtype)
     drawn = draw(logits, sequences)
-    monkeypatch.setattr("inflight.engine.sampler.draw", draw_reference)
+    monkeypatch.setattr("inflight.engine.loop.sampler.draw", draw_reference)
     reference = draw(logits, sequences)
     for row in (drawn.tokens != reference.tokens).nonzero()[:, 0].tolist():
         cdf = expected_logprobs(logits[row], sequences[row]).exp().cumsum(-1)

@@ -12,11 +12,11 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.cache.kinds import Paged
 from inflight.engine.cache.kv_cache import KVCache
-from inflight.engine.engine import Engine
-from inflight.engine.order import Order, first_come_first_served, load_order
-from inflight.engine.rows import Rows
-from inflight.engine.scheduler import Scheduler
-from inflight.engine.sequence import Schedule, Sequence
+from inflight.engine.loop.engine import Engine
+from inflight.engine.loop.order import Order, first_come_first_served, load_order
+from inflight.engine.loop.rows import Rows
+from inflight.engine.loop.scheduler import Scheduler
+from inflight.engine.loop.sequence import Schedule, Sequence
 
 
 def by_priority(sequence: Sequence) -> float:
@@ -286,7 +286,7 @@ def test_an_order_that_cannot_place_a_prompt_refuses_it(model_dir):
         assert not prioritising.has_work
 
 
-@pytest.mark.parametrize("name", ["no_such_module:order", "inflight.engine.order:no_such_order", "fcfs", ""])
+@pytest.mark.parametrize("name", ["no_such_module:order", "inflight.engine.loop.order:no_such_order", "fcfs", ""])
 def test_an_order_that_is_not_there_is_an_error_that_says_how_to_name_one(name):
     with pytest.raises(ModelLoadError, match='"module:function"'):
         load_order(name)

@@ -9,9 +9,9 @@ from tiny_tokenizers import CHARACTER, TOKENIZERS
 from inflight.core.errors import InvalidRequestError
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
-from inflight.engine.sequence import Sequence
-from inflight.engine.shapes import EOS_TOKEN_ID, byte_tokenizer
-from inflight.engine.stopping import StopCondition
+from inflight.engine.loop.sequence import Sequence
+from inflight.engine.loop.stopping import StopCondition
+from inflight.engine.model.shapes import EOS_TOKEN_ID, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 CONDITION = StopCondition(frozenset({EOS_TOKEN_ID}), TOKENIZER)

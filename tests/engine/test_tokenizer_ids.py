@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.engine import build
-from inflight.engine.engine import Engine
-from inflight.engine.loading import eos_token_ids, ids_without_token, ranges_of
-from inflight.engine.shapes import byte_tokenizer
+from inflight.engine.loop.engine import Engine
+from inflight.engine.model.loading import eos_token_ids, ids_without_token, ranges_of
+from inflight.engine.model.shapes import byte_tokenizer
 from inflight.training.data.batch import pack
 from inflight.training.objective.loss import policy_loss
 

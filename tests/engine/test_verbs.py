@@ -12,11 +12,11 @@ from inflight.core.errors import DeviceMemoryError, InflightError, InvalidReques
 from inflight.core.messages import Call, Failed, Prompt, Result, Status, decode_from_engine, encode, to_raw
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.client import EngineClient
-from inflight.engine.control_socket import ControlSocket
-from inflight.engine.engine import Engine
-from inflight.engine.process import EngineProcess
-from inflight.engine.verbs import Verbs, verb
+from inflight.engine.loop.engine import Engine
+from inflight.engine.process.client import EngineClient
+from inflight.engine.process.control_socket import ControlSocket
+from inflight.engine.process.process import EngineProcess
+from inflight.engine.process.verbs import Verbs, verb
 from inflight.stream.writer import StreamWriter
 from inflight.weights.transports import AcceptedTransports
 

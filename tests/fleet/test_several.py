@@ -18,7 +18,7 @@ import inflight
 from inflight.core.errors import EngineDiedError, InflightError, InvalidRequestError
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine import engine as generator
+from inflight.engine.loop import engine as generator
 from inflight.fleet.engine import start_all
 from inflight.fleet.monitor import EngineMonitor
 from inflight.ranks.launching import TrainerRanks

@@ -10,11 +10,11 @@ import torch
 from tiny_models import CONFIGS, GPU_MODELS
 from transformers import AutoModelForCausalLM
 
-from inflight.engine.attention.flashinfer_kernels import kernels_for
-from inflight.engine.attention.hook import ATTENTION_NAME
 from inflight.engine.cache.classify import classify_layers
 from inflight.engine.cache.kinds import LayerShape
-from inflight.engine.shapes import SHAPES
+from inflight.engine.model.attention.flashinfer_kernels import kernels_for
+from inflight.engine.model.attention.hook import ATTENTION_NAME
+from inflight.engine.model.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks" / "gpu"))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.engine.directory import LOG_NAME
+from inflight.engine.process.directory import LOG_NAME
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 

@@ -26,10 +26,10 @@ from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine import build as build_module
-from inflight.engine import model_runner
-from inflight.engine.attention.flashinfer import FlashInferAttention
-from inflight.engine.engine import Engine
-from inflight.engine.graphs import Recorder
+from inflight.engine.loop.engine import Engine
+from inflight.engine.model import runner as model_runner
+from inflight.engine.model.attention.flashinfer import FlashInferAttention
+from inflight.engine.model.graphs import Recorder
 from inflight.stream.assembler import Assembler
 from inflight.training.objective.loss import policy_loss
 from inflight.weights.tensors import slot_views

@@ -100,8 +100,8 @@ def main() -> None:
     """The template: fork for each request, until the process that started this one is gone."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, "128")  # as the engine's main does before it imports
-    import inflight.engine.engine
-    import inflight.engine.process  # noqa: F401
+    import inflight.engine.loop.engine
+    import inflight.engine.process.process  # noqa: F401
 
     gc.collect()
     gc.freeze()
@@ -138,9 +138,9 @@ def _become_an_engine(request: dict[str, Any], files: list[int], requests: socke
             os.chdir(request["directory"])
         requests.send(str(os.getpid()).encode())
         requests.close()
-        from inflight.engine.main import main as run
+        from inflight.engine.process.main import main as run
 
-        sys.argv = ["inflight.engine.main", request["startup"]]
+        sys.argv = ["inflight.engine.process.main", request["startup"]]
         code = run()
     except SystemExit as end:
         code = end.code

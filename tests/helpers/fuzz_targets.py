@@ -33,9 +33,9 @@ from inflight.core.messages import (
 )
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import MAX_SAMPLES
-from inflight.engine.engine import Engine
-from inflight.engine.process import EngineProcess
-from inflight.engine.verbs import Verbs
+from inflight.engine.loop.engine import Engine
+from inflight.engine.process.process import EngineProcess
+from inflight.engine.process.verbs import Verbs
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.assembler import Assembler
 from inflight.stream.wire import ToReader, ToWriter, encode, to_reader, to_writer

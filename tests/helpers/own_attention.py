@@ -1,7 +1,7 @@
 """A custom attention backend for tests. Engines name it "own_attention:CountingAttention"."""
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.engine.attention.paged import PagedAttention
+from inflight.engine.model.attention.paged import PagedAttention
 
 
 class CountingAttention(PagedAttention):

@@ -327,7 +327,7 @@ def install():
 def _replace_kernels():
     import fake_flashinfer
 
-    from inflight.engine.attention import flashinfer
+    from inflight.engine.model.attention import flashinfer
 
     module = lambda name: importlib.import_module(f"inflight_kernels.{name}")  # noqa: E731
     for name, kernels in _KERNELS.items():

@@ -9,9 +9,9 @@ import torch
 
 from inflight.core.layout import WeightLayout
 from inflight.core.options import EngineOptions
-from inflight.engine.on_vllm.build import Started
-from inflight.engine.on_vllm.engine import VllmEngine
-from inflight.engine.on_vllm.staged_slots import StagedSlots
+from inflight.integrations.vllm_backend.build import Started
+from inflight.integrations.vllm_backend.engine import VllmEngine
+from inflight.integrations.vllm_backend.staged_slots import StagedSlots
 from inflight.weights.shared_memory import SharedMemorySlot
 
 VOCABULARY = 100

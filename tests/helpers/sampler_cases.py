@@ -17,9 +17,9 @@ from transformers import (
 )
 
 from inflight.core.sampling import SamplingParams
-from inflight.engine.rows import is_plain
-from inflight.engine.sampler import Sampler, Samples
-from inflight.engine.sequence import Cohort, Draws, Sequence
+from inflight.engine.loop.rows import is_plain
+from inflight.engine.loop.sampler import Sampler, Samples
+from inflight.engine.loop.sequence import Cohort, Draws, Sequence
 
 EOS = 7
 BAN = -math.inf

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from inflight.engine.shapes import EOS_TOKEN_ID, byte_tokenizer
+from inflight.engine.model.shapes import EOS_TOKEN_ID, byte_tokenizer
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}'
 ANSWER = ("<answer>", "Hello", ", wor", "ld", ". Grüße")

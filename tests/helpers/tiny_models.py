@@ -23,7 +23,7 @@ from transformers import (
 
 from inflight.core.messages import Prompt, SlotReady
 from inflight.core.rollout import Rollout
-from inflight.engine.engine import Engine
+from inflight.engine.loop.engine import Engine
 from inflight.stream.assembler import Assembler
 from inflight.weights.tensors import fill, published_tensors, slot_views
 

@@ -13,7 +13,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import inflight
-from inflight.engine.shapes import EOS_TOKEN_ID, PAD_TOKEN_ID, byte_tokenizer
+from inflight.engine.model.shapes import EOS_TOKEN_ID, PAD_TOKEN_ID, byte_tokenizer
 from inflight.integrations.transformers import PublishCallback
 from inflight.integrations.trl import EngineRollouts
 from inflight.integrations.trl_cpu import run_on_cpu

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import inflight
 from inflight.core.errors import InvalidRequestError
-from inflight.engine.shapes import EOS_TOKEN_ID
+from inflight.engine.model.shapes import EOS_TOKEN_ID
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 pytest.importorskip("trl", reason="the trl extra is not installed")

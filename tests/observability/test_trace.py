@@ -18,7 +18,7 @@ from waiting import PATIENCE_S
 import inflight
 from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.spans import Span, Thread, note, span, start_noting, stop_noting
-from inflight.engine.client import EngineClient
+from inflight.engine.process.client import EngineClient
 from inflight.observability.trace_file import Part, merge, read
 from inflight.tools.bench.trace import busy, overlap, summarize, work_in
 from inflight.tools.cli import app

@@ -65,7 +65,9 @@ def engine_of(process: subprocess.Popen) -> int:
     """The process id of the engine that a server has launched."""
     tasks = Path(f"/proc/{process.pid}/task").glob("*/children")  # a restart is another thread's
     children = " ".join(task.read_text() for task in tasks).split()
-    [engine] = [int(pid) for pid in children if b"inflight.engine.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    [engine] = [
+        int(pid) for pid in children if b"inflight.engine.process.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     return engine
 
 

@@ -6,7 +6,7 @@ import pytest
 from tiny_tokenizers import CHARACTER, TOKENIZERS
 
 from inflight.core.sampling import SamplingParams
-from inflight.engine.shapes import EOS_TOKEN_ID, byte_tokenizer
+from inflight.engine.model.shapes import EOS_TOKEN_ID, byte_tokenizer
 from inflight.server.text import SampleText, TextDecoder
 
 DECODER = TextDecoder(byte_tokenizer())

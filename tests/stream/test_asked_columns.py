@@ -14,7 +14,7 @@ from inflight.core.errors import TokenColumnError
 from inflight.core.frames import Finish, GroupStart, TokenFrame
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
-from inflight.engine.sampler import Sampler
+from inflight.engine.loop.sampler import Sampler
 from inflight.stream.assembler import Assembler
 
 OWN = (f"{own_columns.__file__}:margin", f"{own_columns.__file__}:rank")

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import inflight
 from inflight.core.errors import JournalError, StreamGapError
 from inflight.core.rollout import Rollout, SamplingMask
-from inflight.engine.shapes import shape_config
+from inflight.engine.model.shapes import shape_config
 from inflight.stream import replay as replay_module
 from inflight.stream.journal import JournalReader, JournalWriter
 from inflight.tools.cli import app

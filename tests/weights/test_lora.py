@@ -28,7 +28,7 @@ from inflight.core.errors import (
     WeightFileError,
 )
 from inflight.core.options import EngineOptions
-from inflight.engine.adapters import adapter_layout
+from inflight.engine.model.adapters import adapter_layout
 from inflight.server.http_server import HttpServer
 from inflight.weights.comparison import EngineWeights
 from inflight.weights.tensors import layout_of

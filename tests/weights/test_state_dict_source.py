@@ -17,7 +17,7 @@ from torch import nn
 
 import inflight
 from inflight.core.errors import EngineHungError, LayoutMismatchError, NonFiniteWeightsError, WeightFileError
-from inflight.engine.aliases import aliases_of
+from inflight.engine.model.aliases import aliases_of
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 from inflight.weights.trainer.state_dict_source import copy_state_dict
 

@@ -27,7 +27,7 @@ from inflight.core.errors import (
     WeightFileError,
 )
 from inflight.core.messages import Fill
-from inflight.engine.shapes import shape_config
+from inflight.engine.model.shapes import shape_config
 from inflight.weights import delta
 from inflight.weights.checksum import checksum
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views

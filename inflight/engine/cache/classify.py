@@ -9,9 +9,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inflight.core.by_name import load_by_name
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
-from inflight.engine.attention.hook import Call, record_calls, route
 from inflight.engine.cache.kinds import LayerKind, LayerShape, StateTensor
-from inflight.models.twin import first_line
+from inflight.engine.model.attention.hook import Call, record_calls, route
+from inflight.model_checks.twin import first_line
 
 _PAGED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Names in the config's `layer_types` of layers with keys and values."""

@@ -9,9 +9,9 @@ from inflight_kernels import BlockCopies
 
 from inflight.core.errors import DeviceMemoryError
 from inflight.core.options import EngineOptions
-from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, LayerGroup
 from inflight.engine.cache.kinds import ChunkStates, LayerShape, Paged, PerRow, StateKind, StateTensor
-from inflight.engine.device import memory_left, to_device
+from inflight.engine.model.attention.backend import AttentionBackend, ForwardBatch, LayerGroup
+from inflight.engine.model.device import memory_left, to_device
 
 
 class KVMemory:

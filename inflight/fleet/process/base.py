@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from inflight.core.messages import Welcome
 from inflight.core.options import EngineOptions
-from inflight.engine.client import EngineClient
+from inflight.engine.process.client import EngineClient
 
 if TYPE_CHECKING:
     from inflight.weights.transports.base import Transport

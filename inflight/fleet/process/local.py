@@ -21,8 +21,8 @@ from inflight.core.errors import BackendError, EngineDiedError, InflightError
 from inflight.core.messages import Welcome, check_same_version
 from inflight.core.options import EngineOptions, Startup
 from inflight.core.version import PACKAGE
-from inflight.engine.client import EngineClient
-from inflight.engine.directory import LOG_NAME, make_directory, remove_orphan_directories
+from inflight.engine.process.client import EngineClient
+from inflight.engine.process.directory import LOG_NAME, make_directory, remove_orphan_directories
 from inflight.fleet.process.base import Placement
 from inflight.weights.cuda_ipc import ALLOCATOR_VARIABLES, without_expandable_segments
 from inflight.weights.shared_memory import default_directory, remove_orphans
@@ -132,7 +132,7 @@ def _start(options: EngineOptions, directory: Path, lock: int) -> subprocess.Pop
     with open(directory / LOG_NAME, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
         try:
             return subprocess.Popen(
-                child.command("inflight.engine.main", startup, python=python),
+                child.command("inflight.engine.process.main", startup, python=python),
                 env=_environment(os.environ),
                 stdin=subprocess.PIPE,  # closes when this process ends; the engine watches it
                 stdout=log,

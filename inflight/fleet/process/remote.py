@@ -10,7 +10,7 @@ from inflight.core.errors import EngineHungError
 from inflight.core.keys import ClientKeys
 from inflight.core.messages import Welcome, check_same_version
 from inflight.core.options import EngineOptions
-from inflight.engine.client import EngineClient
+from inflight.engine.process.client import EngineClient
 from inflight.fleet.process.base import Placement
 
 

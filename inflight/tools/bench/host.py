@@ -18,7 +18,7 @@ from inflight.core.errors import InflightError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.engine import Engine
+from inflight.engine.loop.engine import Engine
 from inflight.tools.bench.options import HostOptions
 from inflight.tools.bench.spread import p50_and_p99
 from inflight.tools.bench.stubbed_device import stubbed

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from inflight.engine.device import resolve_device
+from inflight.engine.model.device import resolve_device
 from inflight.tools.bench.learning_run import (
     GROUP_SIZE,
     TASK,

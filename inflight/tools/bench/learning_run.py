@@ -16,8 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from inflight.core.clock import now_ns
 from inflight.core.sampling import SamplingParams
-from inflight.engine.device import resolve_device
-from inflight.engine.shapes import SHAPES
+from inflight.engine.model.device import resolve_device
+from inflight.engine.model.shapes import SHAPES
 from inflight.fleet.engine import Engine
 from inflight.fleet.launching import launch
 from inflight.observability.trace import Trace

@@ -20,7 +20,7 @@ from inflight_kernels import linear_logprobs, linear_logprobs_reference
 from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
-from inflight.engine.device import resolve_device
+from inflight.engine.model.device import resolve_device
 from inflight.tools.bench.options import LossOptions
 from inflight.tools.plots import new_table
 from inflight.tools.progress import Progress, untold

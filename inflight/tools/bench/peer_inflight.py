@@ -17,7 +17,7 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.version import __version__
-from inflight.engine.process import make_backend
+from inflight.engine.process.process import make_backend
 from inflight.fleet.process.local import LocalProcess
 from inflight.stream.reader import StreamReader
 from inflight.tools.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_requests, serve

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from inflight.core.errors import FileWriteError, InflightError
 from inflight.core.files import file_errors
 from inflight.core.version import PACKAGE
-from inflight.engine.device import resolve_device
-from inflight.engine.loading import load_config, resolve_dtype
-from inflight.engine.shapes import SHAPES
+from inflight.engine.model.device import resolve_device
+from inflight.engine.model.loading import load_config, resolve_dtype
+from inflight.engine.model.shapes import SHAPES
 from inflight.tools.bench.options import EngineChoice, SwapOptions, ThroughputOptions
 from inflight.tools.bench.peer_worker import Hello, Job, Run, Setup, random_requests
 

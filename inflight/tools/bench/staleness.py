@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from inflight.core.extras import needing
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.engine.device import resolve_device
+from inflight.engine.model.device import resolve_device
 from inflight.fleet.engine import Engine
 from inflight.fleet.launching import launch
 from inflight.tools.bench.measured_run import measured

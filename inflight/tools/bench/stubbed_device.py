@@ -13,9 +13,10 @@ from unittest.mock import patch
 
 import torch
 
-from inflight.engine import graphs, sampler
-from inflight.engine.attention import flashinfer
-from inflight.engine.engine import Engine
+from inflight.engine.loop import sampler
+from inflight.engine.loop.engine import Engine
+from inflight.engine.model import graphs
+from inflight.engine.model.attention import flashinfer
 
 _LOGPROB = -1.5
 

@@ -31,8 +31,8 @@ from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.device import resolve_device
-from inflight.engine.loading import load_model
+from inflight.engine.model.device import resolve_device
+from inflight.engine.model.loading import load_model
 from inflight.fleet.process.local import LocalProcess
 from inflight.stream.reader import StreamReader
 from inflight.tools.bench.options import SwapOptions

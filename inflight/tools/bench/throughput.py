@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from inflight.engine.loading import load_config
+from inflight.engine.model.loading import load_config
 from inflight.tools.bench.options import ThroughputOptions
 from inflight.tools.bench.peer_worker import Hello, Job, Run, Setup
 from inflight.tools.bench.peers import OURS, OURS_ON_VLLM, Worker, interpreter, make_setup

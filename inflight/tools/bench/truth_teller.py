@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inflight.core.errors import FileWriteError, InvalidRequestError
 from inflight.core.files import file_errors
-from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
+from inflight.engine.model.shapes import SHAPES, byte_tokenizer, shape_config
 
 TORN = 0
 """Token of a forward pass that read two versions."""

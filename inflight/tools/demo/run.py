@@ -21,9 +21,9 @@ from inflight.core.files import file_errors, replacing
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span
-from inflight.engine.device import resolve_device
+from inflight.engine.model.device import resolve_device
+from inflight.engine.model.shapes import SHAPES
 from inflight.engine.prompts import encode_prompts
-from inflight.engine.shapes import SHAPES
 from inflight.fleet.engine import Engine
 from inflight.fleet.launching import launch
 from inflight.observability.events import EVENTS_FILE

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from inflight.core.errors import FileWriteError, ModelLoadError
 from inflight.core.files import file_errors
-from inflight.engine.checkpoints import load_checkpoint
-from inflight.engine.loading import load_config, load_tokenizer
-from inflight.engine.shapes import SHAPES
+from inflight.engine.model.checkpoints import load_checkpoint
+from inflight.engine.model.loading import load_config, load_tokenizer
+from inflight.engine.model.shapes import SHAPES
 from inflight.training.schedules import Example
 
 

@@ -16,13 +16,13 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.models.twin import first_line
+from inflight.model_checks.twin import first_line
 from inflight.training.data.batch import PackedBatch
+from inflight.training.model.forward_mode import Way, scoring_way
 from inflight.training.model.head import plain_head, scoring_head
 from inflight.training.model.packing import is_packable, pack_input, packed_attention
 from inflight.training.model.replay import checkpoints, replay_routed_experts
 from inflight.training.model.sampling_mask import is_banned
-from inflight.training.model.ways import Way, scoring_way
 from inflight.weights.tensors import unwrap
 
 logger = logging.getLogger(__name__)

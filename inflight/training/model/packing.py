@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.models.masks import BOTH_SIDES, mask_note, noted
+from inflight.model_checks.masks import BOTH_SIDES, mask_note, noted
 from inflight.training.data.batch import PackedBatch
 
 ATTENTION_NAME = "inflight_packed"

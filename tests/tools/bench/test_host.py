@@ -2,9 +2,9 @@
 
 import pytest
 
-from inflight.engine.engine import Engine
-from inflight.engine.fused import FusedDecoder
-from inflight.engine.model_runner import ModelRunner
+from inflight.engine.loop.engine import Engine
+from inflight.engine.model.fused import FusedDecoder
+from inflight.engine.model.runner import ModelRunner
 from inflight.tools.bench import host
 from inflight.tools.bench.options import HostOptions
 

@@ -16,8 +16,8 @@ import inflight
 from inflight.core.messages import Ids, Prompt
 from inflight.core.rollout import Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
-from inflight.engine.engine import Engine
-from inflight.engine.shapes import byte_tokenizer, shape_config
+from inflight.engine.loop.engine import Engine
+from inflight.engine.model.shapes import byte_tokenizer, shape_config
 from inflight.stream.held_groups import SavedGroup
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped

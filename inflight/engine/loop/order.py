@@ -1,0 +1,43 @@
+"""The order of scheduling: one function of a sequence.
+
+`EngineOptions.schedule_order` names it, and the engine's process imports it.
+"""
+
+import math
+from collections.abc import Callable
+
+from inflight.core.by_name import resolve_by_name
+from inflight.core.errors import InvalidRequestError, ModelLoadError
+from inflight.engine.loop.sequence import Sequence
+
+Order = Callable[[Sequence], float]
+"""Key of the order: sequences with smaller numbers are admitted first and preempted last, equal ones in order of
+arrival. It is called whenever a sequence starts to wait or to run."""
+
+
+def first_come_first_served(sequence: Sequence) -> float:
+    """Return the same number for all, so that the order of arrival decides."""
+    return 0
+
+
+def load_order(name: str) -> Order:
+    """Return the function of this name. Raises ModelLoadError if there is none."""
+    try:
+        return resolve_by_name(name, {"first_come_first_served": first_come_first_served}, "schedule_order")
+    except ValueError as error:
+        raise ModelLoadError(
+            f'{error}; the engine imports it from "module:function" or "path/to/file.py:function"'
+        ) from error
+
+
+def check_order(name: str, order: Order, sequence: Sequence) -> None:
+    """Raise InvalidRequestError if the order fails or does not return a number. name: the prompt's name in the
+    message."""
+    try:
+        place = order(sequence)
+    except Exception as error:  # A user's function can raise anything.
+        raise InvalidRequestError(
+            f"the order of scheduling failed on {name}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(place, (int, float)) or math.isnan(place):
+        raise InvalidRequestError(f"the order of scheduling must give a number, for {name} it gives {place!r}")

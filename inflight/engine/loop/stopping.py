@@ -1,0 +1,48 @@
+"""Conditions that end a sample: end-of-sequence ids, stop ids, stop strings."""
+
+from transformers import PreTrainedTokenizerBase
+
+from inflight.core.continuation import UNFINISHED, Continuation
+from inflight.engine.loop.sequence import Sequence
+
+_TOKENS_PER_CHARACTER = 4
+"""A character is at most four bytes of UTF-8, and a token holds at least one byte."""
+_CONTEXT = 32
+"""Number of tokens of context before the tokens in which a stop string can be."""
+
+
+class StopCondition:
+    """Checks if the token drawn last ends its sample."""
+
+    def __init__(self, eos_ids: frozenset[int], tokenizer: PreTrainedTokenizerBase | None):
+        self._eos_ids, self._tokenizer = eos_ids, tokenizer
+
+    def reason(self, sequence: Sequence, *, is_finite: bool) -> str | None:
+        """Return the reason why a sample ends with the token drawn last, or None. is_finite: its log-probability is a
+        number."""
+        if not is_finite:
+            return "error"
+        if self.is_met(sequence):
+            return "stop"
+        return "length" if len(sequence.tokens) >= sequence.max_tokens else None
+
+    def is_met(self, sequence: Sequence) -> bool:
+        params, token = sequence.params, sequence.tokens[-1]
+        if len(sequence.tokens) < params.min_tokens:
+            return False
+        if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):
+            return True
+        if not params.stop:
+            return False
+        assert self._tokenizer is not None  # else the request was refused
+        count = _TOKENS_PER_CHARACTER * max(map(len, params.stop)) + 1
+        tokens, earlier = sequence.tokens[-count:], sequence.tokens[-count - _CONTEXT : -count]
+        if len(earlier) < _CONTEXT:
+            earlier = sequence.prompt[-_CONTEXT:] + earlier
+        continuation = Continuation(self._decode, earlier)
+        text = continuation.text(tokens)
+        before = continuation.text(tokens[:-1]).rstrip(UNFINISHED)
+        return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in params.stop)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids))  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,0 +1,155 @@
+"""The engine's attention inside Transformers models, through `AttentionInterface`, and its layers with a state.
+
+The model sees one row of packed tokens, [1, T]. The current ForwardBatch has their sequences, and the places of their
+keys and values. The n-th call of attention in a pass belongs to the n-th attention layer, and likewise for layers with
+a state per sequence. A run that records calls finds these layers (`cache/classify.py`).
+"""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from inflight.core.errors import UnsupportedModelError
+from inflight.engine.cache.kinds import LayerKind, LayerShape, StateTensor
+from inflight.engine.cache.memory import KVMemory
+from inflight.engine.model.attention.backend import ForwardBatch
+from inflight.model_checks.masks import BOTH_SIDES, mask_note, noted
+
+ATTENTION_NAME = "inflight"
+
+
+@dataclass(slots=True)
+class _Pass:
+    batch: ForwardBatch
+    memory: KVMemory
+    calls: int = 0
+    """Attention layers that ran so far."""
+    state_calls: int = 0
+    """Layers with a state per sequence that ran so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A recorded call of a layer that mixes tokens."""
+
+    module: nn.Module
+    shape: LayerShape | None = None
+    """For attention."""
+    state: tuple[StateTensor, ...] = ()
+    """For a layer with a state per sequence."""
+    sees_later: bool = False
+    """Tokens attend to later ones, as in an encoder."""
+
+
+_current: ContextVar[_Pass | list[Call] | None] = ContextVar("inflight_pass", default=None)
+"""The pass that calls belong to, or the list in which they are recorded."""
+
+
+def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
+    """Return the model's logits [M, V] for a batch that the memory's backend has prepared."""
+    token = _current.set(_Pass(batch, memory))
+    try:
+        logits = model(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
+            logits_to_keep=batch.rows,
+            use_cache=False,
+        ).logits[0]
+    finally:
+        _current.reset(token)
+    return logits if len(logits) == len(batch.rows) else logits[batch.rows]  # some models return all of them
+
+
+def route(module: nn.Module, kind: LayerKind) -> None:
+    """Let a module, and its deep copies, compute from the states of sequences during passes."""
+    own = type(module).forward
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        current = _current.get()
+        if isinstance(current, _Pass):
+            layer = current.state_calls
+            current.state_calls += 1
+            return kind.forward(module, current.memory.chunk_states(layer, current.batch), *args, **kwargs)
+        if current is not None:
+            current.append(Call(module, state=tuple(kind.tensors(module))))
+        return own(module, *args, **kwargs)
+
+    # A method of the instance is copied with it, so that the module of every slot has its own.
+    module.forward = MethodType(forward, module)
+
+
+@torch.inference_mode()
+def record_calls(model: PreTrainedModel) -> list[Call]:
+    """Run the model over two tokens, and return the calls of its layers in their order. Raises UnsupportedModelError
+    for a mask that the engine does not support, and the exceptions of the model."""
+    positions = torch.arange(2, device=next(model.parameters()).device)[None]
+    calls: list[Call] = []
+    token = _current.set(calls)
+    # Transformers makes masks only for an attention that has a mask function. This one notes the window of the mask.
+    functions = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping  # Transformers looks mask functions up here
+    functions[ATTENTION_NAME] = mask_note
+    try:
+        model(
+            input_ids=torch.zeros_like(positions),
+            position_ids=positions,
+            logits_to_keep=positions[0, 1:],
+            use_cache=False,
+        )
+    finally:
+        del functions[ATTENTION_NAME]
+        _current.reset(token)
+    return calls
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention for Transformers: query [1, Hq, T, D] → output [1, T, Hq, Dv]."""
+    current = _current.get()
+    if isinstance(current, list):
+        note = noted(attention_mask, type(module).__name__)
+        causal = options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        shape = LayerShape(
+            q_heads=query.shape[1],
+            kv_heads=key.shape[1],
+            key_dim=key.shape[-1],
+            value_dim=value.shape[-1],
+            window=sliding_window if note is None else note or None,
+            dtype=key.dtype,
+            scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+            softcap=softcap,
+            sinks=s_aux is not None,
+        )
+        current.append(Call(module, shape, sees_later=note == BOTH_SIDES or (note is None and not causal)))
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    if current is None:
+        raise RuntimeError("the engine's attention runs inside run_packed")
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} hands a mask of its own to its attention")
+    layer = current.calls
+    current.calls += 1
+    memory = current.memory
+    cache_index = current.batch.cache_index[memory.group_of[layer]]
+    where = (cache_index // memory.block_size, cache_index % memory.block_size)
+    memory.keys[layer][where] = key[0].transpose(0, 1)
+    memory.values[layer][where] = value[0].transpose(0, 1)
+    return memory.backend.attend(layer, query[0].transpose(0, 1), s_aux)[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, attend)

@@ -1,0 +1,243 @@
+"""Loads a Transformers model by name, with our attention, and makes one module per slot."""
+
+import copy
+import logging
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from inflight.core.errors import ModelLoadError, RemoteCodeError, UnsupportedModelError
+from inflight.core.layout import WeightLayout
+from inflight.core.options import DEFAULT_MAX_CONTEXT
+from inflight.engine.cache.classify import check_layer_types
+from inflight.engine.cache.kinds import LayerKind
+from inflight.engine.model.attention.hook import ATTENTION_NAME
+from inflight.engine.model.checkpoints import brings_its_model, load_checkpoint, model_class
+from inflight.engine.model.shapes import SHAPES, byte_tokenizer, shape_config
+from inflight.model_checks.lengths import length_limit, row_limit
+from inflight.model_checks.twin import first_line
+from inflight.weights.tensors import published_tensors, slot_views
+
+logger = logging.getLogger("inflight.engine")
+
+
+def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of the weights. None stands for the checkpoint's own dtype with "auto". For a built-in shape,
+    "auto" is bf16 on a GPU and fp32 on a CPU."""
+    if name != "auto":
+        return getattr(torch, name)
+    if model in SHAPES:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return None
+
+
+def load_config(model: str, *, trust: bool = False, kinds: Sequence[LayerKind] = ()) -> PretrainedConfig:
+    """Return the config of `read_config`. Raises UnsupportedModelError also for layers that this engine cannot run.
+    kinds: additional kinds of layers with a state per sequence that it can run."""
+    config = read_config(model, trust=trust)
+    check_layer_types(config.get_text_config(), kinds)
+    return config
+
+
+def read_config(model: str, *, trust: bool = False) -> PretrainedConfig:
+    """Return the config of a built-in shape, a directory or a hub id. Raises ModelLoadError or UnsupportedModelError.
+
+    trust: run code from the model's repository, here and in the other functions with this argument. If such code is
+    needed and not trusted, RemoteCodeError is raised.
+    """
+    if model in SHAPES:
+        return shape_config(model)
+    expected = (
+        f"expected a directory with config.json, a Hugging Face hub id, or a built-in shape ({', '.join(SHAPES)})"
+    )
+    # Otherwise the error would be the hub's, about the form of its ids.
+    if model.startswith(("/", ".", "~")) and not os.path.isdir(model):
+        raise ModelLoadError(f"cannot load model {model!r}: there is no such directory; {expected}")
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        refuse_remote_code(model, error)
+        raise ModelLoadError(f"cannot load model {model!r}: {first_line(error)}; {expected}") from error
+    refuse_other_models(config)
+    try:
+        config.get_text_config()
+    except ValueError as error:  # the config has several text configs
+        raise UnsupportedModelError(
+            f"{config.model_type} is not made for text alone: {first_line(error)}; the engine runs decoders of text"
+        ) from error
+    return config
+
+
+def refuse_remote_code(model: str, error: Exception) -> None:
+    """Raise RemoteCodeError if Transformers' error is about untrusted code."""
+    if "trust_remote_code" in str(error):
+        raise RemoteCodeError(
+            f"model {model!r} consists of code of its repository, which inflight does not run by itself; read that "
+            "code, and launch with trust_remote_code=True if you trust it with all that this user may do"
+        ) from error
+
+
+def refuse_other_models(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError if Transformers has no causal language model for this kind of configuration, and no
+    code of such a model was loaded with it."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or brings_its_model(config):
+        return
+    kind = config.model_type
+    if getattr(config, "text_config", None) is not None:
+        raise UnsupportedModelError(
+            f"{kind} is multimodal, and Transformers' AutoModelForCausalLM does not load {type(config).__name__}; the "
+            "engine runs models of text alone: take one that AutoModelForCausalLM loads"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{kind} is an encoder and a decoder; the engine runs decoders alone")
+    raise UnsupportedModelError(
+        f"{kind} is no causal language model: Transformers' AutoModelForCausalLM does not take {type(config).__name__}"
+    )
+
+
+def context_limit(config: PretrainedConfig, asked: int) -> int:
+    """Return the maximum number of tokens of a sequence: the requested number (0: at most 4096), within the model's
+    context, and within the length up to which results do not depend on the rest of the batch (`length_limit`). Raises
+    UnsupportedModelError if more was requested."""
+    limit = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_MAX_CONTEXT)
+    if (found := length_limit(config)) is not None:
+        length, cause = found
+        if asked > length:
+            raise UnsupportedModelError(
+                f"{config.model_type} uses {cause}, which the engine can run up to {length} tokens; "
+                f"max_context is {asked}"
+            )
+        limit = min(limit, length)
+    return min(limit, asked or DEFAULT_MAX_CONTEXT)
+
+
+def prefill_limit(config: PretrainedConfig, asked: int, max_sequences: int) -> int:
+    """Return the number of prompt tokens in one pass: the requested number, within the number that the model takes in a
+    row (`row_limit`). Raises UnsupportedModelError if the drawn tokens alone fill the row."""
+    row = row_limit(config)
+    if row is None:
+        return asked
+    if row[0] <= max_sequences:
+        raise UnsupportedModelError(
+            f"{config.model_type} has {row[1]}, so that a pass may have {row[0]} tokens; lower max_sequences, which is "
+            f"{max_sequences}, below that"
+        )
+    return min(asked, row[0] - max_sequences)
+
+
+def load_model(
+    model: str,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    seed: int,
+    trust: bool = False,
+    kinds: Sequence[LayerKind] = (),
+) -> PreTrainedModel:
+    """Return the model with its weights, in eval mode. dtype: None is the checkpoint's own dtype. kinds: as for
+    `load_config`. Raises ModelLoadError or UnsupportedModelError."""
+    config = load_config(model, trust=trust, kinds=kinds)
+    try:
+        if model in SHAPES:
+            torch.manual_seed(seed)
+            with torch.device(device):
+                loaded = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype or torch.float32, attn_implementation=ATTENTION_NAME
+                )
+        else:
+            loaded = load_checkpoint(
+                model, config, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME, trust_remote_code=trust
+            )
+            nn.Module.to(loaded, device)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the caller gets the same error, whatever the libraries below raise
+        refuse_remote_code(model, error)
+        if ATTENTION_NAME in str(error):  # the family's code looked the name up among the attentions that it supports
+            raise UnsupportedModelError(
+                f"{model_class(config)} does not take its attention from Transformers' attention interface, through "
+                "which the engine runs it"
+            ) from error
+        raise ModelLoadError(f"cannot load model {model!r} ({model_class(config)}): {first_line(error)}") from error
+    return loaded.eval().requires_grad_(False)
+
+
+def load_tokenizer(model: str, *, trust: bool = False) -> PreTrainedTokenizerBase | None:
+    """Return the model's tokenizer, or None if it has none, or consists of code that is not trusted."""
+    if model in SHAPES:
+        return byte_tokenizer()
+    if os.path.isdir(model) and not os.path.exists(os.path.join(model, "tokenizer_config.json")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            logger.warning("the tokenizer of %s is code of its repository, which is not run: it has none", model)
+        return None
+
+
+def module_over(model: PreTrainedModel, layout: WeightLayout, buffer: torch.Tensor) -> PreTrainedModel:
+    """Return a module whose parameters are views of a slot's u8[total_bytes] and whose other buffers are the buffers of
+    `model`. Nothing is copied: deepcopy gets the views as the copies of the parameters."""
+    views = slot_views(buffer, layout)
+    memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
+    for name, tensor in published_tensors(model).items():
+        view = views[name]
+        memo[id(tensor)] = nn.Parameter(view, requires_grad=False) if isinstance(tensor, nn.Parameter) else view
+    return copy.deepcopy(model, memo)
+
+
+def eos_token_ids(
+    *configs: GenerationConfig | PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    """Return the end-of-sequence ids of the first of these configs that has some, and of the tokenizer: a chat template
+    can end turns with a token that a base model's config does not name. The generation config precedes the model's
+    config."""
+    found: frozenset[int] = frozenset()
+    for config in configs:
+        if (ids := getattr(config, "eos_token_id", None)) is not None:
+            found = frozenset([ids] if isinstance(ids, int) else ids)
+            break
+    own = getattr(tokenizer, "eos_token_id", None)
+    if own is None or own in found:
+        return found
+    logger.info(
+        "the tokenizer's end-of-sequence token %s (%d) ends samples, too; the model's configs name %s",
+        getattr(tokenizer, "eos_token", ""), own, sorted(found) or "none",
+    )  # fmt: skip
+    return found | {own}
+
+
+def ranges_of(token_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return ranges [begin, end) that hold these ids and no others. The ids are in order."""
+    if not token_ids:
+        return ()
+    ids = np.array(token_ids)
+    breaks = np.flatnonzero(np.diff(ids) != 1)
+    begins, ends = ids[[0, *(breaks + 1)]], ids[[*breaks, -1]] + 1
+    return tuple(zip(begins.tolist(), ends.tolist(), strict=True))
+
+
+def ids_without_token(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
+    """Return the ids of a model's vocabulary that its tokenizer does not have, as in a padded vocabulary. The list is
+    empty if the tokenizer does not list its tokens."""
+    if tokenizer is None:
+        return []
+    try:
+        known = set(tokenizer.get_vocab().values())
+    except NotImplementedError:
+        return []
+    return [token for token in range(vocab_size) if token not in known]

@@ -1,0 +1,197 @@
+"""Runs the forward pass of a schedule over the weights of one slot."""
+
+import logging
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from inflight.core.options import EngineOptions
+from inflight.engine.cache.memory import KVMemory
+from inflight.engine.loop.rows import Rows
+from inflight.engine.loop.sequence import Schedule, places_of
+from inflight.engine.model.adapters import AdapterBank
+from inflight.engine.model.agreement import agrees_with, check_weights, make_batch, why_unfused
+from inflight.engine.model.attention.backend import ForwardBatch, GraphBackend, Places
+from inflight.engine.model.attention.hook import run_packed
+from inflight.engine.model.device import to_device
+from inflight.engine.model.fused import FusedDecoder
+from inflight.engine.model.graphs import DecodeGraphs
+
+logger = logging.getLogger("inflight.engine")
+
+
+class ModelRunner:
+    """Turns a schedule into tensors and tensors into logits. `modules[slot]` reads the weights of that slot."""
+
+    _recorded_before = False
+    """True once graphs were recorded."""
+
+    def __init__(
+        self,
+        modules: Seq[PreTrainedModel],
+        memory: KVMemory,
+        rows: Rows,
+        options: EngineOptions,
+        adapters: AdapterBank | None,
+        unfused_reason: str | None,
+    ):
+        self._modules = list(modules)
+        self._adapters = adapters
+        self._memory, self._rows, self._options = memory, rows, options
+        self.last_tokens = torch.zeros(options.max_sequences, dtype=torch.int64, device=memory.device)
+        """The last drawn token of each batch row. It stays on the device on its way into the next pass."""
+        self._decoders: list[FusedDecoder] = []
+        length = min(12, options.max_context)
+        ids = torch.arange(length, device=memory.device) * 7919 + 1
+        ids %= self._modules[0].config.get_text_config().vocab_size
+        # The batch uses the first blocks of the cache. No sequence holds them yet.
+        batch = make_batch([ids], [(0, 0, length)], memory)
+        logits = check_weights(self._modules[0], batch, memory)
+        self.unfused_reason = unfused_reason or why_unfused(lambda: self._fuse(batch, logits))
+        """Reason why the model runs with Transformers' own code. None if it runs fused."""
+        if self.unfused_reason is not None:
+            logger.info("the model runs as Transformers runs it: %s", self.unfused_reason)
+        self._wants_graphs = options.cuda_graphs
+        self._graphs: DecodeGraphs | None = None
+        self.capture()
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of recorded CUDA graphs."""
+        return len(self._graphs) if self._graphs is not None else 0
+
+    def capture(self) -> None:
+        """Record the graphs of decoding passes, if the model is fused and the backend can be part of a graph."""
+        backend = self._memory.backend
+        if not self._wants_graphs or not self._decoders or not isinstance(backend, GraphBackend):
+            return
+        try:
+            self._graphs = DecodeGraphs(
+                self._decoders, self._memory, backend, self._options.max_sequences, proven=self._recorded_before
+            )
+            self._recorded_before = True
+        except RuntimeError as error:  # a mixture of experts that reads the number of tokens per expert from the device
+            logger.warning("the engine runs without CUDA graphs, as a pass cannot be recorded: %s", error)
+            self._wants_graphs = False
+            self.free_memory()
+
+    def free_memory(self) -> None:
+        """Free the graphs and their memory."""
+        self._graphs = None
+        if isinstance(self._memory.backend, GraphBackend):
+            self._memory.backend.drop_graphs()
+
+    def forward(self, schedule: Schedule, slot: int) -> torch.Tensor:
+        """Return logits [M + S, V]: one row per draw of the schedule, then one per scored token, in their orders."""
+        single, parts = schedule.num_single, []
+        by_graph = single if self._graphs is not None else 0
+        if self._graphs is not None and single:
+            parts.append(self._decode(self._graphs, schedule, slot))
+        if not schedule.prompts:
+            return parts[0] if parts else self._compute(schedule, 0, np.arange(single), slot)
+        rows, row_of_each = np.unique(_rows_with_logits(schedule), return_inverse=True)  # samples share a prompt's row
+        parts.append(self._compute(schedule, by_graph, rows[by_graph:] - by_graph, slot))
+        logits = torch.cat(parts) if len(parts) > 1 else parts[0]
+        parts.clear()  # parts can be large
+        if not np.array_equal(row_of_each, np.arange(len(rows))):
+            logits = logits[self._to_device([row_of_each])[0]]
+        return logits
+
+    def _decode(self, graphs: DecodeGraphs, schedule: Schedule, slot: int) -> torch.Tensor:
+        """Return the logits of the sequences whose last token is computed, by a graph."""
+        single = schedule.num_single
+        rows, begins = schedule.rows[:single], schedule.begins[:single]
+        self._select_adapters(rows, schedule.counts[:single])
+        return graphs.run(slot, self.last_tokens, rows, self._places(rows, begins, begins + 1))
+
+    def _compute(self, schedule: Schedule, first: int, rows: np.ndarray, slot: int) -> torch.Tensor:
+        """Return the logits of the chunks from `first` on, kernel by kernel. They contain no single tokens, or all of
+        them. rows: the rows with logits among the tokens of these chunks, rising."""
+        batch = self._batch(schedule, first, rows)
+        self._select_adapters(schedule.rows[first:], schedule.counts[first:])
+        self._memory.begin(batch)
+        if self._decoders:
+            return self._decoders[slot](batch)
+        return run_packed(self._modules[slot], batch, self._memory)
+
+    def _select_adapters(self, batch_rows: np.ndarray, counts: np.ndarray) -> None:
+        if self._adapters is not None:
+            self._adapters.select(self._rows.adapters[batch_rows], counts)
+
+    def _places(
+        self, batch_rows: np.ndarray, positions: np.ndarray, contexts: np.ndarray, counts: np.ndarray | None = None
+    ) -> Places:
+        """Return the places of chunks of the sequences in these batch rows i64[S]. positions: i64[T]; contexts: i64[S];
+        counts: the tokens of each, i64[S], None for one each."""
+        size = self._memory.block_size
+        num_blocks = -(-int(np.maximum.reduce(contexts)) // size)
+        tables = [table[:, :num_blocks].take(batch_rows, 0) for table in self._rows.tables]
+        owner = np.arange(len(batch_rows))
+        owner = owner if counts is None else np.repeat(owner, counts)
+        block, place = np.divmod(positions, size)
+        cache_index = [table[owner, block].astype(np.int64) * size + place for table in tables]
+        return Places(positions, cache_index, tables, contexts)
+
+    def _batch(self, schedule: Schedule, first: int, rows: np.ndarray) -> ForwardBatch:
+        batch_rows, begins, counts = (column[first:] for column in (schedule.rows, schedule.begins, schedule.counts))
+        single = schedule.num_single - first
+        if schedule.prompts:
+            places = self._places(batch_rows, places_of(begins, counts), begins + counts, counts)
+        else:
+            places = self._places(batch_rows, begins, begins + 1)
+        token_ids = np.zeros(len(places.positions), np.int64)  # the last tokens of sequences are on the device
+        at = single
+        for chunk in schedule.prompts:
+            token_ids[at : at + chunk.count] = chunk.sequence.token_slice(chunk.start, chunk.start + chunk.count)
+            at += chunk.count
+        starts = np.zeros(len(counts) + 1, np.int32)
+        np.add.accumulate(counts, out=starts[1:])
+        ids, positions, rows_M, single_rows, *cache_index = self._to_device(
+            [token_ids, places.positions, rows, batch_rows[:single], *places.cache_index]
+        )
+        states = self._to_device([self._rows.states[batch_rows]])[0] if self._memory.states else None
+        ids[:single] = self.last_tokens[single_rows]
+        return ForwardBatch(
+            token_ids=ids,
+            positions=positions,
+            rows=rows_M,
+            cache_index=cache_index,
+            tables=places.tables,
+            starts=starts,
+            contexts=places.contexts.astype(np.int32),
+            num_single=single,
+            states=states,
+        )
+
+    def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        """Return integer arrays as i64 tensors on the device, in one copy. Each starts at a multiple of 16 bytes,
+        because Triton compiles a kernel once more for other pointers."""
+        starts = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)])
+        flat = np.zeros(starts[-1], np.int64)
+        for array, start in zip(arrays, starts, strict=False):
+            flat[start : start + len(array)] = array
+        on_device = to_device(torch.from_numpy(flat), self._memory.device)
+        return [on_device[start : start + len(array)] for array, start in zip(arrays, starts, strict=False)]
+
+    @torch.inference_mode()
+    def _fuse(self, batch: ForwardBatch, theirs: torch.Tensor) -> bool:
+        """Use fused decoders if they compute the same logits as the model over these weights, in this dtype and on this
+        device. `agreement.py` compared their parts closely before."""
+        decoders = [FusedDecoder(module, self._memory, self._options.max_context) for module in self._modules]
+        self._memory.begin(batch)
+        agree = agrees_with(decoders[0](batch), theirs, self._modules[0].dtype)
+        self._decoders = decoders if agree else []
+        return agree
+
+
+def _rows_with_logits(schedule: Schedule) -> np.ndarray:
+    """Return the rows i64[M + S] of a pass after which tokens are drawn, and then the rows whose next tokens are
+    scored."""
+    ends = np.cumsum(schedule.counts)
+    drawn = ends[schedule.draws.chunks] - 1
+    if not schedule.num_scored:
+        return drawn
+    prompts = zip(ends[schedule.num_single :], schedule.prompts, strict=True)
+    return np.concatenate([drawn, *(end - chunk.count + np.arange(chunk.num_scored) for end, chunk in prompts)])

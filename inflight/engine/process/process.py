@@ -1,0 +1,238 @@
+"""The engine's process. It answers the control socket between forward passes and sends every frame to the stream, until
+it is stopped."""
+
+import gc
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+import zmq
+from inflight_kernels import _cpu
+
+from inflight.core.by_name import load_by_name
+from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError
+from inflight.core.messages import (
+    PROTOCOL,
+    Call,
+    Failed,
+    FromEngine,
+    Hello,
+    Status,
+    ToEngine,
+    Welcome,
+    check_same_version,
+)
+from inflight.core.options import EngineOptions, Startup
+from inflight.core.version import PACKAGE, __version__
+from inflight.engine.backend import Backend
+from inflight.engine.loop.admission import may_begin
+from inflight.engine.loop.clocks import GENERATING, StateClock
+from inflight.engine.process.control_socket import ControlSocket, Handlers
+from inflight.engine.process.directory import alive_lock
+from inflight.engine.process.publishing import FromPublisher, PublisherService
+from inflight.engine.process.tcp_listener import opened
+from inflight.engine.process.verbs import Verbs, verb
+from inflight.observability.trace import Recorder
+from inflight.stream.writer import StreamWriter
+from inflight.weights.cuda_ipc import uuid_of
+from inflight.weights.transports import AcceptedTransports
+
+logger = logging.getLogger("inflight.engine")
+
+_IDLE_POLL_MS = 50
+_SHARE_OF_STEP = 0.1
+"""Maximum share of a pass for messages that bring no work, beyond the first message."""
+
+
+class EngineProcess:
+    """An engine, its control socket and its stream. Clients can call the engine's verbs and the verbs of this class."""
+
+    def __init__(
+        self,
+        engine: Backend,
+        control: ControlSocket,
+        stream: StreamWriter,
+        directory: Path,
+        transports: AcceptedTransports,
+        tcp: tuple[str, int] = ("", 0),
+    ):
+        """directory: for the locks of engine and publisher, and for traces. tcp: the control socket's endpoint for
+        other machines and the port of the stream, if the engine has them."""
+        self._engine = engine
+        self._control = control
+        self._stream = stream
+        self._tcp_endpoint, self._tcp_stream_port = tcp
+        self._alive_lock = alive_lock(directory)
+        self._publisher_lock = directory / "publisher.lock"
+        self._publishing = PublisherService(engine, control, self._publisher_lock, transports)
+        self._recorder = Recorder("inflight engine", directory)
+        self._verbs = Verbs(engine, self)
+        self._handlers: Handlers = {
+            **dict.fromkeys(get_args(FromPublisher), self._publishing.handle),
+            Call: lambda sender, call: self._verbs.answer(call),
+            Hello: self._hello,
+        }
+        self._step_ns = 0
+        self._states = StateClock(engine.state)
+        self.stopping = False
+
+    def run(self) -> None:
+        while not self.stopping:
+            engine, idle = self._engine, self._engine.idle
+            self._states.enter(engine.state if idle else GENERATING)
+            self._answer(wait=idle)
+            self._publishing.take_results()
+            engine.admit(may_begin=may_begin(engine, self._stream))
+            if not engine.idle:
+                self._states.enter(GENERATING)
+            began_ns = now_ns()
+            frame = engine.step()
+            self._stream.state = self._engine.state
+            self._step_ns = now_ns() - began_ns
+            if frame is not None:
+                self._stream.send(frame, at_once=engine.idle or frame.header.swap is not None)
+            else:
+                self._stream.flush()
+            self._publishing.lend_slots()
+
+    def stop(self) -> None:
+        """End the loop after the pass in progress. Can be called from any thread."""
+        self.stopping = True
+
+    def close(self) -> None:
+        self._engine.close()
+        self._stream.close()
+
+    # ---- verbs --------------------------------------------------------------------------------------------------
+
+    @verb()
+    def shutdown(self) -> None:
+        self.stop()
+
+    @verb()
+    def status(self) -> Status:
+        engine = self._engine
+        return Status(
+            version=engine.version,
+            step=engine.step_count,
+            num_tokens=engine.num_tokens,
+            num_swaps=engine.num_swaps,
+            num_swaps_in_flight=engine.num_swaps_in_flight,
+            bad_messages=self._control.num_refused,
+            paused=engine.paused,
+            asleep=engine.asleep,
+            versions=engine.slot_table.versions,
+            num_unacknowledged_bytes=self._stream.kept.bytes_in_memory,
+            num_spilled_bytes=self._stream.kept.bytes_in_files,
+            seconds_by_state=self._states.seconds(),
+            **asdict(engine.load()),
+        )
+
+    @verb()
+    def start_trace(self, details: bool = False) -> None:
+        """Record the activity of this process until `stop_trace`. Generation continues.
+
+        details: record every operator and everything else that the profiler can record, not only spans, kernels and
+        copies.
+        """
+        self._recorder.start(details=details)
+
+    @verb()
+    def stop_trace(self) -> str:
+        """Return the path of the engine's part of the trace. The file belongs to the caller from then on."""
+        return str(self._recorder.stop())
+
+    # ---- control ------------------------------------------------------------------------------------------------
+
+    def _answer(self, *, wait: bool) -> None:
+        """Answer waiting messages; with `wait`, wait a while for the first one."""
+        limit_ns, wait_ms = self._step_ns * _SHARE_OF_STEP, _IDLE_POLL_MS if wait else 0
+        self._control.serve(self._handlers, self._brings_work, limit_ns=limit_ns, wait_ms=wait_ms)
+
+    def _brings_work(self, message: ToEngine) -> bool:
+        return self._verbs.brings_work(message) if isinstance(message, Call) else not isinstance(message, Hello)
+
+    def _hello(self, sender: bytes, message: Hello) -> FromEngine:
+        check_same_version(message.version, message.protocol, message.package, who="who says Hello")
+        return self._welcome(message.ticket)
+
+    def _welcome(self, ticket: int) -> Welcome:
+        engine = self._engine
+        return Welcome(
+            ticket=ticket,
+            engine_id=engine.engine_id,
+            stream_endpoint=self._stream.endpoint,
+            tcp_endpoint=self._tcp_endpoint,
+            tcp_stream_port=self._tcp_stream_port,
+            layout=engine.slot_table.layout,
+            adapter_layout=engine.adapter_slots.layout if engine.adapter_slots is not None else None,
+            device=str(engine.device),
+            device_uuid=uuid_of(engine.device),
+            num_slots=len(engine.slot_table.slots),
+            max_sequences=engine.max_sequences,
+            max_context=engine.max_context,
+            vocab_size=engine.vocab_size,
+            next_ids=engine.requests.next_ids,
+            publisher_lock=str(self._publisher_lock),
+            alive_lock=str(self._alive_lock),
+            version=__version__,
+            protocol=PROTOCOL,
+            package=PACKAGE,
+            no_kernels=_cpu.problem() if engine.device.type == "cpu" and _cpu.library() is None else "",
+            **asdict(engine.execution),
+        )
+
+
+def make_backend(options: EngineOptions) -> Backend:
+    """Return the backend that `EngineOptions.backend` names. Its modules are imported only here, because vLLM's
+    interpreter need not have the dependencies of our backend, and ours need not have vLLM."""
+    if options.backend == "vllm":
+        return load_by_name("inflight.integrations.vllm_backend.engine:VllmEngine")(options)
+    from inflight.engine.loop.engine import Engine
+
+    return Engine(options)
+
+
+def serve(startup: Startup, stop_with: Callable[[Callable[[], None]], None]) -> int:
+    """Load the model and serve it until the end. Return the exit status of the process.
+
+    stop_with: called with a function that ends the service, for the watch over the launcher.
+    """
+    directory, options = Path(startup.directory), startup.options
+    control = ControlSocket(f"ipc://{directory}/control", max_clients=options.max_clients)
+    stream = StreamWriter(
+        f"ipc://{directory}/stream",
+        memory_bytes=options.stream_memory_bytes,
+        spill_directory=Path(options.spill_directory or tempfile.gettempdir()),
+    )
+    for name in ("control", "stream"):
+        os.chmod(directory / name, 0o600)
+    with ExitStack() as at_end:
+        for end in (zmq.Context.instance().term, control.close, stream.close):
+            at_end.callback(end)
+        try:
+            tcp = at_end.enter_context(opened(options.listen, options.keys, control, stream))
+            transports, engine = AcceptedTransports(options.transports), make_backend(options)
+        except InflightError as error:
+            logger.error("the engine did not start: %s", error)
+            control.wait(10_000)
+            while (received := control.receive()) is not None:  # the launcher repeats Hello until it gets an answer
+                control.send(received[0], Failed(kind=type(error).__name__, message=str(error)))
+            return 1
+        process = EngineProcess(engine, control, stream, directory, transports, tcp)
+        at_end.callback(process.close)
+        stop_with(process.stop)
+        gc.collect()
+        # Objects from importing and loading live to the end, and walking them stops the generator for 1/4 second.
+        gc.freeze()
+        logger.info("engine %s serves %s: %s", engine.engine_id, options.model, engine.describe())
+        if options.listen:
+            logger.info("clients with a key may connect to %s, and to port %d for the stream", *tcp)
+        process.run()
+    return 0

@@ -1,0 +1,507 @@
+"""Starts a vLLM engine from our options; this process steps it."""
+
+import logging
+import os
+import sys
+import tempfile
+import time
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from inflight.core.decoders import msgpack_decoder
+from inflight.core.errors import (
+    BackendError,
+    DeviceMemoryError,
+    FileWriteError,
+    InflightError,
+    ModelLoadError,
+    UnsupportedModelError,
+)
+from inflight.core.files import file_errors
+from inflight.core.layout import Alias, WeightLayout
+from inflight.core.options import EngineOptions
+from inflight.core.sampling import MAX_TOP_LOGPROBS
+from inflight.engine.loop.own_columns import load_columns
+from inflight.engine.loop.sequence import Sequence
+from inflight.engine.model.adapters import PROJECTIONS, SLOTS, adapter_layout
+from inflight.engine.model.aliases import aliases_of
+from inflight.engine.model.checkpoints import compare_checkpoint
+from inflight.engine.model.device import memory_left, resolve_device
+from inflight.engine.model.loading import context_limit, eos_token_ids, load_tokenizer, read_config, resolve_dtype
+from inflight.engine.model.shapes import SHAPES
+from inflight.integrations.vllm_backend import worker
+from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits
+from inflight.integrations.vllm_backend.columns import UNRECORDED
+from inflight.integrations.vllm_backend.staged_slots import StagedSlots
+from inflight.integrations.vllm_backend.worker import Attachment, SharedSlots, UpdatePath
+from inflight.model_checks.twin import first_line
+from inflight.weights.engine.slot_table import make_slot
+from inflight.weights.shared_memory import SharedMemorySlot
+from inflight.weights.tensors import layout_of, slot_views
+
+logger = logging.getLogger("inflight.engine")
+
+EXTENSION = "inflight.integrations.vllm_backend.worker.StagedWeights"
+_BLOCK_TOKENS = 128
+"""Maximum number of tokens of vLLM's blocks by default."""
+_CHECK_STEPS = 1000
+"""Maximum number of steps for the prompts of the check at the start."""
+_OURS = {
+    "model": "model",
+    "dtype": "dtype",
+    "seed": "seed",
+    "max_num_seqs": "max_sequences",
+    "max_model_len": "max_context",
+    "max_num_batched_tokens": "max_prefill_tokens",
+    "enable_prefix_caching": "prefix_caching",
+    "kv_cache_memory_bytes": "kv_cache_tokens",
+    "enforce_eager": "cuda_graphs",
+    "trust_remote_code": "trust_remote_code",
+    "enable_lora": "lora_rank",
+    "max_lora_rank": "lora_rank",
+    "max_loras": "adapters",
+    "max_cpu_loras": "adapters",
+}
+"""Maps options of vLLM that we set to the options of ours that determine them."""
+_FIXED = {
+    "logprobs_mode": "the recorded log-probability is that of the distribution that was sampled from",
+    "async_scheduling": "a token would be told of one step after the weights that drew it",
+    "pipeline_parallel_size": "several steps would be under way when weights change",
+    "data_parallel_size": "launch([EngineOptions(…), …]) makes several engines",
+    "speculative_config": "it is not tried with weights that change",
+    "worker_extension_cls": "inflight has one of its own",
+    "lora_modules": "adapters are those of the options lora_rank and adapters, and are published",
+    "enable_sleep_mode": "sleep() frees the KV cache without it",
+    "load_format": "weights are loaded as vLLM does by default, and published from then on",
+    "skip_tokenizer_init": "text is read outside of vLLM",
+    "tokenizer": "text is read outside of vLLM",
+    "generation_config": "sampling is as SamplingParams say",
+    "max_logprobs": "SamplingParams.top_logprobs has its own bound",
+}
+"""Maps options of vLLM that cannot be chosen to the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A vLLM engine, and the properties of its model."""
+
+    core: Any
+    """vLLM's client of an engine core that runs in this process."""
+    config: Any
+    """vLLM's configuration."""
+    name: str
+    """vLLM's distribution and version."""
+    options: EngineOptions
+    """Our options, with numbers in place of the zeros that stand for a default."""
+    device: torch.device
+    slot_table: StagedSlots
+    adapter_slots: StagedSlots | None
+    aliases: list[Alias]
+    records_columns: bool
+    """Columns other than tokens and log-probabilities can be recorded."""
+    reload_reason: str
+    """"" if versions are prepared next to the weights in use. Otherwise the reason why vLLM loads them itself."""
+    vocab_size: int
+    tokenizer: PreTrainedTokenizerBase | None
+    eos_ids: frozenset[int]
+    kv_cache_bytes: int
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.engine_core.scheduler
+
+    @property
+    def kv_pool(self) -> Any:
+        """vLLM's pool of blocks."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def kv_blocks(self) -> int:
+        return int(self.config.cache_config.num_gpu_blocks)
+
+    @property
+    def block_tokens(self) -> int:
+        return int(self.config.cache_config.block_size)
+
+    def num_preemptions(self) -> int:
+        """Return the number of preemptions of unfinished requests."""
+        return sum(request.num_preemptions for request in self.scheduler.requests.values())
+
+    def unbegun(self) -> list[str]:
+        """Return vLLM's names of the requests of which it has computed nothing."""
+        return [r.request_id for r in self.scheduler.waiting if not r.num_computed_tokens and not r.num_output_tokens]
+
+    def request(self, name: str, sequence: Sequence, salt: int, sampling: dict[str, Any]) -> Any:
+        """Return a request for vLLM: the rest of a sequence. Its blocks are shared under a version's name."""
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        adapter = None
+        if sequence.adapter is not None:
+            number = self.options.adapters.index(sequence.adapter) + 1
+            # Its worker already has the adapter, and does not read this path.
+            adapter = LoRARequest(sequence.adapter, number, "published")
+        shared = f"{salt}:{sequence.params.cache_salt}"
+        return _request(name, sequence.token_ids(), SamplingParams(**sampling), shared, adapter)
+
+
+def check_options(options: EngineOptions) -> None:
+    """Raise BackendError for options that vLLM, or our use of it, does not support."""
+    default = EngineOptions(options.model)
+    refused = {
+        "slots": options.slots < 2 and "vLLM holds one copy of the weights, versions arrive in others: slots=2 or more",
+        "schedule_order": options.schedule_order != default.schedule_order and "vLLM has its own order",
+        "kv_on_swap": options.kv_on_swap != "keep" and "running sequences keep their keys and values",
+        "prefix_across_versions": options.prefix_across_versions and "each version has a prefix cache of its own",
+        "record_routed_experts": options.record_routed_experts and "experts are recorded by the inflight backend alone",
+        "attention": options.attention != "auto" and 'vLLM chooses by itself, or by vllm={"attention_backend": …}',
+        "layer_kinds": options.layer_kinds and "vLLM has its own kinds of layers",
+        "fused": not options.fused and "vLLM runs models as it does",
+    }
+    for name, why in refused.items():
+        if why:
+            raise BackendError(f'{name}={getattr(options, name)!r} cannot be had with backend="vllm": {why}')
+    for name in options.vllm:
+        if name in _OURS:
+            raise BackendError(f'vllm={{"{name}": …}} is said by the option {_OURS[name]!r}')
+        if name in _FIXED:
+            raise BackendError(f'vllm={{"{name}": …}} cannot be chosen: {_FIXED[name]}')
+
+
+def start(options: EngineOptions) -> Started:
+    """Load the model into vLLM. Raises BackendError if vLLM is not installed here or does not take an option, and
+    ModelLoadError or UnsupportedModelError."""
+    check_options(options)
+    _set_environment(options)
+    try:
+        import vllm  # pyright: ignore[reportMissingImports]
+        from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise BackendError(
+            f"vLLM cannot be imported by {sys.executable} ({error}); install it there, or in an environment of its own "
+            "(`pip install vllm`; without a GPU `make peers`), and name that Python in backend_python"
+        ) from error
+    unknown = [name for name in options.vllm if name not in EngineArgs.__dataclass_fields__]
+    if unknown:
+        raise BackendError(f"vLLM {vllm.__version__} has no option {', '.join(unknown)}")
+    device = resolve_device(options.device)
+    if current_platform.device_type != device.type:
+        raise BackendError(f"this vLLM runs on {current_platform.device_type}, and {device.type} was asked for")
+    if device.type == "cuda" and options.vllm.get("tensor_parallel_size", 1) > 1:
+        raise BackendError("tensor_parallel_size > 1 on GPUs: staged weights reach one GPU; take one, or a CPU")
+    if options.threads and device.type == "cpu":
+        torch.set_num_threads(options.threads)
+
+    config = read_config(options.model, trust=options.trust_remote_code)
+    text = config.get_text_config()
+    # Invalid columns fail here, before the model is loaded.
+    load_columns(options.columns, vocab_size=int(text.vocab_size), device=torch.device("cpu"))
+    context = context_limit(text, options.max_context)
+    dtype = resolve_dtype(options.dtype, model=options.model, device=device)
+    dtype = dtype or getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
+    options = msgspec.structs.replace(options, max_context=context, dtype=str(dtype).removeprefix("torch."))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options.trust_remote_code)
+    aliases = aliases_of(model)
+    weights = _make_slots(layout_of(model), options.slots - 1, device)
+    adapters = _make_slots(adapter_layout(model, options), SLOTS, device) if options.lora_rank else None
+    with tempfile.TemporaryDirectory(prefix="inflight-vllm-") as directory:
+        path = _checkpoint(options, config, dtype, Path(directory))
+        try:
+            engine = LLMEngine.from_engine_args(
+                EngineArgs(**_arguments(options, path, text, dtype, device)), enable_multiprocessing=False
+            )
+            vocab_size = int(text.vocab_size)
+            ways = _attach(engine.engine_core, options, aliases, vocab_size, weights, adapters)
+            reason = _why_lost([(way.reload_reason, way.reads) for way in ways], weights.layout)
+            if adapters is not None:
+                lost = _why_lost([(way.adapter_reason, way.adapter_reads) for way in ways], adapters.layout)
+                if lost:
+                    raise UnsupportedModelError(f"vLLM takes no adapters of {options.model!r}: {lost}")
+            records = all(way.records for way in ways)
+            if options.columns and not records:
+                raise BackendError(f"columns={options.columns!r} cannot be had here: {UNRECORDED}")
+            # vLLM's reloading does not update packed experts and tied weights.
+            if reason and device.type == "cpu":
+                raise UnsupportedModelError(f"vLLM on a CPU takes no new weights of {options.model!r}: {reason}")
+            if reason:
+                logger.warning("vLLM loads new weights by itself, which stalls it longer: %s", reason)
+            _warm_up(engine.engine_core)
+            if not engine.vllm_config.model_config.quantization:
+                check_logits(
+                    engine.engine_core,
+                    partial(_draw, engine.engine_core),
+                    config,
+                    weights.layout,
+                    weights.slots[0].buffer,
+                    dtype,
+                    name=options.model,
+                    max_context=options.max_context,
+                    trust=options.trust_remote_code,
+                )
+        except InflightError:
+            raise
+        except Exception as error:  # the caller gets the same error, whatever vLLM and the libraries below it raise
+            logger.exception("vLLM does not start")
+            raise ModelLoadError(
+                f"vLLM {vllm.__version__} does not run {options.model!r}: {first_line(error)}{_missing_package(error)}"
+            ) from error
+        try:
+            generation_config = GenerationConfig.from_pretrained(path)
+        except OSError:  # the model has no generation config
+            generation_config = None
+    tokenizer = load_tokenizer(options.model, trust=options.trust_remote_code)
+    return Started(
+        core=engine.engine_core,
+        config=engine.vllm_config,
+        name=f"{packages_distributions().get('vllm', ['vllm'])[0]} {vllm.__version__}",
+        options=options,
+        device=device,
+        slot_table=weights,
+        adapter_slots=adapters,
+        aliases=aliases,
+        records_columns=records,
+        reload_reason=reason,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        eos_ids=eos_token_ids(generation_config, config, tokenizer=tokenizer),
+        kv_cache_bytes=int(engine.vllm_config.cache_config.kv_cache_memory_bytes or 0),
+    )
+
+
+def _missing_package(error: Exception) -> str:
+    """Return advice to install torchvision if vLLM cannot import the code of a model. vLLM logs the failed import, and
+    needs that package for the text of multimodal families, too."""
+    if "failed to be inspected" in str(error) and find_spec("torchvision") is None:
+        return f"; its code for this model needs torchvision, which is not installed for {sys.executable}"
+    return ""
+
+
+def _make_slots(layout: WeightLayout, count: int, device: torch.device) -> StagedSlots:
+    return StagedSlots(layout, [make_slot(layout.total_bytes, device) for _ in range(count)])
+
+
+def _attach(
+    core: Any,
+    options: EngineOptions,
+    aliases: list[Alias],
+    vocab_size: int,
+    weights: StagedSlots,
+    adapters: StagedSlots | None,
+) -> list[UpdatePath]:
+    """Make the workers map the slots and determine how versions get from the slots into the model."""
+
+    def described(table: StagedSlots) -> SharedSlots:
+        worker.own_slots[table.layout.fingerprint] = [slot.buffer for slot in table.slots]
+        return SharedSlots(
+            table.layout, [slot.descriptor() if isinstance(slot, SharedMemorySlot) else None for slot in table.slots]
+        )
+
+    attachment = msgspec.msgpack.encode(
+        Attachment(
+            weights=described(weights),
+            aliases=aliases,
+            cores=sorted(os.sched_getaffinity(0)),
+            columns=options.columns,
+            vocab_size=vocab_size,
+            adapters=None if adapters is None else described(adapters),
+            adapter_names=options.adapters,
+        )
+    )
+    # The first worker fills the slot before all of them read it.
+    core.collective_rpc("inflight_fill", args=(attachment,))
+    if adapters is not None:
+        generator = torch.Generator(adapters.slots[0].buffer.device).manual_seed(0)
+        for view in slot_views(adapters.slots[0].buffer, adapters.layout).values():
+            view.normal_(generator=generator)  # random values identify the place of each tensor
+    ways = [
+        msgpack_decoder(UpdatePath).decode(way) for way in core.collective_rpc("inflight_attach", args=(attachment,))
+    ]
+    if adapters is not None:
+        adapters.slots[0].buffer.zero_()
+    return ways
+
+
+def _warm_up(core: Any) -> None:
+    """Draw a few tokens, so that clients do not wait for kernels that are compiled at their first run."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=0, seed=0, detokenize=False)
+    for count in (1, 2):
+        for index in range(count):
+            core.add_request(_request(f"warm-up-{count}-{index}", [0, 1, 2], sampling, "warm-up"))
+        for _ in range(3):
+            core.get_output()
+
+
+def _draw(core: Any, prompts: list[list[int]], num_tokens: int, num_logprobs: int) -> list[DrawnPrompt]:
+    """Continue prompts, all at once, with log-probabilities."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    sampling = SamplingParams(
+        max_tokens=num_tokens, ignore_eos=True, logprobs=num_logprobs, seed=0, temperature=1.0, detokenize=False
+    )
+    rows: dict[str, list[tuple[list[int], list[float]]]] = {f"check-{i}": [] for i in range(len(prompts))}
+    salt = f"check-{time.monotonic_ns()}"
+    for name, prompt in zip(rows, prompts, strict=True):
+        core.add_request(_request(name, prompt, sampling, salt))
+    unfinished = set(rows)
+    for _ in range(_CHECK_STEPS):
+        for output in core.get_output().outputs:
+            found = output.new_logprobs
+            for index in range(len(output.new_token_ids)):
+                ids, logprobs = found.logprob_token_ids[index], found.logprobs[index]
+                rows[output.request_id].append(([int(i) for i in ids], [float(x) for x in logprobs]))
+            if output.finish_reason is not None:
+                unfinished.discard(output.request_id)
+        if not unfinished:
+            break
+    else:
+        raise BackendError(f"vLLM has not finished {len(unfinished)} prompts within {_CHECK_STEPS} steps")
+    drawn = []
+    for prompt, own in zip(prompts, rows.values(), strict=True):
+        columns, logprobs = torch.tensor([ids for ids, _ in own]), torch.tensor([values for _, values in own])
+        drawn.append(DrawnPrompt(prompt + columns[:, 0].tolist(), columns, logprobs))
+    return drawn
+
+
+def _request(name: str, token_ids: list[int], sampling: Any, salt: str, adapter: Any = None) -> Any:
+    """Return a request in the form of vLLM's engine core."""
+    from vllm.v1.engine import EngineCoreRequest  # pyright: ignore[reportMissingImports]
+
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=token_ids,
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=adapter,
+        cache_salt=salt,
+        data_parallel_rank=None,
+    )
+
+
+def _why_lost(ways: list[tuple[str, list[tuple[int, int]]]], layout: WeightLayout) -> str:
+    """Return the reason why tokens would not be drawn with prepared versions of a slot; "" if they would.
+
+    ways: for each worker, its own reason, and the byte ranges of a slot that it reads. A tensor that begins outside all
+    of them would never change.
+    """
+    for reason, _ in ways:
+        if reason:
+            return reason
+    read = sorted(part for _, parts in ways for part in parts)
+    begins = [begin for begin, _ in read]
+    for spec in layout.tensors:
+        at = bisect_right(begins, spec.offset)
+        if spec.nbytes and not (at and read[at - 1][1] > spec.offset):
+            return f"{spec.name} goes nowhere that is known"
+    return ""
+
+
+def _arguments(
+    options: EngineOptions, path: str, text: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """Return the arguments for starting vLLM."""
+    arguments: dict[str, Any] = {
+        "model": path,
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "max_num_seqs": options.max_sequences,
+        "max_model_len": options.max_context,
+        "enable_prefix_caching": options.prefix_caching,
+        "trust_remote_code": options.trust_remote_code,
+        "enforce_eager": not options.cuda_graphs,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_TOP_LOGPROBS,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "worker_extension_cls": EXTENSION,
+    }
+    if options.max_prefill_tokens:
+        arguments["max_num_batched_tokens"] = options.max_prefill_tokens + options.max_sequences
+    if options.kv_cache_tokens or device.type == "cpu":
+        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(options, text, dtype, device)
+    if options.lora_rank:
+        places = len(options.adapters) + (
+            device.type == "cpu"
+        )  # Rows without an adapter read the last place. It contains zeros.
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": places,
+            "max_cpu_loras": places,
+            "max_lora_rank": _rank_of_vllm(options.lora_rank),
+            "lora_target_modules": PROJECTIONS,
+        }
+    return arguments | options.vllm
+
+
+def _rank_of_vllm(rank: int) -> int:
+    """Return the smallest rank that vLLM supports and that is not below this one."""
+    from vllm.config.lora import MaxLoRARanks  # pyright: ignore[reportMissingImports]
+
+    return min(its for its in get_args(MaxLoRARanks) if its >= rank)
+
+
+def _kv_cache_bytes(options: EngineOptions, text: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes in each worker for the keys and values of the requested number of tokens, or of all sequences at
+    their longest, within the available memory. Raises DeviceMemoryError."""
+    queries = getattr(text, "num_attention_heads", None) or 1  # any number for a model without attention
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // queries
+    heads = getattr(text, "num_key_value_heads", None) or queries
+    workers = options.vllm.get("tensor_parallel_size", 1)
+    per_token = 2 * text.num_hidden_layers * -(-heads // workers) * head_dim * dtype.itemsize
+    context = -(-options.max_context // _BLOCK_TOKENS) * _BLOCK_TOKENS
+    least = (context + _BLOCK_TOKENS) * per_token
+    wanted = (options.kv_cache_tokens or options.max_sequences * context) * per_token + _BLOCK_TOKENS * per_token
+    room = int(memory_left(device) * options.kv_cache_fraction) // workers
+    if room < least:
+        raise DeviceMemoryError(
+            f"the KV cache of one sequence takes {least / 2**20:,.0f} MiB and {room / 2**20:,.0f} MiB are left for it; "
+            "lower max_context or raise kv_cache_fraction"
+        )
+    return max(least, min(wanted, room))
+
+
+def _set_environment(options: EngineOptions) -> None:
+    """Set the environment variables that vLLM reads, and the variables with which its processes find inflight."""
+    # Its engine core runs in this process, and takes a step on each of our calls.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if options.vllm.get("tensor_parallel_size", 1) > 1:
+        # Otherwise it asks for a NUMA node for each worker.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if not options.cuda_graphs:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of its sampler are still compiled
+    if options.threads:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    if os.path.isdir(options.model) or options.model in SHAPES:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # all files are local
+
+
+def _checkpoint(options: EngineOptions, config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> str:
+    """Return the model for vLLM: the name as given, or a directory with a built-in shape."""
+    if options.model not in SHAPES:
+        compare_checkpoint(
+            options.model, config, trust=options.trust_remote_code
+        )  # vLLM misses parts of joined tensors
+        return options.model
+    torch.manual_seed(options.seed)
+    with file_errors(FileWriteError, f"cannot write to {directory}", "TMPDIR is the variable for another directory"):
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
+    return str(directory)

@@ -1,0 +1,314 @@
+"""The generation loop around vLLM: commit → hand over → step → collect → emit.
+
+Between two steps of vLLM a prepared version goes live (commit), and vLLM gets the sequences for which it has room (hand
+over). After a step its tokens are appended to their sequences, and finished sequences end (collect). A frame contains
+the results (emit). A step is scheduled, computed and read before the next one, so that all its tokens have one version.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from inflight.core.clock import now_ns
+from inflight.core.errors import BackendError, DeviceMemoryError, InflightError
+from inflight.core.frames import TokenFrame
+from inflight.core.messages import Digests
+from inflight.core.options import EngineOptions
+from inflight.core.spans import span
+from inflight.engine.backend import Backend, Execution, Load
+from inflight.engine.loop.outputs import token_columns
+from inflight.engine.loop.requests import Requests
+from inflight.engine.loop.sequence import Sequence
+from inflight.engine.loop.stopping import StopCondition
+from inflight.engine.process.verbs import verb
+from inflight.integrations.vllm_backend.build import Started, start
+from inflight.integrations.vllm_backend.columns import Columns
+from inflight.integrations.vllm_backend.sampling import request_arguments
+from inflight.integrations.vllm_backend.staged_slots import StagedSlots
+from inflight.integrations.vllm_backend.vllm_scheduler import VllmScheduler
+from inflight.weights.comparison import ChecksumRequest
+from inflight.weights.tensors import slot_views
+
+logger = logging.getLogger("inflight.engine")
+
+_POLL_S = 0.001
+"""Interval at which an engine that has nothing to generate checks if a version is prepared."""
+_PREPARE_S = 600.0
+"""Maximum time for workers to prepare a version."""
+_RPC_S = 120.0
+"""Maximum time for workers to answer."""
+
+
+class VllmEngine(Backend):
+    """Generates tokens with vLLM, in this process and the workers that it starts.
+
+    The constructor raises BackendError, ModelLoadError, UnsupportedModelError, SharedMemoryError or DeviceMemoryError.
+    `submit` raises InvalidRequestError, and `step` raises BackendError if vLLM has failed.
+    """
+
+    def __init__(self, options: EngineOptions, started: Started | None = None):
+        """started: a vLLM engine; None starts one."""
+        started = started or start(options)
+        super().__init__(started.options)
+        self._core, self._started = started.core, started
+        self.device = started.device
+        self.vocab_size = started.vocab_size
+        self.aliases = started.aliases
+        self.slot_table: StagedSlots = started.slot_table
+        self.execution = Execution(
+            attention="vllm",
+            fused=True,
+            num_graphs=0,
+            kv_cache_bytes=started.kv_cache_bytes,
+            kv_cache_tokens=started.kv_blocks * started.block_tokens,
+        )
+        self.scheduler: VllmScheduler = VllmScheduler(self.max_sequences, records_columns=started.records_columns)
+        self.requests = Requests(
+            self.scheduler,
+            self.slot_table,
+            self.options,
+            vocab_size=self.vocab_size,
+            can_read_text=started.tokenizer is not None,
+        )
+        self.stop = StopCondition(started.eos_ids, started.tokenizer)
+        self._preparing: StagedSlots | None = None
+        """The slots of the version that the workers prepare."""
+        self._preparing_since_ns = 0
+        self._num_reused_tokens = 0
+
+    def describe(self) -> str:
+        started, reason = self._started, self._started.reload_reason
+        how = f"reloads weights by itself ({reason})" if reason else "weights are prepared beside it and swapped"
+        return (
+            f"{started.name} on {self.device}, {how}, up to {self.max_sequences} sequences of {self.max_context:,} "
+            f"tokens, KV cache for {self.execution.kv_cache_tokens:,} tokens"
+        )
+
+    def close(self) -> None:
+        """End vLLM's workers, and remove the slots' names. Safe to call twice."""
+        self._core.shutdown()
+        super().close()
+
+    # ---- states -------------------------------------------------------------------------------------------------
+
+    @verb()
+    def sleep(self) -> None:
+        """Free the memory of the KV cache. Raises BackendError with CUDA graphs, because they contain its addresses."""
+        if self.device.type == "cuda" and self.options.cuda_graphs:
+            raise BackendError(
+                'sleep() cannot be had with backend="vllm" and CUDA graphs, which know where the KV cache lies: launch '
+                "with cuda_graphs=False, or pause()"
+            )
+        if not self.asleep:
+            self.scheduler.send_back(list(self.scheduler.running))
+            self._call(self._core.abort_requests, self.scheduler.take_given_up())
+            if not self._call(self._core.reset_prefix_cache):
+                raise BackendError("vLLM holds blocks of its KV cache that no request needs")
+            self.asleep = True
+            self._rpc("inflight_free")
+
+    @verb()
+    def wake(self) -> None:
+        if self.asleep:
+            missing = [why for why in self._rpc("inflight_allocate") if why]
+            if missing:
+                self._rpc("inflight_free")
+                raise DeviceMemoryError(f"there is no memory for the KV cache: {missing[0]}; the engine sleeps on")
+            self.asleep = False
+
+    @verb()
+    def digests(self, least: int) -> NoReturn:
+        """Raise BackendError."""
+        raise BackendError(
+            'digests() cannot be had with backend="vllm", which computes with tensors that are fused, split and packed'
+        )
+
+    @verb()
+    def checksums(self, asked: ChecksumRequest) -> list[Digests]:
+        """Return checksums of the slot from which vLLM loaded the live version. Raises BackendError if it holds another
+        version by now, or vLLM's weights are in no slot."""
+        table = self.slot_table
+        if table.whole is None or self._started.reload_reason:
+            raise BackendError(
+                f'version {table.version} of the weights cannot be compared with backend="vllm": vLLM holds it fused '
+                "and packed alone; make the publisher before other weights are published, or take the inflight backend"
+            )
+        views = slot_views(table.slots[table.whole].buffer, table.layout)
+        return [Digests(table.version, asked.of(views))]
+
+    @property
+    def idle(self) -> bool:
+        if self._preparing is not None or self.requests.has_news:
+            return False
+        return self.blocked or not self.scheduler.has_work or self.scheduler.held_back
+
+    @property
+    def adapter_slots(self) -> StagedSlots | None:
+        return self._started.adapter_slots
+
+    def load(self) -> Load:
+        pool = self._started.kv_pool
+        return Load(
+            num_waiting=self.scheduler.num_waiting,
+            num_running=len(self.scheduler.running),
+            num_preemptions=self._started.num_preemptions(),
+            kv_blocks=self._started.kv_blocks,
+            kv_blocks_used=self._started.kv_blocks - pool.get_num_free_blocks() - 1,  # one block holds no tokens
+            num_reused_tokens=self._num_reused_tokens,
+        )
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def step(self) -> TokenFrame | None:
+        """Run one step of vLLM over the sequences that it has. Return a frame, or None if there is nothing to
+        report."""
+        self._swap()
+        self._hand_over()
+        outputs: list[Any] = []
+        columns: Columns = [], {}
+        stepped = bool(self.scheduler.running) and not self.blocked
+        if stepped:
+            with span("vllm", version=self.version, sequences=len(self.scheduler.running)):
+                outputs = self._call(self._core.get_output).outputs
+                if self.scheduler.asks_for_columns:
+                    columns = next((own for own in self._rpc("inflight_columns") if own is not None), columns)
+            self.step_count += 1
+        elif self._preparing is not None:
+            time.sleep(_POLL_S)
+        rows = [row for output in outputs for row in self._collect(output)]
+        return self._emit(rows, columns, stepped=stepped)
+
+    def _swap(self) -> None:
+        """Make the workers prepare the newest complete version, or make the version that they have prepared live."""
+        began_ns = now_ns()
+        if self._preparing is None and not self._begin_to_prepare(began_ns):
+            return
+        table = self._preparing
+        assert table is not None
+        if not all(self._rpc("inflight_prepared")):
+            self.stall_clock.handled(table, began_ns)
+            if now_ns() - self._preparing_since_ns > _PREPARE_S * 1e9:
+                raise BackendError(f"a worker of vLLM has not prepared a version within {_PREPARE_S:.0f} s")
+            return
+        began_ns = now_ns()
+        self._rpc("inflight_commit", table is self.adapter_slots)
+        ready, self._preparing = table.commit(), None
+        self.scheduler.send_back([name for name in self._started.unbegun() if name in self.scheduler.running])
+        num_in_flight = sum(bool(s.tokens) for s in self.scheduler.running.values())
+        self._note_swap(table, ready, began_ns, num_in_flight)
+
+    def _begin_to_prepare(self, began_ns: int) -> bool:
+        """Make the workers prepare the oldest waiting version, of the weights or of the adapters. Return True if it
+        could be prepared before the next step."""
+        tables = [table for table in (self.slot_table, self.adapter_slots) if table is not None and table.is_waiting]
+        if not tables:
+            return False
+        self._preparing = table = min(tables, key=lambda table: table.newest_version)
+        self._preparing_since_ns = began_ns
+        ready, adapters = table.take(), table is self.adapter_slots
+        assert ready is not None
+        self._rpc("inflight_prepare", ready.slot, adapters)
+        if not self.scheduler.has_work or (self._started.reload_reason and not adapters):
+            return True
+        self.stall_clock.handled(table, began_ns)
+        return False
+
+    def _hand_over(self) -> None:
+        """Abort requests in vLLM that have ended otherwise, and add the sequences that it has room for."""
+        self._core.abort_requests(self.scheduler.take_given_up())
+        if self.blocked:
+            return
+        for name, sequence, salt in self.scheduler.advance(self.slot_table.version, self.version):
+            request = self._started.request(name, sequence, salt, request_arguments(sequence, self._started.eos_ids))
+            self._core.add_request(request)
+
+    def _collect(self, output: Any) -> list["_Row"]:
+        """Append the tokens that a step drew for one request to its sequence, and end it if it is finished."""
+        sequence = self.scheduler.running.get(output.request_id)
+        if sequence is None:
+            return []
+        rows = []
+        logprobs = output.new_logprobs
+        if output.prefill_stats is not None and not sequence.started:
+            sequence.taken_over = output.prefill_stats.num_cached_tokens
+            sequence.taken_over_version = self.scheduler.salt(sequence)
+            self._num_reused_tokens += min(sequence.taken_over, len(sequence.prompt))
+        for index, token in enumerate(output.new_token_ids):
+            logprob = float(logprobs.logprobs[index, 0])
+            rows.append(_Row(sequence, output.request_id, token, logprob, logprobs, index, starts=not sequence.started))
+            sequence.started = True
+            sequence.tokens.append(token)
+            if (reason := self.stop.reason(sequence, is_finite=math.isfinite(logprob))) is not None:
+                self.requests.finish(sequence, reason)
+                break
+        if output.finish_reason is not None:
+            if not sequence.finished:  # vLLM has its own reason
+                logger.warning("vLLM ended request %d: %s", sequence.request_id, output.finish_reason)
+                self.requests.finish(sequence, "error")
+            self.scheduler.forget(output.request_id)
+        self.num_tokens += len(rows)
+        return rows
+
+    def _emit(self, rows: list["_Row"], columns: Columns, *, stepped: bool) -> TokenFrame | None:
+        """Return the frame of a step, with the tokens of these rows. Without a step, return a frame that reports starts
+        and ends of requests, or None if there are none."""
+        if not (stepped or self.requests.has_news or self._untold_swap is not None):
+            return None
+        swap, self._untold_swap = self._untold_swap, None
+        names, recorded = columns
+        place = {name: index for index, name in enumerate(names)}
+        starts = [row.sequence for row in rows if row.starts]
+        taken_over = [sequence.prefix_taken_over() for sequence in starts if sequence.taken_over]
+        return TokenFrame(
+            self._header(self.version, len(rows), swap, starts, taken_over),
+            np.array([row.sequence.request_id for row in rows], np.uint64),
+            np.array([row.token for row in rows], np.int32),
+            np.array([row.logprob for row in rows], np.float32),
+            _top_columns(rows) | token_columns(recorded, (place[row.name] for row in rows)),
+        )
+
+    # ---- vLLM ---------------------------------------------------------------------------------------------------
+
+    def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker between two steps."""
+        return self._call(self._core.collective_rpc, method, _RPC_S, arguments)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except InflightError:
+            raise
+        except Exception as error:  # vLLM and the libraries below it can raise anything
+            raise BackendError(f"vLLM has failed: {type(error).__name__}: {error}") from error
+
+
+class _Row(NamedTuple):
+    """A token that a step drew, and the place of its log-probabilities."""
+
+    sequence: Sequence
+    name: str
+    """vLLM's name of the request."""
+    token: int
+    logprob: float
+    logprobs: Any
+    """vLLM's lists of log-probabilities: the drawn token first, then the most likely ones."""
+    index: int
+    starts: bool
+    """The token is the first one of its sequence on this engine."""
+
+
+def _top_columns(rows: list[_Row]) -> dict[str, np.ndarray]:
+    """Return the most likely tokens of each row, as many as its request asked for."""
+    most = max((row.sequence.params.top_logprobs for row in rows), default=0)
+    if not most:
+        return {}
+    ids, logprobs = np.full((len(rows), most), -1, np.int32), np.full((len(rows), most), -np.inf, np.float32)
+    for at, row in enumerate(rows):
+        count = row.sequence.params.top_logprobs
+        ids[at, :count] = row.logprobs.logprob_token_ids[row.index, 1 : count + 1]
+        logprobs[at, :count] = row.logprobs.logprobs[row.index, 1 : count + 1]
+    return {"top_token_ids": ids, "top_logprobs": logprobs}

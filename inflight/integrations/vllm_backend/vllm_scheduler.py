@@ -1,0 +1,113 @@
+"""Queue of a vLLM engine: waiting sequences, sequences that run in vLLM, and requests that vLLM must abort."""
+
+from collections import deque
+from collections.abc import Iterator
+
+from inflight.core.errors import InvalidRequestError
+from inflight.engine.loop.sequence import Sequence
+from inflight.integrations.vllm_backend.columns import UNRECORDED, asked
+from inflight.integrations.vllm_backend.sampling import refuse
+
+
+class VllmScheduler:
+    """Schedules sequences in order of arrival. vLLM gets only as many as it can run together, so that the others start
+    under new weights when these go live."""
+
+    def __init__(self, max_sequences: int, *, records_columns: bool):
+        self._max_sequences, self._records_columns = max_sequences, records_columns
+        self._waiting: deque[Sequence] = deque()
+        """Waiting sequences, in order. Finished ones among them are skipped."""
+        self.num_waiting = 0
+        self.running: dict[str, Sequence] = {}
+        """Maps vLLM's names of requests to their sequences."""
+        self._names: dict[int, str] = {}
+        """Maps request ids to those names."""
+        self._salts: dict[int, int] = {}
+        """Maps ids of unfinished requests to the version that is part of their key in the prefix cache."""
+        self._given_up: list[str] = []
+        self.admits = True
+        """True if new sequences can start."""
+
+    def check(self, name: str, sequence: Sequence) -> None:
+        refuse(name, sequence)
+        if not self._records_columns and (columns := asked(sequence.params)):
+            raise InvalidRequestError(f"{name} asks for {', '.join(columns)}: {UNRECORDED}")
+
+    def add(self, leader: Sequence) -> None:
+        self._waiting += (leader, *leader.followers)
+        self.num_waiting += 1 + len(leader.followers)
+        leader.followers = []
+
+    def fork(self, parent: Sequence, leader: Sequence) -> None:
+        """Add a fork. It finds its parent's blocks in the prefix cache, by the version at the parent's start."""
+        salt = self._salts.get(parent.request_id)
+        if salt is not None:
+            self._salts |= {s.request_id: salt for s in (leader, *leader.followers)}
+        self.add(leader)
+
+    def remove(self, sequence: Sequence) -> None:
+        sequence.finished = True
+        self._salts.pop(sequence.request_id, None)
+        name = self._names.pop(sequence.request_id, None)
+        if name is None:
+            self.num_waiting -= 1
+        elif self.running.pop(name, None) is not None:
+            self._given_up.append(name)
+
+    @property
+    def asks_for_columns(self) -> bool:
+        """Return True if a running request asks for columns that vLLM does not record itself."""
+        return any(asked(sequence.params) for sequence in self.running.values())
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or self.num_waiting > 0
+
+    @property
+    def held_back(self) -> bool:
+        """Return True if only new prompts are left, and `admits` forbids them."""
+        return not self.running and self._first() is not None and not self._may_begin()
+
+    def advance(self, weights: int, adapters: int) -> Iterator[tuple[str, Sequence, int]]:
+        """Yield sequences for vLLM to start now: the name of each, and the version whose blocks it can reuse. The
+        weights are live since version `weights`, and with the adapters since version `adapters`."""
+        while len(self.running) < self._max_sequences and self._first() is not None and self._may_begin():
+            sequence = self._waiting.popleft()
+            self.num_waiting -= 1
+            live = weights if sequence.adapter is None else adapters
+            salt = self._salts.setdefault(sequence.request_id, live)
+            name = f"{sequence.request_id}-{salt}-{len(sequence.tokens)}"
+            self._names[sequence.request_id] = name
+            self.running[name] = sequence
+            yield name, sequence, salt
+
+    def send_back(self, names: list[str]) -> None:
+        """Return sequences that vLLM has not started, or whose results it drops, to the head of the queue. They start
+        again under the weights that are live then."""
+        for name in reversed(names):
+            sequence = self.running.pop(name)
+            del self._names[sequence.request_id], self._salts[sequence.request_id]
+            self._waiting.appendleft(sequence)
+            self.num_waiting += 1
+            self._given_up.append(name)
+
+    def salt(self, sequence: Sequence) -> int:
+        return self._salts[sequence.request_id]
+
+    def forget(self, name: str) -> None:
+        """Record that vLLM has ended a request itself, so that no abort is necessary."""
+        if name in self._given_up:
+            self._given_up.remove(name)
+
+    def take_given_up(self) -> list[str]:
+        """Return vLLM's names of requests to abort, once."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
+    def _first(self) -> Sequence | None:
+        while self._waiting and self._waiting[0].finished:
+            self._waiting.popleft()
+        return self._waiting[0] if self._waiting else None
+
+    def _may_begin(self) -> bool:
+        return self.admits or self._waiting[0].started

@@ -1,0 +1,233 @@
+"""Extension of vLLM's workers: they map the slots, prepare a version while they decode, and commit it between two
+steps. They also record columns, and free the KV cache while the engine sleeps.
+
+vLLM mixes `StagedWeights` into its own worker class. The engine's process calls its methods through `collective_rpc`.
+Every worker runs these calls in the same order as its steps, so that all of them commit before the same step.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from inflight.core.decoders import msgpack_decoder
+from inflight.core.layout import Alias, WeightLayout
+from inflight.core.messages import SharedMemoryDescriptor
+from inflight.engine.loop.own_columns import load_columns
+from inflight.integrations.vllm_backend.adapters import AdapterShadow, without_adapters
+from inflight.integrations.vllm_backend.columns import ColumnRecorder, Columns, can_record
+from inflight.integrations.vllm_backend.shadow import Shadow, Unmappable, WeightShadow
+from inflight.weights.shared_memory import SharedMemorySlot
+from inflight.weights.tensors import slot_views
+
+own_slots: dict[str, list[torch.Tensor]] = {}
+"""Maps fingerprints of layouts to their slots on the device of a worker that runs in the engine's process."""
+
+
+class SharedSlots(msgspec.Struct, frozen=True):
+    """The slots of weights, or of adapters."""
+
+    layout: WeightLayout
+    slots: list[SharedMemoryDescriptor | None]
+    """None: the slot is one of `own_slots`."""
+
+    def map(self) -> list[torch.Tensor]:
+        """Return the memory of each slot."""
+        own = own_slots.get(self.layout.fingerprint, [])
+        return [SharedMemorySlot.attach(s) if s is not None else own[i] for i, s in enumerate(self.slots)]
+
+
+class Attachment(msgspec.Struct, frozen=True):
+    """The information that workers get at the start."""
+
+    weights: SharedSlots
+    aliases: list[Alias]
+    cores: list[int]
+    """CPU cores on which a version can be prepared."""
+    columns: tuple[str, ...] = ()
+    """Custom columns, as in `EngineOptions`."""
+    vocab_size: int = 0
+    adapters: SharedSlots | None = None
+    adapter_names: tuple[str, ...] = ()
+
+
+class UpdatePath(msgspec.Struct, frozen=True):
+    """The method by which a worker takes a version."""
+
+    reload_reason: str
+    """"" if prepared weights replace the weights in use. Otherwise the reason why vLLM loads the weights itself,
+    without preparation. That takes longer."""
+    reads: list[tuple[int, int]]
+    """Byte ranges of a slot that are read."""
+    adapter_reads: list[tuple[int, int]] = []
+    """Byte ranges of an adapter slot that are read."""
+    adapter_reason: str = ""
+    """Reason why vLLM's adapters cannot be changed."""
+    records: bool = True
+    """Columns are recorded."""
+
+
+class StagedWeights:
+    """The part of a worker that takes new weights."""
+
+    model_runner: Any
+
+    def inflight_fill(self, attachment: bytes) -> None:
+        """Write the weights that vLLM has loaded into the first slot. The first worker does this for all."""
+        if getattr(self, "rank", 0) != 0:
+            return
+        from vllm.model_executor.model_loader import get_model_loader  # pyright: ignore[reportMissingImports]
+
+        self._inflight_map_slots(attachment)
+        runner = self.model_runner
+        loader = get_model_loader(runner.vllm_config.load_config)
+        targets = self._inflight_tensors(0)
+        for name, tensor in loader.get_all_weights(runner.vllm_config.model_config, runner.get_model()):
+            if name in targets and targets[name].shape == tensor.shape:
+                targets[name].copy_(tensor)
+
+    def inflight_attach(self, attachment: bytes) -> bytes:
+        """Determine how a version gets from a slot into the model. Return an encoded UpdatePath."""
+        attached = self._inflight_map_slots(attachment)
+        runner = self.model_runner
+        self._inflight_thread: threading.Thread | None = None
+        self._inflight_error: Exception | None = None
+        self._inflight_kv_bytes = [storage.nbytes() for storage in self._inflight_kv_storages()]
+        self._inflight_shadow: Shadow | None = None
+        self._inflight_adapters: Shadow | None = None
+        reason = adapter_reason = ""
+        try:
+            with without_adapters(runner.get_model()):
+                self._inflight_shadow = WeightShadow(
+                    runner.get_model(), self._inflight_slots, self._inflight_tensors(0)
+                )
+        except (Unmappable, ImportError) as error:  # other versions of vLLM record their loaders differently
+            reason = str(error)
+        if attached.adapters is not None:
+            slots = attached.adapters.map()
+            try:
+                self._inflight_adapters = AdapterShadow(
+                    runner.lora_manager._adapter_manager,
+                    attached.adapter_names,
+                    slots,
+                    slot_views(slots[0], attached.adapters.layout),
+                )
+            except (Unmappable, ImportError, AttributeError) as error:  # other versions store adapters differently
+                adapter_reason = str(error)
+        functions = load_columns(attached.columns, vocab_size=attached.vocab_size, device=runner.device)
+        self._inflight_recorder = ColumnRecorder(runner, functions) if can_record(runner) else None
+        weights, adapters = self._inflight_shadow, self._inflight_adapters
+        way = UpdatePath(
+            reload_reason=reason,
+            reads=[] if weights is None else weights.reads(),
+            adapter_reads=[] if adapters is None else adapters.reads(),
+            adapter_reason=adapter_reason,
+            records=self._inflight_recorder is not None,
+        )
+        return msgspec.msgpack.encode(way)
+
+    def inflight_prepare(self, slot: int, adapters: bool) -> None:
+        """Start to prepare the version of a slot in a separate thread. adapters: it is a version of adapters, not of
+        weights."""
+        self._inflight_slot = slot
+        if (shadow := self._inflight_adapters if adapters else self._inflight_shadow) is not None:
+            self._inflight_thread = threading.Thread(
+                target=self._inflight_run, args=(shadow,), name="inflight-prepare", daemon=True
+            )
+            self._inflight_thread.start()
+
+    def inflight_prepared(self) -> bool:
+        """Return True if the preparation is done. Raises the exception that ended it."""
+        thread = self._inflight_thread
+        if thread is not None and thread.is_alive():
+            return False
+        self._inflight_thread = None
+        if self._inflight_error is not None:
+            raise self._inflight_error
+        return True
+
+    def inflight_commit(self, adapters: bool) -> None:
+        """Compute with the prepared version from now on."""
+        if (shadow := self._inflight_adapters if adapters else self._inflight_shadow) is not None:
+            shadow.commit()
+            return
+        runner = self.model_runner
+        with without_adapters(runner.get_model()):
+            runner.reload_weights(weights_iterator=iter(self._inflight_tensors(self._inflight_slot).items()))
+
+    def inflight_columns(self) -> Columns | None:
+        """Return the columns that requests asked for in the last step; None if there are none, or another worker has
+        them."""
+        return None if self._inflight_recorder is None else self._inflight_recorder.take()
+
+    def inflight_free(self) -> None:
+        """Free the memory of the KV cache."""
+        for storage in self._inflight_kv_storages():
+            storage.resize_(0)
+        if self.model_runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def inflight_allocate(self) -> str:
+        """Allocate the memory of the KV cache again, filled with zeros. Return the reason if that is impossible, or
+        ""."""
+        try:
+            for storage, nbytes in zip(self._inflight_kv_storages(), self._inflight_kv_bytes, strict=True):
+                storage.resize_(nbytes)
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def _inflight_kv_storages(self) -> list[torch.UntypedStorage]:
+        """Return the memory of the KV cache. Several layers can share a part of it."""
+        storages = [tensor.untyped_storage() for tensor in _tensors_in(self.model_runner.kv_caches)]
+        return list({storage._cdata: storage for storage in storages}.values())
+
+    def _inflight_run(self, shadow: Shadow) -> None:
+        try:
+            os.sched_setaffinity(0, self._inflight_cores)  # vLLM has bound the parent of this thread to a core
+            shadow.prepare(self._inflight_slot)
+        except Exception as error:  # raised by inflight_prepared()
+            self._inflight_error = error
+
+    def _inflight_map_slots(self, attachment: bytes) -> Attachment:
+        attached = msgpack_decoder(Attachment).decode(attachment)
+        if not hasattr(self, "_inflight_slots"):
+            self._inflight_layout, self._inflight_aliases = attached.weights.layout, attached.aliases
+            self._inflight_cores = attached.cores
+            self._inflight_slots = attached.weights.map()
+        return attached
+
+    def _inflight_tensors(self, slot: int) -> Mapping[str, torch.Tensor]:
+        """Return views of a slot by their names in checkpoints, tied tensors once."""
+        views = slot_views(self._inflight_slots[slot], self._inflight_layout)
+        return by_checkpoint_names(views, self._inflight_aliases)
+
+
+def by_checkpoint_names(views: Mapping[str, torch.Tensor], aliases: list[Alias]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a slot, or their parts if checkpoints hold a tensor in parts. A tied tensor has one
+    name."""
+    parts: dict[str, list[Alias]] = {}
+    for alias in aliases:
+        whole = alias.offset == 0 and torch.Size(alias.shape) == views[alias.tensor].shape
+        if not whole:
+            parts.setdefault(alias.tensor, []).append(alias)
+    named: dict[str, torch.Tensor] = {}
+    for name, view in views.items():
+        if name not in parts:
+            named[name] = view
+        for alias in parts.get(name, ()):
+            named[alias.name] = view.as_strided(alias.shape, alias.strides, view.storage_offset() + alias.offset)
+    return named
+
+
+def _tensors_in(parts: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors of nested lists."""
+    if isinstance(parts, torch.Tensor):
+        yield parts
+    else:
+        for part in parts:
+            yield from _tensors_in(part)

@@ -1,0 +1,154 @@
+"""Ways to feed the sequences of a batch to a model. The fastest way with the results of each sequence alone is used.
+
+It is found on a twin of the model (`inflight.model_checks.twin`), in fp32 and with sequences that are longer than its
+windows, once per model.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from inflight.core.errors import UnsupportedModelError
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.model_checks.lengths import length_limit, row_limit
+from inflight.model_checks.twin import TOLERANCE, NoTwinError, Twin, first_line, transformers_class, twin_of
+from inflight.training.data.batch import PackedBatch, pack
+
+logger = logging.getLogger(__name__)
+
+Way = Literal["fused", "packed", "rows", "alone"]
+"""Packed, from hidden states to log-probabilities without logits; packed with logits; padded on the right, where
+causality hides the padding; one by one."""
+TryWay = Callable[[Any, PackedBatch, Way], torch.Tensor]
+"""Computes the log-probabilities f32[n] of a batch under a model in one way, or raises if the model cannot."""
+
+_ways: WeakKeyDictionary[nn.Module, Way] = WeakKeyDictionary()
+
+
+def scoring_way(model: nn.Module, batch: PackedBatch, try_way: TryWay) -> Way:
+    """Return the way to score this batch. Ways are tried, the fastest first; "alone" is right by definition.
+
+    Raises UnsupportedModelError for a model whose tokens attend to later positions.
+    """
+    if model not in _ways:
+        _ways[model] = _find(model, try_way)
+    way, config = _ways[model], getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return way
+    length, row = length_limit(config.get_text_config()), row_limit(config.get_text_config())
+    if length is not None and int(batch.cu_seqlens.diff().max()) > length[0]:
+        return "alone"
+    if row is not None and way in ("fused", "packed") and len(batch.input_ids) > row[0]:
+        return "rows"
+    return way
+
+
+def _find(model: nn.Module, try_way: TryWay) -> Way:
+    name = type(model).__name__
+    if not isinstance(getattr(model, "config", None), PretrainedConfig):
+        return "rows"  # Of a model from outside Transformers, only tokens as inputs and logits as outputs are known.
+    try:
+        twin = twin_of(model)
+    except NoTwinError as error:
+        _check_itself(model)
+        logger.warning("%s is fed one sequence at a time, as packing them cannot be tried: %s", name, error)
+        return "alone"
+    if not twin.is_causal:
+        raise _not_causal(model)
+    if twin.plain not in _ways:
+        _ways[twin.plain] = _try(name, twin, try_way)
+    return _ways[twin.plain]
+
+
+def _not_causal(model: nn.Module) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{transformers_class(model).__name__} is no causal decoder: its tokens see later ones, so that "
+        "log-probabilities of drawn tokens have no meaning (BERT and its family attend to earlier tokens "
+        "alone with is_decoder=True in their configuration)"
+    )
+
+
+@torch.no_grad()
+def _check_itself(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a model without a twin does not run on tokens alone, or if these attend to later
+    positions. In 16 bits the size of a difference distinguishes attention to later positions from rounding."""
+    name, weight = transformers_class(model).__name__, next(model.parameters())
+    ids = torch.arange(12, device=weight.device)[None]
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        whole, part = (model(input_ids=ids[:, :length], use_cache=False).logits[0] for length in (12, 8))
+        if len(whole) != 12 or len(part) != 8:
+            raise ValueError(f"12 tokens give {len(whole)} rows of logits, 8 give {len(part)}")
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, AssertionError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"{name} cannot be scored: it does not run on tokens alone ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    finally:
+        for module in training:
+            module.training = True
+    difference = (whole[:8].float() - part.float()).norm(dim=-1) / part.float().norm(dim=-1).clamp(min=1e-12)
+    if difference.median() > (1e-2 if weight.dtype in (torch.float32, torch.float64) else 0.2):
+        raise _not_causal(model)
+
+
+@torch.no_grad()
+def _try(name: str, twin: Twin, try_way: TryWay) -> Way:
+    batch, expected = _batch(twin)
+    reason = ""
+    for way in ("fused", "packed", "rows"):
+        try:
+            error = float((try_way(twin.plain, batch, way) - expected).abs().max())
+        except Exception as raised:  # The code of a foreign model can raise any exception.
+            reason = f"{type(raised).__name__}: {first_line(raised)}"
+            continue
+        if error < TOLERANCE * max(1.0, float(expected.abs().max())):
+            if reason:
+                logger.warning("the loss of %s feeds its sequences %s: %s", name, _HOW[way], reason)
+            return way
+        reason = f"{_HOW[way]}, log-probabilities are off by {error:.2g}"
+    logger.warning("the loss of %s feeds its sequences one by one: %s", name, reason)
+    return "alone"
+
+
+_HOW = {"fused": "packed and without logits", "packed": "packed, with logits", "rows": "in padded rows"}
+
+
+def _batch(twin: Twin) -> tuple[PackedBatch, torch.Tensor]:
+    """Return the twin's sequences as rollouts, each a second time as another sample of its prompt, and the
+    log-probabilities f32[n] of the tokens after the prompts."""
+    rollouts, expected = [], []
+    for group, (ids, logits) in enumerate(zip(twin.sequences, twin.logits, strict=True)):
+        prompt = max(1, len(ids) * 2 // 5)
+        if len(ids) == prompt:
+            continue
+        logprobs = torch.log_softmax(logits[prompt - 1 : -1], -1).gather(1, ids[prompt:, None])[:, 0]
+        for sample in range(2):
+            rollouts.append(
+                Rollout(
+                    request_id=len(rollouts),
+                    group_id=group,
+                    sample=sample,
+                    params=SamplingParams(n=2),
+                    metadata={},
+                    prompt_token_ids=ids[:prompt].numpy().astype(np.int32),
+                    token_ids=ids[prompt:].numpy().astype(np.int32),
+                    logprobs=np.zeros(len(logprobs), np.float32),
+                    weight_versions=np.zeros(len(logprobs), np.int64),
+                    sampled_at_ns=np.zeros(len(logprobs), np.int64),
+                    finish_reason="length",
+                )
+            )
+            expected.append(logprobs)
+    if not rollouts:
+        raise UnsupportedModelError("the sequences that the model takes are too short to train on")
+    return pack(rollouts, [0.0] * len(rollouts)), torch.cat(expected)
