@@ -5,8 +5,8 @@ Engine → client: Welcome, Result, Failed; engine → publisher: Attached, Slot
 
 A Call names a verb of the engine (`inflight/engine/process/verbs.py`). A request carries a `ticket`
 that its response repeats; 0 requests no response. A slot has one owner at a time, and ownership moves only by SlotFree
-(engine → publisher) and SlotReady (publisher → engine). If the publisher cannot write to the slot itself, it has the engine fill it (Fill, Done)
-before it announces the slot as usual.
+(engine → publisher) and SlotReady (publisher → engine). If the publisher cannot write to the slot itself, it has the
+engine fill it (Fill, Done) before it announces the slot as usual.
 """
 
 from typing import Any, TypeVar
