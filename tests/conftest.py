@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported; where there is n
 import pytest
 import torch
 from forked_engines import POPEN
+from hypothesis import settings
 from made_frames import Wire
 from tiny_models import CONFIGS, make_model
 from transformers import Qwen3ForCausalLM
@@ -19,6 +20,8 @@ from inflight.core.options import EngineOptions
 from inflight.engine.loop.engine import Engine
 from inflight.fleet.process import local
 
+settings.register_profile("inflight", deadline=None)  # on a busy machine an example can take seconds
+settings.load_profile("inflight")
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs of a shell ignore
 if not torch.cuda.is_available():  # what a GPU's driver knows of a process does not outlive a fork

@@ -218,7 +218,6 @@ def test_random_schedules_end_with_every_block_free_and_every_number_right(sched
         settings=settings(
             max_examples=int(os.environ.get("INFLIGHT_SCHEDULES", "300")) // 2,
             stateful_step_count=25,
-            deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),

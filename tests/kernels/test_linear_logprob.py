@@ -100,7 +100,7 @@ def test_gradients_are_those_of_finite_differences(every):
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_ragged_sampling_masks(data):
     V = data.draw(st.integers(1, 40))
     sets = data.draw(st.lists(st.lists(st.integers(0, V - 1), unique=True, max_size=V), max_size=9))

@@ -87,7 +87,7 @@ class SlotHistory(RuleBasedStateMachine):
 
 
 TestSlotHistory = SlotHistory.TestCase
-TestSlotHistory.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestSlotHistory.settings = settings(max_examples=200, stateful_step_count=40)
 
 
 def test_another_layout_is_refused():

@@ -155,7 +155,7 @@ def test_a_prompt_that_samples_have_in_common_is_fed_once():
     assert pack_input(batch, share_prompts=False).input_ids.shape[1] == drawn + 3 * 12 + 5 + 4 * 30 + 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shape=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40)), min_size=1, max_size=6),
     seed=st.integers(0, 50),
@@ -181,7 +181,7 @@ def test_every_token_sees_its_own_sequence_in_order(shape, seed, share):
         assert positions[seen[row]].tolist() == list(range(offset))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shape=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40)), min_size=1, max_size=8),
     seed=st.integers(0, 50),
