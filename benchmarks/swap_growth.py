@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from harness import new_figure
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from inflight.engine.model.shapes import shape_config
 from inflight.tools.bench.options import DtypeName, SwapOptions
 from inflight.tools.bench.swap import measure as measure_swap
 from inflight.tools.environment import write_result
-from inflight.tools.plots import new_figure, save_figure
+from inflight.tools.plots import save_figure
 
 
 class Size(NamedTuple):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from inflight.core.clock import now_ns
 from inflight.core.frames import Finish, FrameHeader, GroupStart, TokenFrame
@@ -24,7 +23,6 @@ from inflight.stream.reader import StreamReader
 from inflight.stream.stream_thread import StreamThread
 from inflight.stream.writer import StreamWriter
 from inflight.tools.bench.options import StreamOptions
-from inflight.tools.plots import new_table
 from inflight.tools.progress import Progress, untold
 
 _WAITING_BYTES = 64 << 20
@@ -57,20 +55,6 @@ def measure(settings: StreamOptions, progress: Progress = untold) -> dict[str, A
             writer.join(_WAIT_S)
             writer.kill()
     return {"bench": "stream", **asdict(settings), **result}
-
-
-def table(result: dict[str, Any]) -> Table:
-    """Show rate, size and losses."""
-    shown = new_table(
-        f"{result['tokens_per_frame']} tokens per frame, {result['tokens']} per sequence", "", "", left=""
-    )
-    shown.add_row("tokens/s", f"{result['tokens_per_s']:,.0f}")
-    shown.add_row("bytes per token", f"{result['bytes_per_token']:.1f}")
-    shown.add_row("lost, duplicated", f"{result['lost']}, {result['duplicated']}")
-    shown.add_row(
-        "CPU ns per token", f"{result['writer_ns_per_token']:.0f} writing, {result['reader_ns_per_token']:.0f} reading"
-    )
-    return shown
 
 
 def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dict[str, Any]:
