@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -67,7 +67,8 @@ def benchmark(name: str) -> Callable[[Any, Output], None]:
         from inflight.tools.progress import shown_on
 
         with shown_on(console) as progress:
-            result = import_module(f"inflight.tools.bench.{name}").measure(options, progress)
+            measured = import_module(f"inflight.tools.bench.{name}").measure(options, progress)
+        result = {"bench": name, **asdict(options), **measured}
         series = result.pop("series", None)
         show(console, result, options)
         _hand_over(result, output, series=series)

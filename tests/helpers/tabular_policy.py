@@ -155,7 +155,7 @@ class Expectation:
 
     @property
     def variance(self) -> float:
-        """The variance of all coordinates together; that of a batch's mean is this by its number of sequences."""
+        """The variance of all coordinates together; the variance of a batch's mean is this by its number of sequences."""
         return self.second_moment - self.gradient.square().sum().item()
 
 

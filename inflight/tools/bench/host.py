@@ -7,7 +7,6 @@ filling the inputs of kernels, reading the drawn tokens, ending sequences, and b
 
 import random
 import time
-from dataclasses import asdict
 from typing import Any
 
 from inflight.core.errors import InflightError
@@ -37,9 +36,6 @@ def measure(settings: HostOptions, progress: Progress = untold) -> dict[str, Any
         progress(f"{sequences} sequences", done / len(sizes))
         points.append(_measure_point(settings, sequences))
     return {
-        "bench": "host",
-        **asdict(settings),
-        "prompt_tokens": list(settings.prompt_tokens),
         "host_ms": points[-1]["host_ms"],
         "cpu_ms": points[-1]["cpu_ms"],
         "points": points,

@@ -125,9 +125,7 @@ def measure(settings: LearningOptions, progress: Progress = untold) -> dict[str,
     modes = {mode: _summary(settings, of_mode, targets) for mode, of_mode in runs.items()}
     ratios = _ratios(modes)
     return {
-        "bench": "learning",
         "task": TASK,
-        **asdict(settings),
         "group_size": GROUP_SIZE,
         "smoothing_steps": SMOOTHING_STEPS,
         "threads": {mode: asdict(of_mode) for mode, of_mode in threads.items()},

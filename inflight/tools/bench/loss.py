@@ -9,7 +9,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -81,8 +81,6 @@ def measure(settings: LossOptions, progress: Progress = untold) -> dict[str, Any
     if matmul_tflops is not None:
         tflops = 6 * settings.tokens * settings.hidden * settings.vocab / ours_ms / 1e9
     return {
-        "bench": "loss",
-        **asdict(settings),
         "device": device.type,
         "dtype": dtype,
         "threads": torch.get_num_threads(),

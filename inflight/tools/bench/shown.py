@@ -14,7 +14,7 @@ COLUMNS = ("", "p50", "p90", "p99", "max")
 def show(console: Console, result: dict[str, Any], options: Any) -> None:
     """Print the values of a result, with a column for each percentile, and a table for each list of records.
 
-    options: the options of the benchmark, which the result repeats. The title has those that are not the default.
+    options: the options of the benchmark, which the result repeats. The title has the options that are not the default.
     """
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     changed = [f"{field.name} {given[field.name]}" for field in fields(options) if given[field.name] != field.default]

@@ -1,7 +1,6 @@
 """`inflight bench staleness`: the ages of tokens in a running loop of generating, training and publishing."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -73,7 +72,7 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
                 for report in reports:
                     run.step(report)
                     progress(f"step {report.step - WARM_UP_STEPS} of {settings.steps}", report.step / config.steps)
-        return {"bench": "staleness", **asdict(settings), "engine": engine.info.execution(), **run.result()}
+        return {"engine": engine.info.execution(), **run.result()}
 
 
 class _EveryNth:

@@ -6,7 +6,6 @@ import os
 import resource
 import tempfile
 from contextlib import closing, nullcontext, suppress
-from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,7 +53,7 @@ def measure(settings: StreamOptions, progress: Progress = untold) -> dict[str, A
             os.sched_setaffinity(0, cores)
             writer.join(_WAIT_S)
             writer.kill()
-    return {"bench": "stream", **asdict(settings), **result}
+    return result
 
 
 def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,6 @@ def measure(settings: SwapOptions, progress: Progress = untold) -> dict[str, Any
     copy_s = float(np.median(samples.copies_s))
     gaps = samples.gaps_ms()
     return {
-        "bench": "swap",
-        **asdict(settings),
         "device": setup.device,
         "dtype": setup.dtype,
         "num_swaps": len(samples.swaps),

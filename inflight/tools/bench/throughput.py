@@ -7,7 +7,7 @@ ours, peer, … A ratio is the median over such pairs.
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -71,8 +71,6 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
     last = points[-1]
     first_peer = settings.peers[0] if settings.peers else None
     return {
-        "bench": "throughput",
-        **asdict(settings),
         "tokens": _as_given(settings.tokens),
         "prompt_tokens": _as_given(settings.prompt_tokens),
         "device": setup.device,

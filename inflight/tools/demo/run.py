@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,9 +40,10 @@ from inflight.tools.demo.checkpoints import (
 from inflight.tools.demo.display import StepRecord, line_of, plot, print_summary
 from inflight.tools.demo.options import DemoOptions
 from inflight.tools.demo.real import MODEL as REAL_MODEL
+from inflight.tools.demo.real import TASK as REAL_TASK
 from inflight.tools.demo.real import freeze_lower_layers, load_real, real_task
 from inflight.tools.demo.recipes import Recipe, recipe_of
-from inflight.tools.demo.start import RECIPE, load_start, starts_from_file
+from inflight.tools.demo.start import ANSWER_TOKENS, PROMPT_TOKENS, RECIPE, load_start, starts_from_file
 from inflight.tools.demo.tasks import Task, file_task, gym_task
 from inflight.tools.demo.trainer import (
     WarmupConfig,
@@ -78,9 +80,13 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     if checkpoint is not None:
         options = _options_of(checkpoint, options)
     recipe = recipe_of(options)
-    task = _make_task(options)
+    # The imports of reasoning-gym take seconds, and the engine of the demo's own task starts in this time.
+    making = ThreadPoolExecutor(1, "inflight-demo-task").submit(_make_task, options)
+    if not starts_from_file(options):
+        making.result()
+    task_name = REAL_TASK if options.real else options.data.name if options.data else options.task
     mode = "sync" if options.sync else "inflight"
-    out = options.out or Path("runs") / f"{task.name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = options.out or Path("runs") / f"{task_name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
     options = replace(options, out=out)
     _prepare(out, keep=checkpoint is not None)
     torch.manual_seed(options.seed)
@@ -94,22 +100,19 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         source = str(checkpoint or options.model)
         model, tokenizer = load_trainer(source, device), require_tokenizer(source)
     name = REAL_MODEL if options.real else options.model
-    title = f"{task.name}, {_parameters(model)} parameters, {mode}"
-    example = task.train[0]
-    console.print(
-        f"{task.name}: {_text(example)!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts to "
-        f"train on, {len(task.held_out)} held out; {name}, {_parameters(model)} parameters, {device.type}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    title = f"{task_name}, {_parameters(model)} parameters, {mode}"
+    if making.done():
+        making.result()  # a package might be missing
     with (
         page_of(out, port=options.web_port, console=console) if options.web else nullcontext(),
-        tracker(options, out, task.name) as loggers,
+        tracker(options, out, task_name) as loggers,
         shown_on(console) as progress,
     ):
         if checkpoint is None:
-            _start(options, model, tokenizer, task, threads.trainer, progress)
-        run = _Run(task, options, recipe, out, title, console, progress, tokenizer, loggers)
+            _start(options, model, tokenizer, making, threads.trainer, progress)
+        max_context = PROMPT_TOKENS + (options.max_tokens or ANSWER_TOKENS)
+        if not starts_from_file(options):
+            max_context = longest(making.result(), tokenizer)
         progress("engine start", 0.0)
         with (
             saved(model, tokenizer, out / "start") as directory,
@@ -120,16 +123,25 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
                 device=options.device,
                 max_sequences=recipe.max_sequences,
                 max_prefill_tokens=recipe.max_prefill_tokens,
-                max_context=longest(task, tokenizer),
+                max_context=max_context,
                 threads=threads.engine,
                 restarts=options.restarts,
             ) as engine,
         ):
+            task = making.result()
+            example = task.train[0]
+            console.print(
+                f"{task.name}: {_text(example)!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts "
+                f"to train on, {len(task.held_out)} held out; {name}, {_parameters(model)} parameters, {device.type}",
+                highlight=False,
+                soft_wrap=True,
+            )
+            run = _Run(task, options, recipe, out, title, console, progress, tokenizer, loggers)
             run.train(engine, model, checkpoint)
             summary = run.summary(engine)
     summary |= {
         "mode": mode,
-        "task": task.name,
+        "task": task_name,
         "model": name,
         "backend": options.backend,
         "seed": options.seed,
@@ -154,7 +166,7 @@ def _start(
     options: DemoOptions,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    task: Task,
+    making: Future[Task],
     threads: int,
     progress: Progress,
 ) -> None:
@@ -168,7 +180,7 @@ def _start(
     if not steps:
         return
     with torch_threads(threads):  # small products run slower on more cores if other programs run there, too
-        losses = warm_up(model, tokenizer, task.train, WarmupConfig(steps=steps, seed=options.seed))
+        losses = warm_up(model, tokenizer, making.result().train, WarmupConfig(steps=steps, seed=options.seed))
         for step, loss in enumerate(losses, start=1):
             progress(f"warm-up, step {step} of {steps}: loss {loss:.3f}", step / steps)
 
@@ -407,8 +419,12 @@ def accuracy_of(task: Task, rollouts: Sequence[Rollout]) -> float:
 
 def longest(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of tokens of the longest prompt and the longest answer together."""
-    prompts = encode_prompts([e.prompt for e in (*task.train, *task.held_out)], tokenizer, model=task.name)
-    return max(len(ids) for ids, _ in prompts) + task.max_tokens
+    prompts = [e.prompt for e in (*task.train, *task.held_out)]
+    if all(isinstance(prompt, str) for prompt in prompts):
+        encoded: Any = tokenizer(prompts)["input_ids"]  # many times as fast as one by one
+    else:
+        encoded = [ids for ids, _ in encode_prompts(prompts, tokenizer, model=task.name)]
+    return max(map(len, encoded)) + task.max_tokens
 
 
 def _text(example: Example) -> str:

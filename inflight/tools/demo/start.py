@@ -16,6 +16,8 @@ from inflight.tools.demo.trainer import WarmupConfig
 START_FILE = Path(__file__).with_name("start.safetensors")
 MODEL, TASK = "tiny", "spell_backward"
 RECIPE = WarmupConfig(steps=250, seed=0)
+PROMPT_TOKENS, ANSWER_TOKENS = 14, 12
+"""Maximum numbers of tokens of a prompt of the task, a word of ten letters and an arrow, and of an answer."""
 
 
 def starts_from_file(options: DemoOptions) -> bool:

@@ -16,7 +16,16 @@ import inflight
 from inflight.core.errors import ModelLoadError
 from inflight.tools.demo.options import DemoOptions
 from inflight.tools.demo.run import held_out_accuracy, longest
-from inflight.tools.demo.start import MODEL, RECIPE, START_FILE, TASK, load_start, starts_from_file
+from inflight.tools.demo.start import (
+    ANSWER_TOKENS,
+    MODEL,
+    PROMPT_TOKENS,
+    RECIPE,
+    START_FILE,
+    TASK,
+    load_start,
+    starts_from_file,
+)
 from inflight.tools.demo.tasks import gym_task
 from inflight.tools.demo.trainer import load_trainer, require_tokenizer, saved
 
@@ -42,6 +51,7 @@ def test_the_file_has_the_layout_of_the_model():
 def test_the_file_is_as_accurate_as_it_says(tmp_path):
     task, model, tokenizer = gym_task(TASK, seed=0), load_trainer(MODEL, CPU), require_tokenizer(MODEL)
     load_start(model)
+    assert longest(task, tokenizer) == PROMPT_TOKENS + ANSWER_TOKENS
     with (
         saved(model, tokenizer, tmp_path / "start") as start,
         inflight.launch(start, device="cpu", threads=1, max_context=longest(task, tokenizer)) as engine,
