@@ -155,7 +155,7 @@ class Expectation:
 
     @property
     def variance(self) -> float:
-        """The variance of all coordinates together; the variance of a batch's mean is this by its number of sequences."""
+        """The variance of all coordinates together. The mean of a batch of N sequences has an N-th of it."""
         return self.second_moment - self.gradient.square().sum().item()
 
 
