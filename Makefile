@@ -41,7 +41,7 @@ help:
 setup: $(STAMP)
 	@$(if $(filter setup,$(MAKECMDGOALS)),echo '. .venv/bin/activate    # once per shell: then `inflight` and `python` are those of .venv',:)
 
-$(STAMP): EXTRAS := demo,serve,bench,trl,deepspeed,peft,ray,docs,dev
+$(STAMP): EXTRAS := demo,serve,trl,deepspeed,peft,ray,docs,dev
 $(DEMO_STAMP): EXTRAS := demo
 
 # pip compiles nothing: Python compiles the few modules that are imported, at their first import.

@@ -8,9 +8,14 @@ version is from the one before it; each is repeated with SEEDS, and the table ha
 sequence: the root mean square error of a batch of N is √(error² + noise² / N), by the norm of the true gradient.
 """
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import torch
 from harness import finish
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from tabular_policy import LENGTH, SEQUENCES, VOCABULARY, bias_table, distance, make_world
 
 STEPS = {"small": 0.03, "medium": 0.15, "large": 0.6}

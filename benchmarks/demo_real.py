@@ -6,14 +6,12 @@ Writes benchmarks/results/cpu/demo-real.json, the picture of the first seed, and
 into docs/real-model.md.
 """
 
-import json
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from harness import run_demo
 
 from inflight.tools.environment import write_json
 
@@ -29,15 +27,8 @@ KEPT = (
 
 def main() -> None:
     seeds = [int(argument) for argument in sys.argv[1:]] or [0, 1, 2]
-    runs = {}
-    for seed in seeds:
-        with tempfile.TemporaryDirectory() as out:
-            command = ("demo", "--real", "--seed", str(seed), "--save-every", "0", "--out", out)
-            print("$ inflight", *command, flush=True)
-            subprocess.run([sys.executable, "-m", "inflight.tools.cli", *command], check=True)
-            runs[seed] = json.loads((Path(out) / "summary.json").read_text())
-            if seed == seeds[0]:
-                shutil.copy(Path(out) / "demo.png", PICTURE)
+    options = ("--real", "--save-every", "0")
+    runs = {seed: run_demo(seed, *options, picture=PICTURE if seed == seeds[0] else None) for seed in seeds}
     first = runs[seeds[0]]
     kept = {str(seed): {key: run[key] for key in KEPT} for seed, run in runs.items()}
     write_json(RESULT, {"model": first["model"], "seeds": kept, "environment": first["environment"]})

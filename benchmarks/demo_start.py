@@ -5,18 +5,21 @@ python benchmarks/demo_start.py [--out FILE] [--steps N]
 """
 
 import argparse
+import json
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
+from inflight.core.files import replacing
 from inflight.fleet.launching import launch
 from inflight.tools.demo.recipes import SMALL
 from inflight.tools.demo.run import held_out_accuracy, longest
-from inflight.tools.demo.start import MODEL, RECIPE, START_FILE, TASK, start_metadata, write_start
+from inflight.tools.demo.start import MODEL, RECIPE, START_FILE, TASK
 from inflight.tools.demo.tasks import gym_task
-from inflight.tools.demo.trainer import load_trainer, require_tokenizer, saved
+from inflight.tools.demo.trainer import load_trainer, require_tokenizer, saved, warm_up
 
 
 def main() -> None:
@@ -29,22 +32,25 @@ def main() -> None:
     task = gym_task(TASK, seed=RECIPE.seed)
     model, tokenizer = load_trainer(MODEL, torch.device("cpu")), require_tokenizer(MODEL)
 
-    def evaluate() -> float:
-        with (
-            tempfile.TemporaryDirectory() as directory,
-            saved(model, tokenizer, Path(directory) / "start") as start,
-            launch(
-                start,
-                device="cpu",
-                threads=1,
-                max_sequences=SMALL.max_sequences,
-                max_context=longest(task, tokenizer),
-            ) as engine,
-        ):
-            return held_out_accuracy(engine, task, task.held_out)
-
-    write_start(options.out, model, tokenizer, task, evaluate, replace(RECIPE, steps=options.steps))
-    print(f"{options.out}: held-out accuracy {float(start_metadata(options.out)['accuracy']):.3f}")
+    recipe = replace(RECIPE, steps=options.steps)
+    for _ in warm_up(model, tokenizer, task.train, recipe):
+        pass
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        saved(model, tokenizer, Path(directory) / "start") as start,
+        launch(
+            start,
+            device="cpu",
+            threads=1,
+            max_sequences=SMALL.max_sequences,
+            max_context=longest(task, tokenizer),
+        ) as engine,
+    ):
+        accuracy = held_out_accuracy(engine, task, task.held_out)
+    metadata = {"recipe": json.dumps(asdict(recipe)), "accuracy": str(accuracy), "torch": torch.__version__}
+    with replacing(options.out) as partial:
+        save_file({name: parameter.detach() for name, parameter in model.named_parameters()}, partial, metadata)
+    print(f"{options.out}: held-out accuracy {accuracy:.3f}")
 
 
 if __name__ == "__main__":

@@ -5,15 +5,13 @@
 Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
 """
 
-import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
+from harness import run_demo
 
 from inflight.tools.environment import write_json
 
@@ -63,11 +61,8 @@ BENCHES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 """Maps each NAME to the arguments of `inflight bench` for each result."""
 SCRIPTS = {
-    "swap": ["swap_growth", "lora"],
+    "swap": ["swap_growth"],
     "loss": ["correction_bias"],
-    "learning": ["objective_table"],
-    "kernels": ["cpu_kernels"],
-    "ray": ["ray_pool"],
     "serve": ["serve"],
     "fuzz": ["fuzz"],
     "demo_real": ["demo_real"],
@@ -84,12 +79,10 @@ def main() -> None:
             sys.exit(f"unknown benchmark {name!r}; choose from {', '.join(known)}")
         for result, arguments in BENCHES.get(name, {}).items():
             python("-m", "inflight.tools.cli", "bench", *arguments.split(), "--json", str(RESULTS / f"{result}.json"))
-        if name == "learning":
-            (RESULTS / "objectives_default.json").unlink(missing_ok=True)  # otherwise its runs are not repeated
         for script in SCRIPTS.get(name, []):
             python(f"benchmarks/{script}.py")
         if name in DEMOS:
-            summaries = {mode: run_demo(mode) for mode in DEMOS[name]}
+            summaries = {mode: demos(mode) for mode in DEMOS[name]}
             write_json(RESULTS / f"{name.replace('_', '-')}.json", summaries)
 
 
@@ -98,19 +91,15 @@ def python(*arguments: str) -> None:
     subprocess.run([sys.executable, *arguments], check=True)
 
 
-def run_demo(mode: str) -> dict:
+def demos(mode: str) -> dict:
     """Run the demo with every seed, and return means. The first picture of "inflight" is the picture of the docs."""
     runs = []
     for seed in SEEDS:
-        with tempfile.TemporaryDirectory() as out:
-            options = ("--seed", str(seed), "--out", out, *DEMO_OPTIONS[mode])
-            python("-m", "inflight.tools.cli", "demo", *options)
-            kept = RESULTS / f"demo-{mode}-seed{seed}"
-            kept.mkdir(parents=True, exist_ok=True)
-            shutil.copy(Path(out) / "summary.json", kept)
-            runs.append(json.loads((kept / "summary.json").read_text()))
-            if (mode, seed) == ("inflight", SEEDS[0]):
-                shutil.copy(Path(out) / "demo.png", DOCS)
+        picture = DOCS / "demo.png" if (mode, seed) == ("inflight", SEEDS[0]) else None
+        runs.append(run_demo(seed, *DEMO_OPTIONS[mode], picture=picture))
+        kept = RESULTS / f"demo-{mode}-seed{seed}"
+        kept.mkdir(parents=True, exist_ok=True)
+        write_json(kept / "summary.json", runs[-1])
     keys = ("accuracy_before", "accuracy_after", "num_swaps", "num_swaps_in_flight", "seconds", "seconds_rl")
     gains = [run["accuracy_after"] - run["accuracy_before"] for run in runs]
     return {

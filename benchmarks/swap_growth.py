@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from harness import new_figure
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from inflight.engine.model.shapes import shape_config
 from inflight.tools.bench.options import DtypeName, SwapOptions
 from inflight.tools.bench.swap import measure as measure_swap
 from inflight.tools.environment import write_result
-from inflight.tools.plots import new_figure, save_figure
+from inflight.tools.plots import save_figure
 
 
 class Size(NamedTuple):
@@ -111,8 +112,8 @@ def measure(size: Size, where: str) -> dict[str, Any]:
         )
         result = measure_swap(settings)
     kept = ("swap_ms", "stall_ms", "paused_stall_ms", "forward_ms", "gap_ms", "gap_ratio", "copy_ms", "copy_gb_s")
-    kept += ("memcpy_gb_s", "weight_bytes", "num_swaps", "masters", "engine", "grown", "busy")
-    return {"parameters": parameters, "shape": shape} | {key: result[key] for key in kept}
+    kept += ("memcpy_gb_s", "weight_bytes", "num_swaps", "engine", "grown", "busy")
+    return {"parameters": parameters, "shape": shape, "masters": size.masters} | {key: result[key] for key in kept}
 
 
 def plot(path: Path, where: str, points: list[dict[str, Any]]) -> None:

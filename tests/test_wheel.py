@@ -95,7 +95,7 @@ def test_the_hint_names_the_distribution_and_extras_that_it_has():
     text = "".join(path.read_text() for path in tracked_texts())
     named = set(re.findall(rf"{DISTRIBUTION}\[(\w+)\]|install_hint\(\W(\w+)\W\)|needing\(\"(\w+)\"", text))
     extras = {name for names in named for name in names if name}
-    assert {"serve", "watch", "bench", "demo", "trl", "ray"} <= extras <= project["optional-dependencies"].keys()
+    assert {"serve", "watch", "demo", "trl", "ray"} <= extras <= project["optional-dependencies"].keys()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md", "CONTRIBUTING.md", "examples/README.md"])

@@ -139,9 +139,6 @@ def loss(result: dict[str, Any]) -> Told:
     measured = "not measured" if share is None else f"{share:.2f}, {result['tflops']:,.0f} TFLOP/s"
     yield "log-probabilities and gradients at 0.6 × the rate of a plain product or more", measured, (share or 0) >= 0.6
     yield "memory at most a quarter of the naive way's", f"{result['memory_ratio']:.3f}", result["memory_ratio"] <= 0.25
-    for name, ms in result["peer_ms"].items():
-        measured = "failed" if ms is None else f"{ms / result['ours_ms']:.2f} times as fast"
-        yield f"faster than {name}", measured, ms is not None and ms > result["ours_ms"]
 
 
 def mps_swap(result: dict[str, Any]) -> Told:
@@ -153,27 +150,11 @@ def learning(result: dict[str, Any]) -> Told:
     ratio = result["ratio"]
     measured = "target not reached" if ratio is None else f"{ratio:.2f} times as soon"
     yield "in flight reaches the target sooner than in turn", measured, (ratio or 0) > 1
-    busy = {mode: result[mode]["gpu_busy"] for mode in result["modes"]}
-    known = {mode: share for mode, share in busy.items() if share is not None}
-    measured = ", ".join(f"{mode} {share:.0%}" for mode, share in known.items()) or "not measured"
-    yield (
-        "kernels of engine or trainer run for a larger share of the time in flight than in turn",
-        measured,
-        known.get("inflight", 0) > known.get("sync", 1),
-    )
 
 
 def staleness(result: dict[str, Any]) -> Told:
     lag = result["weight_lag_ms"]
     yield "weights lag by milliseconds", f"p50 {lag['p50']:.1f} ms, p99 {lag['p99']:.1f} ms", lag["p50"] < 1000
-
-
-def trace(result: dict[str, Any]) -> Told:
-    for name, text in (
-        ("overlap_copy_decode_s", "a publish is copied while the engine decodes"),
-        ("overlap_train_decode_s", "the trainer computes while the engine decodes"),
-    ):
-        yield text, f"{result[name]:.3f} s of {result['seconds']:.2f} s", result[name] > 0
 
 
 CHECKS: list[tuple[str, str, Callable[[Any], Told]]] = [
@@ -192,5 +173,4 @@ CHECKS: list[tuple[str, str, Callable[[Any], Told]]] = [
     ("loss", "loss.json", loss),
     ("learning", "learning.json", learning),
     ("staleness", "staleness.json", staleness),
-    ("trace", "trace.json", trace),
 ]

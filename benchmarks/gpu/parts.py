@@ -15,7 +15,7 @@ GROUPS = (
     "environment,parity,kernels",
     "tests,throughput",
     "swap,staleness",
-    "loss,learning,trace",
+    "loss,learning",
 )
 """What one call runs where a machine is lent for minutes; the one that matters most first."""
 GROUP_LIMIT_S = 540
@@ -71,7 +71,6 @@ def gpu_parts() -> list[Part]:
         Part("staleness", 90, [f"{BENCH} staleness {loop} --sequences 64 --steps 15 --json {{out}}/staleness.json"]),
         Part("loss", 110, [f"{BENCH} {loss} --json {{out}}/loss.json"]),
         Part("learning", 230, [f"{learning} {{out}}/learning.json"]),
-        Part("trace", 110, [f"{BENCH} trace {loop} --seconds 2 --out {{out}}/trace.json.gz --json {{out}}/trace.json"]),
         Part("peers", 450, [f"{throughput} qwen3-1.7b {peers} --json {{out}}/peers.json"], by_default=False),
         Part(
             "vllm",
@@ -140,7 +139,6 @@ def rehearsal_parts() -> list[Part]:
     learning = "learning --device cpu --dtype bfloat16 --seeds 0 --modes inflight,sync --steps 3 --sequences 16"
     loss = f"{BENCH} loss --device cpu --tokens 64 --hidden 32 --vocab 512 --pairs 1 --json {{out}}/loss.json"
     staleness = f"{BENCH} staleness --device cpu --sequences 4 --tokens 8 --steps 2 --json {{out}}/staleness.json"
-    trace = f"{BENCH} trace --device cpu --seconds 3 --out {{out}}/trace.json.gz --json {{out}}/trace.json"
     few_tests = "-k 'truth_teller_over_every_transport and slots-cpu or page_lists'", "tests/engine/test_flashinfer.py"
     commands = {
         "environment": ["-m inflight.tools.cli doctor"],
@@ -152,7 +150,6 @@ def rehearsal_parts() -> list[Part]:
         "staleness": [staleness],
         "loss": [loss],
         "learning": [f"{BENCH} {learning} --warmup-steps 5 --json {{out}}/learning.json"],
-        "trace": [trace],
     }
     parts = [Part(name, REHEARSAL_LIMIT_S, of_part) for name, of_part in commands.items()]
     tiny = "--device cpu --backend vllm"

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from inflight.core.extras import needing
-from inflight.core.option import argument, option
+from inflight.core.option import argument
 from inflight.core.version import __version__
 from inflight.server.options import ServerOptions
 from inflight.tools.bench import options as bench_options
@@ -59,40 +59,35 @@ def demo(options: DemoOptions, output: Output) -> None:
 def benchmark(name: str) -> Callable[[Any, Output], None]:
     """Return the function that runs `inflight bench NAME`.
 
-    The module of that name has `measure`, which raises InflightError or ValueError, and `table`. The command ends with
-    code 1 if a part of the measurement has `failed`.
+    The module of that name has `measure`. It raises InflightError or ValueError.
     """
 
     def run(options: Any, output: Output) -> None:
+        from inflight.tools.bench.shown import show
         from inflight.tools.progress import shown_on
 
-        module = import_module(f"inflight.tools.bench.{name}")
         with shown_on(console) as progress:
-            result = module.measure(options, progress)
-        console.print(module.table(result))
-        _hand_over(result, output, series=result.pop("series", None))
-        if result.get("failed"):
-            raise typer.Exit(1)
+            measured = import_module(f"inflight.tools.bench.{name}").measure(options, progress)
+        result = {"bench": name, **asdict(options), **measured}
+        series = result.pop("series", None)
+        show(console, result, options)
+        _hand_over(result, output, series=series)
 
     return run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """Show the content of a journal of a token stream, as kept by `launch(…, journal=DIR)`."""
+    """Print counts, times and damage of a journal of a token stream, as kept by `launch(…, journal=DIR)`, as JSON."""
 
     directory: Path = argument(metavar="DIR")
     """Directory of the journal."""
-    groups: int = option(0, min=0)
-    """Number of groups to show, from the first one."""
-    model: str | None = option(None)
-    """Directory or Hugging Face hub id of a tokenizer, which decodes the tokens."""
 
 
 def replay(options: ReplayOptions, output: Output) -> None:
-    from inflight.tools.journal_replay import report
+    from inflight.tools.journal_replay import content
 
-    _hand_over(report(console, options.directory, num_groups=options.groups, model=options.model), output)
+    _hand_over(content(console, options.directory), output)
 
 
 def serve(model: ServedModel, options: ServerOptions) -> None:
@@ -166,7 +161,6 @@ for name, options in (
     ("host", bench_options.HostOptions),
     ("learning", bench_options.LearningOptions),
     ("loss", bench_options.LossOptions),
-    ("trace", bench_options.TraceOptions),
 ):
     add_command(bench, name, benchmark(name), options, Output)
 add_command(app, "replay", replay, ReplayOptions, Output)

@@ -1,29 +1,19 @@
-"""Tables, figures and axes that the benchmarks share."""
+"""Tables, numbers and figures of results."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.table import Table
 
-from inflight.core.errors import MissingPackageError
-from inflight.core.extras import install_hint
 from inflight.core.files import replacing
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SMOOTHING_STEPS = 10
 """Optimizer steps of the mean that smooths a reward."""
-
-
-def require_matplotlib() -> None:
-    """Raise MissingPackageError without matplotlib. Commands call it before they measure for minutes."""
-    if find_spec("matplotlib") is None:
-        raise MissingPackageError(f"figures need matplotlib: {install_hint('bench')}")
 
 
 def new_table(title: str, *columns: str, left: str | None = None) -> Table:
@@ -45,18 +35,6 @@ def smoothed(rewards: Sequence[float]) -> np.ndarray:
     ends = np.arange(1, len(rewards) + 1)
     begins = np.maximum(0, ends - SMOOTHING_STEPS)
     return (sums[ends] - sums[begins]) / (ends - begins)
-
-
-def new_figure(*titles: str) -> tuple["Figure", list["Axes"]]:
-    """Make a figure with one panel for each title, next to each other."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.5 * len(titles), 4.5))
-    panels = list(figure.subplots(1, len(titles), squeeze=False)[0])
-    for axes, title in zip(panels, titles, strict=True):
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.grid(alpha=0.3)
-    return figure, panels
 
 
 def save_figure(path: Path, figure: "Figure") -> None:

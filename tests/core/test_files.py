@@ -26,12 +26,10 @@ from inflight.run import _Clock, _File, _write
 from inflight.stream.journal import JournalWriter
 from inflight.tools.bench.options import SwapOptions
 from inflight.tools.bench.peers import make_setup
-from inflight.tools.bench.truth_teller import TruthTeller
 from inflight.tools.demo.checkpoints import save_checkpoint
 from inflight.tools.demo.options import DemoOptions
 from inflight.tools.demo.run import _Run
-from inflight.tools.demo.start import write_start
-from inflight.tools.demo.trainer import WarmupConfig, saved
+from inflight.tools.demo.trainer import saved
 from inflight.tools.environment import write_result
 from inflight.tools.plots import save_figure
 from inflight.weights.transports.version_file import write_version
@@ -103,11 +101,6 @@ def send_weights(out: Path) -> None:
     transfer.send_weights([("a", torch.zeros(10_000))])
 
 
-def write_trained(out: Path) -> None:
-    task = type("Task", (), {"train": []})()
-    write_start(out / "start.safetensors", make_model("qwen3"), None, task, lambda: 0.5, WarmupConfig(steps=0, seed=0))  # pyright: ignore
-
-
 WRITERS: dict[str, Callable[[Path], None]] = {
     "a benchmark's result": lambda out: write_result(out / "result.json", {"a": LONG}),
     "a benchmark's series": lambda out: write_result(
@@ -126,9 +119,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "the demo's checkpoint": save_demo,
     "a tokenizer": save_tokenizer,
     "the state of an optimizer": save_state,
-    "the demo's trained model": write_trained,
     "weights for servers": send_weights,
-    "a benchmark's model": lambda out: TruthTeller("tiny").save(out),
     "the model of a comparison": lambda out: make_setup(SwapOptions(), 1, 64, threads=1, directory=out),
 }
 

@@ -55,13 +55,13 @@ def test_claims_come_from_this_run_alone_and_those_that_fail_fail_the_check(chec
     parts = [check.Part("loss", 20, ["-c pass"])]
     assert check.main(parts, tmp_path, rehearsal=False) == 0
     assert summary(tmp_path)["claims"] == []
-    result = {"matmul_share": 0.61, "tflops": 480.0, "memory_ratio": 0.1, "peer_ms": {"liger": 9.0}, "ours_ms": 10.0}
+    result = {"matmul_share": 0.61, "tflops": 480.0, "memory_ratio": 0.3}
     (tmp_path / "new").write_text(json.dumps(result))
     parts = [check.Part("loss", 20, ["""-c 'import shutil; shutil.copy("{out}/new", "{out}/loss.json")' """])]
     assert check.main(parts, tmp_path, rehearsal=False) == 1
     claims = summary(tmp_path)["claims"]
     assert [(claim["measured"], claim["holds"]) for claim in claims] == [
-        ("0.61, 480 TFLOP/s", True), ("0.100", True), ("0.90 times as fast", False)
+        ("0.61, 480 TFLOP/s", True), ("0.300", False)
     ]  # fmt: skip
     assert check.main(parts, tmp_path, rehearsal=True) == 0  # where nothing is claimed of the machine
 
@@ -208,7 +208,7 @@ def test_the_part_of_vllm_finds_it_behind_what_the_host_has(check, tmp_path, mon
 
 @pytest.mark.long
 def test_the_rehearsal_makes_claims(tmp_path):
-    group = "loss,staleness,trace"
+    group = "loss,staleness"
     environment = os.environ | {"RESULTS": str(tmp_path), "PART": group, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, FOLDER / "check.py", "--rehearse"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -216,6 +216,5 @@ def test_the_rehearsal_makes_claims(tmp_path):
     told = summary(tmp_path, group.replace(",", "-"))
     assert [part["part"] for part in told["parts"]] == ["preflight", *group.split(",")]
     claims = {claim["part"]: claim for claim in told["claims"]}
-    assert set(claims) == {"loss", "staleness", "trace"}
+    assert set(claims) == {"loss", "staleness"}
     assert claims["staleness"]["holds"]
-    assert claims["trace"]["holds"]

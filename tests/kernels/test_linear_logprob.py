@@ -309,8 +309,6 @@ def test_the_benchmark_measures_errors_and_compares(monkeypatch, num_ids):
     assert 0 < result["grad_max_abs_err"] < 1e-6
     assert result["memory_ratio"] == 0.125
     assert result["time_ratio"] > 0
-    assert result["peer_ms"] == {}  # those of a GPU
-    assert bench.table(result).row_count == 2
 
 
 @pytest.mark.long
@@ -325,15 +323,3 @@ def test_memory_of_the_naive_way_is_that_of_logits():
             bench._step(variant, problem)
         peaks[name] = live.peak
     assert peaks["naive"] > 2 * 64 * 20_000 * 4 > 4 * peaks["ours"]
-
-
-def test_a_peer_that_fails_is_told():
-    settings = LossOptions(device="cpu", tokens=4, hidden=8, vocab=20, pairs=1)
-    problem = bench._make_problem(settings, torch.device("cpu"), torch.float32)
-
-    def missing(problem):
-        raise ImportError("no module named liger_kernel")
-
-    times_ms, failures = bench._measure_peers({"a": bench._ours, "b": missing}, problem, 1, lambda *_: None)
-    assert times_ms["a"] > 0
-    assert (times_ms["b"], failures) == (None, {"b": "ImportError: no module named liger_kernel"})

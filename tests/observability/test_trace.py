@@ -1,27 +1,20 @@
-"""A trace shows both processes on one clock; and what a benchmark reads from it."""
+"""A trace shows both processes on one clock."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
 from itertools import repeat
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from tiny_models import make_model
-from typer.testing import CliRunner
-from waiting import PATIENCE_S
 
 import inflight
 from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.spans import Span, Thread, note, span, start_noting, stop_noting
 from inflight.engine.process.client import EngineClient
 from inflight.observability.trace_file import Part, merge, read
-from inflight.tools.bench.trace import busy, overlap, summarize, work_in
-from inflight.tools.cli import app
 from inflight.training.schedules import Example
 
 TRAINING = ("forward", "backward", "optimizer step")
@@ -85,10 +78,8 @@ def test_a_trace_shows_engine_and_trainer_at_work_at_the_same_time(engine, tmp_p
         assert end(copied[version]) <= swap["ts"]
     microseconds = trace["otherData"]["seconds"] * 1e6
     assert all(e["ts"] >= 0 and end(e) <= microseconds + 0.1 for e in (*ours, *theirs))
-    summary = summarize(trace)
-    assert summary["source"] == "spans"
-    assert 0 < summary["overlap_train_decode_s"] <= min(summary["decode_s"], summary["train_s"])
-    assert summary["num_swaps"] == len(swapped)
+    decodes, trains = ([e for e in of if e["name"] in named] for of, named in ((theirs, ["decode"]), (ours, TRAINING)))
+    assert any(d["ts"] < end(t) and t["ts"] < end(d) for d in decodes for t in trains)
 
 
 def test_details_lie_within_the_spans_of_their_thread(engine, tmp_path):
@@ -324,60 +315,3 @@ def test_details_keep_calls_on_their_threads_and_arrows_apart(tmp_path):
     assert len(arrows) == len(set(arrows)) == 4
     assert next(e for e in events if e.get("cat") == "kernel")["args"]["grid"] == [1, 1, 1]
     assert msgspec.json.decode(msgspec.json.encode(events)) == events
-
-
-def test_kernels_are_told_apart_by_process_and_stream(tmp_path):
-    trace = merge(gpu_parts(tmp_path, details=False))
-    work = work_in(trace["traceEvents"])
-    assert work.source == "kernels"
-    assert (1e6 * work.decode).tolist() == [[20, 50], [50, 80]]
-    assert (1e6 * work.train).tolist() == [[40, 90]]
-    assert (1e6 * work.copy).tolist() == [[60, 75]]
-    summary = summarize(trace)
-    assert summary["busy_share"] == pytest.approx(0.7)
-    assert summary["overlap_train_decode_s"] == pytest.approx(40e-6)
-    assert summary["overlap_copy_decode_s"] == pytest.approx(15e-6)
-
-
-# ---- arithmetic ---------------------------------------------------------------------------------------------------
-
-
-def test_busy_counts_every_moment_once():
-    a = np.array([[0.0, 4.0], [1.0, 2.0], [3.0, 5.0], [7.0, 8.0]])
-    b = np.array([[4.5, 7.5], [20.0, 20.0]])
-    none = np.empty((0, 2))
-    assert busy(a) == 6
-    assert busy(a, b) == 8
-    assert overlap(a, b) == overlap(b, a) == 1
-    assert overlap(a, a[::-1]) == 6
-    assert busy(none) == overlap(a, none) == 0
-
-
-def test_busy_and_overlap_agree_with_counting_moments():
-    generator = np.random.default_rng(0)
-    for _ in range(50):
-        sets = [np.sort(generator.integers(0, 60, (generator.integers(0, 12), 2)), axis=1) for _ in range(2)]
-        covered = [np.array([any(b <= t < e for b, e in s.tolist()) for t in range(60)]) for s in sets]
-        assert busy(*map(np.float64, sets)) == (covered[0] | covered[1]).sum()
-        assert overlap(np.float64(sets[0]), np.float64(sets[1])) == (covered[0] & covered[1]).sum()
-
-
-@pytest.mark.long
-def test_the_benchmark_prints_its_keys_and_writes_the_trace(tmp_path):
-    out = tmp_path / "trace.json.gz"
-    command = [sys.executable, "-m", "inflight.tools.cli", "bench", "trace", "--device", "cpu", "--sequences", "4"]
-    options = ["--tokens", "16", "--seconds", "1", "--warmup-steps", "1", "--out", str(out)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["bench"] == "trace"
-    assert result["source"] == "spans"
-    assert 0 < result["busy_share"] <= 1
-    for key in ("decode_s", "train_s", "copy_s"):
-        assert 0 < result[key] <= result["seconds"]
-    for key in ("overlap_train_decode_s", "overlap_copy_decode_s"):
-        assert 0 <= result[key] <= result["decode_s"]
-    assert result["num_events"] == len(read(out)["traceEvents"])
-    refused = CliRunner().invoke(app, ["bench", "trace", "--device", "cpu", "--out", "trace.txt"])
-    assert refused.exit_code == 2
-    assert "ends in .json or .json.gz" in refused.stderr

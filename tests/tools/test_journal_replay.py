@@ -178,7 +178,7 @@ def test_the_lines_of_the_page_train_a_model(run, tmp_path, monkeypatch):
 def test_the_command_tells_what_is_in_a_journal(run, tmp_path):
     directory, _, live = run
     file = tmp_path / "found.json"
-    done = CliRunner().invoke(app, ["replay", str(directory), "--groups", "2", "--model", "tiny", "--json", str(file)])
+    done = CliRunner().invoke(app, ["replay", str(directory), "--json", str(file)])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["num_groups"] == 41
@@ -186,13 +186,10 @@ def test_the_command_tells_what_is_in_a_journal(run, tmp_path):
     assert found["tokens_per_s"] > 0
     assert found["damage"] == []
     assert found.items() <= json.loads(file.read_text()).items()
-    assert done.stdout.count("\ngroup ") == 2
-    assert done.stdout.count("sample 3 (") == 2
     shutil.copy(JournalReader(directory).path, tmp_path)
     damage_row(tmp_path, 3)
     done = CliRunner().invoke(app, ["replay", str(tmp_path)])
     assert done.exit_code == 0
-    assert "rows 3 to 3 cannot be read" in " ".join(done.stdout.split())
     [damage] = json.loads(done.stdout.splitlines()[-1])["damage"]
     assert (damage["first"], damage["last"]) == (3, 3)
     assert CliRunner().invoke(app, ["replay", str(tmp_path / "nothing")]).exit_code == 2

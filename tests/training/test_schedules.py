@@ -1,5 +1,6 @@
 """Three schedules of generating and training: which weights draw what, in which order."""
 
+from collections import deque
 from contextlib import closing
 from copy import deepcopy
 from itertools import count, islice
@@ -13,12 +14,49 @@ from tiny_models import VOCABULARY, make_model
 import inflight
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
-from inflight.tools.bench.learning_run import LaggedPublisher
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.schedules import SCHEDULES, Admission, Example
+from inflight.weights.tensors import fill, published_tensors
 
 STEPS = 6
+
+
+class LaggedPublisher:
+    """Publisher with a delay: `publish()` sends the weights of `lag` calls ago.
+
+    The first call sends the weights at once. Later, call n sends the model of call n − lag under that version number,
+    so that a version has the same weights as without a lag. With schedule "sync" all tokens of step t have version
+    max(1, t − lag). The publisher stores lag + 2 copies of the model.
+    """
+
+    def __init__(self, engine, model, *, lag: int):
+        self._lag, self._meter = lag, engine.staleness
+        self._current = published_tensors(model)
+        self._snapshots: deque[dict[str, torch.Tensor]] = deque()
+        lagged = deepcopy(model)
+        self._lagged = published_tensors(lagged)
+        self._publisher = engine.publisher(lagged)
+        self._has_sent = False
+
+    @property
+    def version(self) -> int:
+        """Return the newest version sent to the engine."""
+        return self._publisher.version
+
+    def publish(self) -> int:
+        """Store the present parameters, and send the parameters of `lag` calls ago. Returns their version."""
+        self._snapshots.append({name: tensor.detach().clone() for name, tensor in self._current.items()})
+        if len(self._snapshots) > self._lag or not self._has_sent:
+            self._has_sent = True
+            self._publisher.wait_copied()
+            fill(self._lagged, self._snapshots.popleft())
+            self._publisher.publish()
+        self._meter.trainer_version = self.version + len(self._snapshots)
+        return self.version
+
+    def close(self) -> None:
+        self._publisher.close()
 
 
 class Journal:

@@ -9,64 +9,123 @@ and can use all cores. More threads are not always faster for a small model, so 
 half and all are tried, and the fastest combination is used.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
 
+from inflight.core.clock import now_ns
+from inflight.core.sampling import SamplingParams
 from inflight.engine.model.device import resolve_device
-from inflight.tools.bench.learning_run import (
-    GROUP_SIZE,
-    TASK,
-    Point,
-    Run,
-    Start,
-    learn,
-    warm_start,
-)
+from inflight.engine.model.shapes import SHAPES
+from inflight.fleet.launching import launch
 from inflight.tools.bench.options import LearningOptions
-from inflight.tools.bench.staleness import check_modes
-from inflight.tools.demo.trainer import Threads, split_cores
-from inflight.tools.plots import SMOOTHING_STEPS, new_table, number
+from inflight.tools.demo.run import held_out_accuracy, longest
+from inflight.tools.demo.tasks import Task, gym_task
+from inflight.tools.demo.trainer import (
+    Threads,
+    WarmupConfig,
+    load_trainer,
+    make_optimizer,
+    require_tokenizer,
+    saved,
+    split_cores,
+    torch_threads,
+    warm_up,
+    without_full_collections,
+)
+from inflight.tools.plots import SMOOTHING_STEPS, smoothed
 from inflight.tools.progress import Progress, part_of, parts_of, untold
+from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.objective.objective import resolve
+from inflight.training.schedules import resolve_schedule
 
+TASK = "spell_backward"
+GROUP_SIZE = 8
+ENGINE_SEQUENCES = 128
+"""Maximum number of sequences that the engine decodes together."""
 TARGET_SHARE = 0.9
 TRIAL_STEPS = 10
 """Optimizer steps of a trial of thread counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start of all runs of a seed."""
+
+    task: Task
+    seed: int
+    directory: str
+    """Warmed-up model and its tokenizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    curve: list[dict[str, Any]]
+    """For each optimizer step: `step`; `seconds` since reinforcement learning began, generation included; `tokens`
+    trained on so far; and the means `reward` over its rollouts, `ess` and `version_lag` over its tokens."""
+    accuracy_before: float
+    """Share of held-out prompts with a correct greedy answer."""
+    accuracy_after: float
+    staleness: dict[str, Any]
+    engine: dict[str, Any]
+    """Execution of the passes in the engine."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Return the smoothed reward of each step."""
+        return smoothed([point["reward"] for point in self.curve]).tolist()
+
+    def summary(self, seed: int, target: float | None) -> dict[str, Any]:
+        """Return the values of the run, with the time and the tokens until the smoothed reward was the target."""
+        least = float("inf") if target is None else target
+        reached = [point for point, reward in zip(self.curve, self.rewards, strict=True) if reward >= least]
+        return {
+            "seed": seed,
+            "seconds_to_target": reached[0]["seconds"] if reached else None,
+            "tokens_to_target": reached[0]["tokens"] if reached else None,
+            "final_reward": self.rewards[-1],
+            "tokens": self.curve[-1]["tokens"],
+            "seconds": self.curve[-1]["seconds"],
+            "accuracy_before": self.accuracy_before,
+            "accuracy_after": self.accuracy_after,
+            "engine": self.engine,
+            **self.staleness,
+        }
 
 
 def measure(settings: LearningOptions, progress: Progress = untold) -> dict[str, Any]:
     """Run every mode from the same start, for each seed, in an order that differs from seed to seed.
 
     Per mode: seconds_to_target and tokens_to_target (median over seeds; None if a seed did not reach its target),
-    final_reward, tokens, seconds, held-out accuracy and gpu_busy (means; 0 … 1, None on a CPU), and `seeds` with all of
-    these values and the staleness of each seed.
+    final_reward, tokens, seconds and held-out accuracy (means), and `seeds` with all of these values and the staleness
+    of each seed.
     ratio: seconds_to_target of sync divided by seconds_to_target of inflight, median over seeds.
     series: the curve of every run.
     """
     check(settings)
-    schedules = settings.modes
-    runs: dict[str, list[Run]] = {mode: [] for mode in schedules}
+    runs: dict[str, list[Run]] = {mode: [] for mode in settings.modes}
     threads: dict[str, Threads] = {}
-    parts = parts_of(progress, len(settings.seeds) * (1 + len(schedules)))
+    parts = parts_of(progress, len(settings.seeds) * (1 + len(settings.modes)))
     for turn, seed in enumerate(settings.seeds):
-        with warm_start(settings, seed, warm_up := next(parts)) as start:
+        with _warm_start(settings, seed, warm_up := next(parts)) as start:
             trials = part_of(warm_up, 1, 1)
-            threads = threads or {mode: _threads_of(mode, settings, start, trials) for mode in schedules}
-            for mode in rotated(schedules, turn):
-                runs[mode].append(learn(settings, start, schedule=mode, threads=threads[mode], progress=next(parts)))
-    targets = [_target(settings, [runs[mode][index] for mode in schedules]) for index in range(len(settings.seeds))]
+            threads = threads or {mode: _threads_of(mode, settings, start, trials) for mode in settings.modes}
+            first = turn % len(settings.modes)
+            for mode in (*settings.modes[first:], *settings.modes[:first]):
+                runs[mode].append(_learn(settings, start, mode, threads[mode], mode, next(parts)))
+    targets = [_target(settings, of_seed) for of_seed in zip(*runs.values(), strict=True)]
     modes = {mode: _summary(settings, of_mode, targets) for mode, of_mode in runs.items()}
     ratios = _ratios(modes)
     return {
-        "bench": "learning",
         "task": TASK,
-        **asdict(settings),
         "group_size": GROUP_SIZE,
         "smoothing_steps": SMOOTHING_STEPS,
         "threads": {mode: asdict(of_mode) for mode, of_mode in threads.items()},
@@ -76,7 +135,7 @@ def measure(settings: LearningOptions, progress: Progress = untold) -> dict[str,
         "ratio": median(ratios) if ratios else None,
         "ratios": ratios,
         "series": [
-            {"mode": mode, "seed": seed, "points": rounded_points(run.curve)}
+            {"mode": mode, "seed": seed, "points": [_rounded(point) for point in run.curve]}
             for mode, of_mode in runs.items()
             for seed, run in zip(settings.seeds, of_mode, strict=True)
         ],
@@ -85,13 +144,39 @@ def measure(settings: LearningOptions, progress: Progress = untold) -> dict[str,
 
 def check(settings: LearningOptions) -> None:
     """Raise ValueError if a run would fail after its warm-up."""
-    check_modes(settings.modes)
+    if not settings.modes:
+        raise ValueError("--modes must name at least one schedule, such as inflight,sync")
+    for mode in settings.modes:
+        resolve_schedule(mode)
     if settings.sequences < GROUP_SIZE:
         raise ValueError(f"--sequences must be at least one group of {GROUP_SIZE}, got {settings.sequences}")
     if resolve(settings.objective).proximal == "recomputed":
         raise ValueError(
             f"objective {settings.objective!r} is for several optimizer steps per batch; these runs take one"
         )
+
+
+@contextmanager
+def _warm_start(settings: LearningOptions, seed: int, progress: Progress) -> Iterator[Start]:
+    """Warm a model up and save it, so that all runs of this seed begin alike."""
+    disable_progress_bar()  # of Transformers
+    task = gym_task(TASK, seed=seed, max_tokens=settings.tokens or None)
+    torch.manual_seed(seed)
+    model, tokenizer = load_trainer(settings.model, resolve_device(settings.device)), require_tokenizer(settings.model)
+    if settings.warmup_steps and settings.model in SHAPES:
+        config = WarmupConfig(
+            steps=settings.warmup_steps,
+            demonstrations=settings.demonstrations,
+            learning_rate=settings.warmup_learning_rate,
+            seed=seed,
+        )
+        for step, loss in enumerate(warm_up(model, tokenizer, task.train, config), start=1):
+            progress(f"seed {seed}, warm-up, step {step}: loss {loss:.3f}", step / settings.warmup_steps)
+    with (
+        TemporaryDirectory(prefix="inflight-start-") as parent,
+        saved(model, tokenizer, Path(parent) / "start") as directory,
+    ):
+        yield Start(task, seed, directory)
 
 
 def _threads_of(schedule: str, settings: LearningOptions, start: Start, progress: Progress) -> Threads:
@@ -103,51 +188,83 @@ def _threads_of(schedule: str, settings: LearningOptions, start: Start, progress
     seconds: dict[Threads, float] = {}
     for threads in (Threads(t, e) for t in {half.trainer, cores} for e in {half.engine, cores}):
         label = f"sync with {threads.trainer} and {threads.engine} threads"
-        run = learn(short, start, schedule="sync", threads=threads, label=label, progress=progress)
-        seconds[threads] = median(after.seconds - before.seconds for before, after in pairwise(run.curve))
+        run = _learn(short, start, "sync", threads, label, progress)
+        seconds[threads] = median(after["seconds"] - before["seconds"] for before, after in pairwise(run.curve))
     return min(seconds, key=lambda threads: seconds[threads])
 
 
-def rotated(items: Sequence[Any], turn: int) -> list[Any]:
-    """Return the items in another order at each turn, so that a different item is first."""
-    turn %= len(items)
-    return [*items[turn:], *items[:turn]]
+def _learn(
+    settings: LearningOptions, start: Start, schedule: str, threads: Threads, label: str, progress: Progress
+) -> Run:
+    """Run GRPO once. label: name of the run in the progress."""
+    torch.manual_seed(start.seed)
+    task = start.task
+    model = load_trainer(start.directory, resolve_device(settings.device))
+    optimizer, scheduler = make_optimizer(model.parameters(), settings.learning_rate, ramp=10, steps=settings.steps)
+    config = GRPOConfig(
+        steps=settings.steps,
+        groups_per_step=settings.sequences // GROUP_SIZE,
+        sampling=SamplingParams(n=GROUP_SIZE, max_tokens=task.max_tokens),
+        objective=settings.objective,
+        schedule=schedule,
+    )
+    with (
+        torch_threads(threads.trainer),
+        launch(
+            start.directory,
+            device=settings.device,
+            dtype=settings.dtype,
+            max_sequences=min(ENGINE_SEQUENCES, settings.sequences),
+            max_context=longest(task, require_tokenizer(start.directory)),
+            threads=threads.engine,
+        ) as engine,
+        without_full_collections(),
+    ):
+        before = held_out_accuracy(engine, task, task.held_out)
+        curve: list[dict[str, Any]] = []
+        with engine.publisher(model) as publisher:
+            began_ns, num_tokens = now_ns(), 0
+            examples = task.shuffled(start.seed)
+            for report in grpo(engine, publisher, model, optimizer, examples, task.score, config, scheduler):
+                num_tokens += report.num_tokens
+                curve.append(
+                    {
+                        "step": report.step,
+                        "seconds": (report.finished_ns - began_ns) / 1e9,
+                        "tokens": num_tokens,
+                        "reward": report.reward,
+                        "ess": report.stats.ess if report.stats else None,
+                        "version_lag": float(report.staleness.version_lag.mean()) if report.staleness else None,
+                    }
+                )
+                text = f"seed {start.seed}, {label}, step {report.step}: reward {report.reward:.3f}"
+                progress(text, report.step / settings.steps)
+            engine.wait_for_version(publisher.publish())
+        return Run(
+            curve=curve,
+            accuracy_before=before,
+            accuracy_after=held_out_accuracy(engine, task, task.held_out),
+            staleness=engine.staleness.summary(),
+            engine=engine.info.execution(),
+        )
 
 
 def _target(settings: LearningOptions, runs: Sequence[Run]) -> float | None:
     """Return the target of the runs of a seed. None: the runs started with as much reward, and learned nothing."""
     if settings.target is not None:
         return settings.target
-    target = TARGET_SHARE * min(run.final_reward for run in runs)
-    return target if target > fmean(run.curve[0].reward for run in runs) else None
+    target = TARGET_SHARE * min(run.rewards[-1] for run in runs)
+    return target if target > fmean(run.curve[0]["reward"] for run in runs) else None
 
 
 def _summary(settings: LearningOptions, runs: list[Run], targets: list[float | None]) -> dict[str, Any]:
     """Summarize one mode. Runs and targets are in the order of the seeds."""
-    points = [run.reached(target) if target is not None else None for run, target in zip(runs, targets, strict=True)]
-    seeds = [
-        {
-            "seed": seed,
-            "seconds_to_target": point.seconds if point else None,
-            "tokens_to_target": point.tokens if point else None,
-            "final_reward": run.final_reward,
-            "tokens": run.curve[-1].tokens,
-            "seconds": run.curve[-1].seconds,
-            "accuracy_before": run.accuracy_before,
-            "accuracy_after": run.accuracy_after,
-            "gpu_busy": run.gpu_busy,
-            "engine": run.engine,
-            **run.staleness,
-        }
-        for seed, run, point in zip(settings.seeds, runs, points, strict=True)
-    ]
+    seeds = [run.summary(seed, target) for seed, run, target in zip(settings.seeds, runs, targets, strict=True)]
     means = ("final_reward", "tokens", "seconds", "accuracy_before", "accuracy_after")
-    busy = [run.gpu_busy for run in runs if run.gpu_busy is not None]
     return {
         "seconds_to_target": _median([of["seconds_to_target"] for of in seeds]),
         "tokens_to_target": _median([of["tokens_to_target"] for of in seeds]),
         **{name: fmean(of[name] for of in seeds) for name in means},
-        "gpu_busy": fmean(busy) if busy else None,
         "seeds": seeds,
     }
 
@@ -166,35 +283,6 @@ def _ratios(modes: Mapping[str, dict[str, Any]]) -> list[float]:
     return [sync / inflight for sync, inflight in seconds if sync and inflight]
 
 
-def table(result: dict[str, Any]) -> Table:
-    """Show the result of each mode."""
-    on_gpu = any(result[mode]["gpu_busy"] is not None for mode in result["modes"])
-    names = ("mode", "seconds to target", "tokens to target", "final reward", "held-out accuracy", "seconds")
-    shown = new_table(_title(result), *names, *(["GPU busy"] if on_gpu else []), left="mode")
-    shown.caption_justify = "left"
-    for mode in result["modes"]:
-        of = result[mode]
-        shown.add_row(
-            mode,
-            number(of["seconds_to_target"], ".1f"),
-            number(of["tokens_to_target"], ",.0f"),
-            f"{of['final_reward']:.3f}",
-            f"{of['accuracy_before']:.3f} → {of['accuracy_after']:.3f}",
-            f"{of['seconds']:.1f}",
-            *([number(of["gpu_busy"], ".0%")] if on_gpu else []),
-        )
-    if result["ratio"]:
-        shown.caption = f"sync / inflight, seconds to target: {result['ratio']:.2f} (median of seeds)"
-    return shown
-
-
-def rounded_points(curve: list[Point]) -> list[dict[str, Any]]:
-    """Return the points with five digits, for a JSON file."""
-    return [
-        {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in asdict(point).items()}
-        for point in curve
-    ]
-
-
-def _title(result: dict[str, Any]) -> str:
-    return f"{result['task']}, {result['model']} on {result['device']}, {result['sequences']} rollouts per step"
+def _rounded(point: dict[str, Any]) -> dict[str, Any]:
+    """Return a point with five digits, for a JSON file."""
+    return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in point.items()}

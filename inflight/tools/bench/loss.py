@@ -9,26 +9,21 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from inflight_kernels import linear_logprobs, linear_logprobs_reference
-from rich.table import Table
-from torch.utils.checkpoint import checkpoint
 
 from inflight.engine.model.device import resolve_device
 from inflight.tools.bench.options import LossOptions
-from inflight.tools.plots import new_table
 from inflight.tools.progress import Progress, untold
 
 REFERENCE_ROWS = 256
 """Number of rows with logits in float64 at a time."""
-PEER_ROWS = 1024
-"""Number of rows in a piece of the compiled peer."""
 MATMULS = 20
 MIB = 1 << 20
 
@@ -58,10 +53,7 @@ def measure(settings: LossOptions, progress: Progress = untold) -> dict[str, Any
 
     On a GPU and without sampling masks: matmul_tflops is the rate of the product of hidden and weight alone in the same
     dtype, tflops is our rate for 6 · tokens · hidden · vocab operations, and matmul_share is their ratio. The
-    additional product in our backward is not counted. peer_ms has times of Liger's kernels at temperature 1, because
-    they take one temperature for all rows: the kernel for log-probabilities ("liger"), which needs CuTe DSL on Hopper,
-    and the kernel for the mean cross entropy, which multiplies only once. It also has a compiled version in pieces of
-    1,024 rows. A missing time is None, and peer_errors has the reason.
+    additional product in our backward is not counted.
     """
     if settings.sampling_mask > settings.vocab:
         raise ValueError(f"--sampling-mask {settings.sampling_mask} is more than the vocabulary of {settings.vocab}")
@@ -74,10 +66,8 @@ def measure(settings: LossOptions, progress: Progress = untold) -> dict[str, Any
     progress("errors against float64", 0.1)
     error, grad_error = _errors(problem)
     matmul_tflops = None
-    peers: dict[str, _Variant] = {}
     if device.type == "cuda" and not settings.sampling_mask:
         matmul_tflops = _matmul_tflops(problem)
-        peers = {"liger": _liger, "liger cross entropy": _liger_cross_entropy, "compiled": _compiled}
     times_ms: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for variant in VARIANTS.values():
         _timed_ms(partial(_step, variant), problem)  # not counted
@@ -85,15 +75,12 @@ def measure(settings: LossOptions, progress: Progress = untold) -> dict[str, Any
         progress(f"pair {pair + 1} of {settings.pairs}", 0.2 + 0.8 * pair / settings.pairs)
         for name, variant in VARIANTS.items():
             times_ms[name].append(_timed_ms(partial(_step, variant), problem))
-    peer_ms, peer_errors = _measure_peers(peers, problem, settings.pairs, progress)
 
     ours_ms = median(times_ms["ours"])
     tflops = None
     if matmul_tflops is not None:
         tflops = 6 * settings.tokens * settings.hidden * settings.vocab / ours_ms / 1e9
     return {
-        "bench": "loss",
-        **asdict(settings),
         "device": device.type,
         "dtype": dtype,
         "threads": torch.get_num_threads(),
@@ -109,32 +96,7 @@ def measure(settings: LossOptions, progress: Progress = untold) -> dict[str, Any
         "matmul_tflops": matmul_tflops,
         "tflops": tflops,
         "matmul_share": tflops / matmul_tflops if tflops and matmul_tflops else None,
-        "peer_ms": peer_ms,
-        "peer_errors": peer_errors,
     }
-
-
-def table(result: dict[str, Any]) -> Table:
-    masks = f", sampling masks of {result['sampling_mask']}" if result["sampling_mask"] else ""
-    title = (
-        f"log-probabilities of {result['tokens']:,} tokens, hidden {result['hidden']:,}, vocabulary "
-        f"{result['vocab']:,}{masks}, {result['dtype']} on {result['device']}: forward and backward"
-    )
-    shown = new_table(title, "", "ms", "extra MiB", left="")
-    shown.add_row("linear_logprobs", f"{result['ours_ms']:,.1f}", f"{result['peak_mb']:,.0f}")
-    shown.add_row("all logits at once", f"{result['naive_ms']:,.1f}", f"{result['naive_peak_mb']:,.0f}")
-    for name, ms in result["peer_ms"].items():
-        shown.add_row(name, "failed" if ms is None else f"{ms:,.1f}", "")
-    shown.caption = (
-        f"{result['time_ratio']:.2f} times as fast in {result['memory_ratio']:.3f} of the memory; largest error "
-        f"{result['max_abs_err']:.1e}, of gradients {result['grad_max_abs_err']:.1e}"
-    )
-    if result["matmul_share"] is not None:
-        shown.caption += (
-            f"; {result['tflops']:,.0f} TFLOP/s, {result['matmul_share']:.0%} of the {result['matmul_tflops']:,.0f} of "
-            "the product alone"
-        )
-    return shown
 
 
 def _make_problem(settings: LossOptions, device: torch.device, dtype: torch.dtype) -> _Problem:
@@ -172,44 +134,6 @@ def _naive(problem: _Problem) -> torch.Tensor:
 
 
 VARIANTS: dict[str, _Variant] = {"naive": _naive, "ours": _ours}
-
-
-def _liger(problem: _Problem) -> torch.Tensor:
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (  # pyright: ignore[reportMissingImports]
-        LigerFusedLinearScaledCrossEntropyFunction,
-    )
-
-    return -LigerFusedLinearScaledCrossEntropyFunction.apply(*problem.leaves(), problem.tokens_N, 1.0)
-
-
-def _liger_cross_entropy(problem: _Problem) -> torch.Tensor:
-    """Liger loss of the mean. Its forward pass computes the gradient."""
-    from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
-        LigerFusedLinearCrossEntropyFunction,
-    )
-
-    outputs: Any = LigerFusedLinearCrossEntropyFunction.apply(*problem.leaves(), problem.tokens_N)
-    return -outputs[0]
-
-
-def _piece(
-    hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor
-) -> torch.Tensor:
-    scaled = (hidden @ weight.T).float() / temperatures[:, None]
-    return scaled.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(scaled, -1)
-
-
-@cache
-def _compiled_piece() -> Callable[..., torch.Tensor]:
-    return torch.compile(_piece)
-
-
-def _compiled(problem: _Problem) -> torch.Tensor:
-    pieces = zip(
-        *(t.split(PEER_ROWS) for t in (problem.hidden_NH, problem.tokens_N, problem.temperatures_N)), strict=True
-    )
-    run: Any = partial(checkpoint, _compiled_piece(), use_reentrant=False)
-    return torch.cat([run(hidden, problem.weight_VH, tokens, taus) for hidden, tokens, taus in pieces])
 
 
 def _step(variant: _Variant, problem: _Problem) -> tuple[torch.Tensor, ...]:
@@ -287,19 +211,3 @@ def _resident_peak_mib(settings: LossOptions, dtype: str, name: str, num_threads
 def _status_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def _measure_peers(
-    peers: dict[str, _Variant], problem: _Problem, runs: int, progress: Progress
-) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Return milliseconds by peer, or None, and the reason for each missing peer."""
-    times_ms: dict[str, float | None] = {}
-    failures: dict[str, str] = {}
-    for name, peer in peers.items():
-        progress(name)
-        try:
-            _timed_ms(partial(_step, peer), problem)  # not counted: compiles
-            times_ms[name] = median(_timed_ms(partial(_step, peer), problem) for _ in range(runs))
-        except Exception as error:  # a missing peer, or one without support for this shape, does not stop the benchmark
-            times_ms[name], failures[name] = None, f"{type(error).__name__}: {error}"[:500]
-    return times_ms, failures

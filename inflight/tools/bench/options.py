@@ -8,7 +8,6 @@ from inflight.tools.command_line import ModelChoice
 
 BackendName = Literal["inflight", "vllm"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-SERVER = "A server"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +50,29 @@ class ThroughputOptions(BackendChoice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwapOptions(BackendChoice):
+class LoadChoice(BackendChoice):
+    """Engine, and its load while weights are published."""
+
+    sequences: int = option(32, min=1)
+    """Sequences drawn at a time."""
+    tokens: int = option(64, min=1)
+    """Tokens per sequence."""
+    prompt_tokens: int = option(32, min=1)
+    """Length of every prompt, in tokens."""
+    slots: int = option(2, min=1, max=8)
+    """Copies of the weights in the engine."""
+    seed: int = option(0, min=0)
+    """Seed of weights, data and draws."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapOptions(LoadChoice):
     """Measure the effect of new weights on a running generator."""
 
     masters: DtypeName = option("auto", panel="Model")
     """Dtype of the trainer's parameters. auto: the dtype of the engine."""
-    sequences: int = option(32, min=1)
-    """Sequences in progress while weights are published."""
     tokens: int = option(512, min=64)
     """Tokens per sequence. Then all sequences start again."""
-    prompt_tokens: int = option(32, min=1)
-    """Length of every prompt, in tokens."""
     publishes: int = option(200, min=1)
     """Minimum number of publishes."""
     window: int = option(5, min=1)
@@ -70,50 +81,21 @@ class SwapOptions(BackendChoice):
     """Minimum number of publishes while the trainer computes without a pause."""
     pieces_us: tuple[int, ...] = option((0,), min=0)
     """Lengths of the pieces of these copies, in µs, one after another. 0: one piece."""
-    slots: int = option(2, min=1, max=8)
-    """Copies of the weights in the engine."""
     peer: Literal["vllm"] | None = option(None)
     """Engine whose pause, load and resume are measured in the same run."""
-    seed: int = option(0, min=0)
-    """Seed of weights, data and draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StalenessOptions(BackendChoice):
-    """Measure the age of tokens at the optimizer step that uses them (docs/staleness.md).
+class StalenessOptions(LoadChoice):
+    """Measure the age of tokens at the optimizer step that uses them (docs/staleness.md)."""
 
-    With --target, measure any server with weight updates: clients draw from it while a trainer updates it at a fixed
-    rate.
-    """
-
-    sequences: int = option(32, min=1)
-    """Sequences drawn at a time, and used per optimizer step."""
-    tokens: int = option(64, min=1)
-    """Tokens per sequence."""
-    prompt_tokens: int = option(32, min=1)
-    """Length of every prompt, in tokens."""
     steps: int = option(40, min=1)
-    """Optimizer steps to measure, or updates of a server."""
+    """Optimizer steps to measure. Each uses `sequences` sequences."""
     mode: str = option("inflight")
     """Schedule of generation: during training (inflight), one batch ahead (one_step_off), alternately with training
     (sync), or a custom schedule (module:name)."""
     publish_every: int = option(1, min=1)
     """Optimizer steps from one publish to the next."""
-    slots: int = option(2, min=1)
-    """Copies of the weights in the engine."""
-    seed: int = option(0, min=0)
-    """Seed of weights, data and draws."""
-    target: str | None = option(None, metavar="URL", panel=SERVER)
-    """URL of a server to measure. It must serve the model in --weights."""
-    weights: str = option("runs/truth-teller", metavar="DIR", panel=SERVER)
-    """Directory, readable by the server, of a model of this shape whose tokens reveal the version of its weights. The
-    command writes the model if it is missing."""
-    api: Literal["inflight", "vllm"] = option("inflight", panel=SERVER)
-    """Update requests of the server."""
-    pause: str = option("", shown="none", panel=SERVER)
-    """Pause of the server during an update: keep, wait or abort. Only inflight works without one."""
-    interval_ms: float = option(500.0, min=1, panel=SERVER)
-    """Time between two updates, in milliseconds, if the server is fast enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,29 +182,3 @@ class LossOptions:
     """Number of alternated pairs of runs."""
     seed: int = option(0, min=0)
     """Seed of all tensors."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceOptions(EngineChoice):
-    """Write a trace of decoding, publishing and training for ui.perfetto.dev, and measure their overlap."""
-
-    dtype: DtypeName = option("auto", panel="Model")
-    """Dtype of the weights of engine and trainer."""
-    sequences: int = option(32, min=4)
-    """Sequences drawn at a time, and used per optimizer step."""
-    tokens: int = option(128, min=1)
-    """Tokens per sequence."""
-    prompt_tokens: int = option(32, min=1)
-    """Length of every prompt, in tokens."""
-    seconds: float = option(2.0, min=0.01)
-    """Duration of the trace, in seconds."""
-    warmup_steps: int = option(5, min=1)
-    """Optimizer steps before the trace."""
-    micro_batch_tokens: int = option(8192, min=0)
-    """Maximum number of tokens of a training pass. 0: no bound."""
-    out: str = option("trace.json.gz", metavar="PATH", panel="Output")
-    """File of the trace, ending in .json or .json.gz."""
-    details: bool = option(False)
-    """Trace every torch operator and CUDA call, too."""
-    seed: int = option(0, min=0)
-    """Seed of weights, data and draws."""

@@ -2,7 +2,6 @@
 stream to this process."""
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,7 +41,7 @@ def load(setup: Setup, backend: str) -> tuple[Hello, Generate]:
         prefix_caching=backend != "vllm",  # no two prompts share a prefix, and vLLM as a peer looks for none
         threads=setup.threads,
     )
-    mode, draw, engine_pid = _on_stream(options) if backend == "vllm" else _in_process(options)
+    mode, draw = _on_stream(options) if backend == "vllm" else _in_process(options)
 
     def generate(job: Job) -> Run:
         prompts = [
@@ -50,11 +49,10 @@ def load(setup: Setup, backend: str) -> tuple[Hello, Generate]:
             for index, (ids, tokens) in enumerate(random_requests(job, setup.vocab_size))
         ]
         frames, times = [], []
-        began, began_cpu_s = time.perf_counter(), _cpu_s(engine_pid)
+        began = time.perf_counter()
         for frame in draw(prompts):
             frames.append(frame)
             times.append(time.perf_counter() - began)
-        cpu_s = _cpu_s(engine_pid) - began_cpu_s
         logprobs = np.concatenate([frame.logprobs for frame in frames])
         prefilled = max(index for index, frame in enumerate(frames) if frame.header.starts)
         detail = {"prefill_s": times[prefilled]} if job.group == 1 else {}
@@ -68,9 +66,7 @@ def load(setup: Setup, backend: str) -> tuple[Hello, Generate]:
                 "decode_step_s": float(np.mean(steps_s)),
                 "context_tokens": float(context),
             }
-        return Run(
-            seconds=times[-1], tokens=len(logprobs), logprob_mean=float(logprobs.mean()), detail=detail, cpu_s=cpu_s
-        )
+        return Run(seconds=times[-1], tokens=len(logprobs), logprob_mean=float(logprobs.mean()), detail=detail)
 
     hello = Hello(
         mode=mode,
@@ -85,8 +81,8 @@ def load(setup: Setup, backend: str) -> tuple[Hello, Generate]:
     return hello, generate
 
 
-def _in_process(options: EngineOptions) -> tuple[str, Draw, int | None]:
-    """Prepare our loop. Returns a description, a function that draws, and the id of another engine process, or None."""
+def _in_process(options: EngineOptions) -> tuple[str, Draw]:
+    """Prepare our loop. Returns a description and a function that draws."""
     engine = make_backend(options)
     gc.collect()
     gc.freeze()  # as the engine's own process does
@@ -98,14 +94,14 @@ def _in_process(options: EngineOptions) -> tuple[str, Draw, int | None]:
             if frame is not None:
                 yield frame
 
-    return f"{type(engine).__name__}.step: {engine.describe()}", draw, None
+    return f"{type(engine).__name__}.step: {engine.describe()}", draw
 
 
-def _on_stream(options: EngineOptions) -> tuple[str, Draw, int | None]:
+def _on_stream(options: EngineOptions) -> tuple[str, Draw]:
     """Prepare an engine process, from `submit` to the stream. Returns the same values as `_in_process`."""
     launcher = LocalProcess(options)
     draw = partial(drawn_frames, launcher, StreamReader(launcher.welcome.stream_endpoint))
-    return f"submit() to the stream, backend {options.backend}", draw, launcher.pid
+    return f"submit() to the stream, backend {options.backend}", draw
 
 
 def drawn_frames(launcher: LocalProcess, reader: StreamReader, prompts: list[Prompt]) -> Iterator[TokenFrame]:
@@ -119,15 +115,6 @@ def drawn_frames(launcher: LocalProcess, reader: StreamReader, prompts: list[Pro
             raise TimeoutError(f"no frame within {_TIMEOUT_MS / 1000:.0f} s")
         num_finished += len(frame.header.finishes)
         yield frame
-
-
-def _cpu_s(pid: int | None) -> float:
-    """Return the CPU seconds of a process and of its ended children; 0 without a process."""
-    if pid is None:
-        return 0.0
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _copy_gb_s() -> float:

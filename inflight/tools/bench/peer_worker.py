@@ -8,9 +8,8 @@ import json
 import os
 import random
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -75,10 +74,6 @@ class Run:
     """Details. A swap has `stall_p50_ms` and `stall_p99_ms`. Throughput of our own engine has `step_ms` (median of the
     steps that drew for every sequence), `prefill_s`, and means over those steps: `decode_step_s` and `context_tokens`
     (of all sequences together)."""
-    cpu_s: float = 0.0
-    """CPU time of the job over all threads, including a separate engine process."""
-    idle_cpu: float = 0.0
-    """Used share of a core between the previous response and this job."""
 
 
 Generate = Callable[[Job], Run]
@@ -106,10 +101,5 @@ def serve(load: Callable[[Setup], tuple[Hello, Generate]]) -> None:
 
     hello, generate = load(Setup(**json.loads(sys.argv[1])))
     answer(hello)
-    answered, answered_cpu = time.monotonic(), time.process_time()
     for line in sys.stdin:
-        began, began_cpu = time.monotonic(), time.process_time()
-        run = generate(Job(**json.loads(line)))
-        idle_cpu = (began_cpu - answered_cpu) / max(began - answered, 1e-9)
-        answered, answered_cpu = time.monotonic(), time.process_time()
-        answer(replace(run, cpu_s=run.cpu_s + answered_cpu - began_cpu, idle_cpu=idle_cpu))
+        answer(generate(Job(**json.loads(line))))

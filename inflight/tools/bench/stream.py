@@ -6,14 +6,12 @@ import os
 import resource
 import tempfile
 from contextlib import closing, nullcontext, suppress
-from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from inflight.core.clock import now_ns
 from inflight.core.frames import Finish, FrameHeader, GroupStart, TokenFrame
@@ -24,7 +22,6 @@ from inflight.stream.reader import StreamReader
 from inflight.stream.stream_thread import StreamThread
 from inflight.stream.writer import StreamWriter
 from inflight.tools.bench.options import StreamOptions
-from inflight.tools.plots import new_table
 from inflight.tools.progress import Progress, untold
 
 _WAITING_BYTES = 64 << 20
@@ -56,21 +53,7 @@ def measure(settings: StreamOptions, progress: Progress = untold) -> dict[str, A
             os.sched_setaffinity(0, cores)
             writer.join(_WAIT_S)
             writer.kill()
-    return {"bench": "stream", **asdict(settings), **result}
-
-
-def table(result: dict[str, Any]) -> Table:
-    """Show rate, size and losses."""
-    shown = new_table(
-        f"{result['tokens_per_frame']} tokens per frame, {result['tokens']} per sequence", "", "", left=""
-    )
-    shown.add_row("tokens/s", f"{result['tokens_per_s']:,.0f}")
-    shown.add_row("bytes per token", f"{result['bytes_per_token']:.1f}")
-    shown.add_row("lost, duplicated", f"{result['lost']}, {result['duplicated']}")
-    shown.add_row(
-        "CPU ns per token", f"{result['writer_ns_per_token']:.0f} writing, {result['reader_ns_per_token']:.0f} reading"
-    )
-    return shown
+    return result
 
 
 def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 import zmq
-from rich.table import Table
 
 from inflight.core.clock import NS_PER_MS
 from inflight.core.errors import InflightError
@@ -41,7 +40,6 @@ from inflight.tools.bench.peer_worker import Job, Setup
 from inflight.tools.bench.peers import OURS, Worker, interpreter, make_setup, vllm_python
 from inflight.tools.bench.spread import p50_and_p99, spread
 from inflight.tools.demo.trainer import torch_threads
-from inflight.tools.plots import new_table
 from inflight.tools.progress import Progress, untold
 from inflight.weights.shared_memory import default_directory
 from inflight.weights.trainer.engine_link import LoneEngine
@@ -119,8 +117,6 @@ def measure(settings: SwapOptions, progress: Progress = untold) -> dict[str, Any
     copy_s = float(np.median(samples.copies_s))
     gaps = samples.gaps_ms()
     return {
-        "bench": "swap",
-        **asdict(settings),
         "device": setup.device,
         "dtype": setup.dtype,
         "num_swaps": len(samples.swaps),
@@ -138,33 +134,6 @@ def measure(settings: SwapOptions, progress: Progress = untold) -> dict[str, Any
         **peer,
         **spread({"swap_ms": samples.swaps, "stall_ms": samples.stalls, "forward_ms": samples.quiet_gaps}),
     }
-
-
-def table(result: dict[str, Any]) -> Table:
-    title = f"{result['model']} {result['dtype']} on {result['device']}: {result['num_swaps']} publishes, "
-    shown = new_table(f"{title}{result['sequences']} sequences in flight", "ms", "p50", "p99", left="ms")
-
-    def row(name: str, values: dict[str, float] | None) -> None:
-        if values:
-            shown.add_row(name, f"{values['p50']:,.3g}", f"{values['p99']:,.3g}")
-
-    row("stall: work, and no pass because of a swap", result["stall_ms"])
-    row("swap: publish() to the first token", result["swap_ms"])
-    row("copy of the parameters into a slot", result["copy_ms"])
-    row("token to token without publishes", result["gap_ms"]["without"])
-    row("token to token while a publish is copied", result["gap_ms"]["while_copying"])
-    row("token to token across a swap", result["gap_ms"]["across_swaps"])
-    for busy in result["busy"]:
-        how = f"pieces of {busy['piece_us'] / 1e3:g} ms" if busy["piece_us"] else "one piece"
-        row(f"across a swap, copied in {how}, trainer busy", busy["gap_ms"]["across_swaps"])
-        row("without publishes, trainer busy", busy["gap_ms"]["without"])
-    row("ours as others do it: pause, publish, resume", result["paused_stall_ms"])
-    row(f"{result['peer']}: pause, load, resume", result["peer_stall_ms"])
-    shown.caption = (
-        f"gap ratio {result['gap_ratio']:.2f}; copy {result['copy_gb_s']:.1f} GB/s, plain copy of as much "
-        f"{result['memcpy_gb_s']:.1f} GB/s"
-    )
-    return shown
 
 
 class _Ours(ExitStack):

@@ -4,25 +4,22 @@ Each engine has one process (`peers.py`) for the whole run. The processes draw a
 ours, peer, … A ratio is the median over such pairs.
 """
 
-import os
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from inflight.engine.model.loading import load_config
 from inflight.tools.bench.options import ThroughputOptions
 from inflight.tools.bench.peer_worker import Hello, Job, Run, Setup
 from inflight.tools.bench.peers import OURS, OURS_ON_VLLM, Worker, interpreter, make_setup
-from inflight.tools.plots import new_table, number
 from inflight.tools.progress import Progress, parts_of, untold
 
 SETTLE_S = 0.5
@@ -33,8 +30,6 @@ others."""
 
 GROUP = 8
 """Sequences with one prompt in a backlog."""
-MAX_OTHER_CPU = 0.2
-"""Cores used by other programs above which a remark is printed."""
 MAX_LOGPROB_GAP = 0.1
 """Relative difference of mean log-probabilities above which a remark is printed. The means belong to different draws.
 """
@@ -72,14 +67,10 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
         points = [_measure_point(settings, size, workers, seeds, part) for size, part in parts]
     hellos = {name: worker.wait_until_ready() for name, worker in workers.items()}
     for point in points:
-        if setup.device == "cuda":  # a worker's own processes would be counted as others
-            point["other_cpu"] = None
         point["mbu"] = _mbu(point, load_config(settings.model), setup, hellos[OURS])
     last = points[-1]
     first_peer = settings.peers[0] if settings.peers else None
     return {
-        "bench": "throughput",
-        **asdict(settings),
         "tokens": _as_given(settings.tokens),
         "prompt_tokens": _as_given(settings.prompt_tokens),
         "device": setup.device,
@@ -91,6 +82,7 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
         "mbu": last["mbu"],
         "peer_mode": hellos[first_peer].mode if first_peer else None,
         "copy_gb_s": hellos[OURS].copy_gb_s,
+        "remarks": _remarks(points),
         "points": points,
         "sides": {
             name: {"mode": hello.mode, "threads": hello.threads, "versions": hello.versions}
@@ -99,42 +91,14 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
     }
 
 
-def table(result: dict[str, Any]) -> Table:
-    """Show a row for each number of sequences and engine."""
-    names = ("tokens/s", "ours / peer", "in each pair", "mean log p", "step ms", "prefill s", "MBU")
-    title = f"{_title(result)}, median of {result['pairs']}"
-    shown = new_table(title, "sequences", "engine", *names, left="engine")
-    for point in result["points"]:
-        figures = ((point["step_ms"]["p50"], ".2f"), (point["prefill_s"], ".3f"), (point["mbu"], ".1%"))
-        ours = [number(value, form, missing="") for value, form in figures]
-        speed, logprob = f"{point['tokens_per_s']:,.0f}", f"{point['logprob_mean']:.3f}"
-        shown.add_row(str(point["sequences"]), OURS, speed, "", "", logprob, *ours)
-        for name, peer in point["peers"].items():
-            spread = f"{min(peer['ratios']):.2f} – {max(peer['ratios']):.2f}"
-            speed, logprob = f"{peer['tokens_per_s']:,.0f}", f"{peer['logprob_mean']:.3f}"
-            shown.add_row("", name, speed, f"{peer['ratio']:.2f}", spread, logprob)
-    shown.caption = "\n".join(_remarks(result["points"]))
-    return shown
-
-
 def _remarks(points: list[dict[str, Any]]) -> list[str]:
     """Return remarks about doubtful numbers."""
     remarks = []
-    if any((point["other_cpu"] or 0) > MAX_OTHER_CPU for point in points):
-        remarks.append("Other programs used the processors meanwhile: repeat this on an idle machine.")
     for name in points[0]["peers"]:
         gaps = [abs(point["peers"][name]["logprob_mean"] / point["logprob_mean"] - 1) for point in points]
         if max(gaps) > MAX_LOGPROB_GAP:
             remarks.append(f"{name} draws from another distribution: its mean log p differs by {max(gaps):.0%}.")
     return remarks
-
-
-def _title(result: dict[str, Any]) -> str:
-    tokens, prompt = (
-        str(length) if isinstance(length, int) else f"{length[0]} to {length[1]}"
-        for length in (result["tokens"], result["prompt_tokens"])
-    )
-    return f"{result['model']} {result['dtype']} on {result['device']}: {tokens} tokens after {prompt}"
 
 
 def _as_given(lengths: tuple[int, int]) -> int | list[int]:
@@ -150,7 +114,6 @@ def _measure_point(
     progress: Progress,
 ) -> dict[str, Any]:
     ours: list[Run] = []
-    others: list[float] = []
 
     def run(name: str, seed: int, most_tokens: int | None = None) -> Run:
         time.sleep(SETTLE_S)
@@ -162,15 +125,11 @@ def _measure_point(
             seed=seed,
             group=GROUP if settings.backlog else 1,
         )
-        began, began_cpu_s = time.monotonic(), _busy_cpu_s()
-        done = workers[name].run(job)
-        others.append((_busy_cpu_s() - began_cpu_s - done.cpu_s) / (time.monotonic() - began))
-        return done
+        return workers[name].run(job)
 
     for name in workers:
         progress(f"{sequences} sequences: {name} warms up")
         run(name, next(seeds), WARM_UP_TOKENS if workers[name].device == "cuda" else None)
-    others.clear()
     peers: dict[str, dict[str, Any]] = {}
     opponents = settings.peers or (None,)
     for turn, peer in enumerate(opponents):
@@ -197,7 +156,6 @@ def _measure_point(
         "prefill_s": detail("prefill_s"),
         "decode_step_s": detail("decode_step_s"),
         "context_tokens": detail("context_tokens"),
-        "other_cpu": max(others),
         "peers": peers,
     }
 
@@ -211,19 +169,7 @@ def _summary(runs: list[Run]) -> dict[str, Any]:
         "tokens_per_s": median(map(_speed, runs)),
         "tokens_per_s_of_runs": [_speed(run) for run in runs],
         "logprob_mean": sum(run.logprob_mean for run in runs) / len(runs),
-        "idle_cpu": max(run.idle_cpu for run in runs),
     }
-
-
-def _busy_cpu_s() -> float:
-    """Return the CPU seconds of the whole machine since its start, including time taken by its host; 0 if Linux does
-    not report it."""
-    try:
-        fields = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
-    except OSError:
-        return 0.0
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _weight_bytes_per_step(config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -1,18 +1,14 @@
-"""Display of a run: a live table on a terminal, otherwise a line now and then; at the end a summary and a plot."""
+"""Lines, summary and plot of a run."""
 
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console
 
-from inflight.tools.plots import new_table, number, save_figure
+from inflight.tools.plots import number, save_figure
 
-_ROWS = 14
 _COLUMNS = {
     "step": ("step", "d"),
     "reward": ("reward", ".3f"),
@@ -49,67 +45,9 @@ class StepRecord:
     ratio_mean: float | None
 
 
-class Display:
-    """Shows records when they arrive. Use it as a context manager around a run."""
-
-    def __init__(self, title: str, *, console: Console):
-        self._console = console
-        self._title = title
-        self._rows: deque[StepRecord] = deque(maxlen=_ROWS)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-        )
-        self._task = self._progress.add_task("", total=None, note="")
-        live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
-        self._live = live if console.is_terminal else None
-
-    def phase(self, name: str, total: int) -> None:
-        """Begin a phase of `total` steps."""
-        self._progress.reset(self._task, description=name, total=total, note="")
-        if not self._live:
-            self._console.print(name if total == 1 else f"{name}, {total} steps")
-
-    def advance(self, note: str = "") -> None:
-        """Count a step of this phase. Without a terminal, every tenth step with a note prints a line."""
-        self._progress.advance(self._task)
-        self._progress.update(self._task, note=note)
-        task = self._progress.tasks[0]
-        done, total = int(task.completed), int(task.total or 1)
-        if note and not self._live and done * 10 // total > (done - 1) * 10 // total:
-            self._console.print(f"{task.description}  step {done} of {total}  {note}", highlight=False, soft_wrap=True)
-
-    def add(self, record: StepRecord) -> None:
-        """Show a step of reinforcement learning."""
-        self._rows.append(record)
-        self.advance()
-        if not self._live and (record.step == 1 or record.step % 10 == 0 or record.accuracy is not None):
-            cells = zip(_COLUMNS, _cells(record), strict=True)
-            self._console.print("  ".join(map(" ".join, cells)), highlight=False, soft_wrap=True)
-
-    def __enter__(self) -> "Display":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
-
-    def _render(self) -> Group:
-        table = new_table(self._title, *_COLUMNS)
-        for record in list(self._rows):  # a thread of Live draws new rows at the same time
-            table.add_row(*_cells(record))
-        return Group(*([table] if self._rows else []), self._progress)
-
-
-def _cells(record: StepRecord) -> list[str]:
-    return [number(getattr(record, name), form, missing="") for name, form in _COLUMNS.values()]
+def line_of(record: StepRecord) -> str:
+    cells = [number(getattr(record, name), form, missing="") for name, form in _COLUMNS.values()]
+    return "  ".join(map(" ".join, zip(_COLUMNS, cells, strict=True)))
 
 
 def print_summary(console: Console, summary: dict[str, Any]) -> None:

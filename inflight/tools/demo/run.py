@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,17 +37,18 @@ from inflight.tools.demo.checkpoints import (
     remove_checkpoints,
     save_checkpoint,
 )
-from inflight.tools.demo.display import Display, StepRecord, plot, print_summary
+from inflight.tools.demo.display import StepRecord, line_of, plot, print_summary
 from inflight.tools.demo.options import DemoOptions
 from inflight.tools.demo.real import MODEL as REAL_MODEL
+from inflight.tools.demo.real import TASK as REAL_TASK
 from inflight.tools.demo.real import freeze_lower_layers, load_real, real_task
 from inflight.tools.demo.recipes import Recipe, recipe_of
-from inflight.tools.demo.start import RECIPE, load_start, starts_from_file
+from inflight.tools.demo.start import ANSWER_TOKENS, PROMPT_TOKENS, RECIPE, load_start, starts_from_file
 from inflight.tools.demo.tasks import Task, file_task, gym_task
 from inflight.tools.demo.trainer import (
     WarmupConfig,
     load_trainer,
-    ramp_and_decay,
+    make_optimizer,
     require_tokenizer,
     saved,
     split_cores,
@@ -55,6 +57,7 @@ from inflight.tools.demo.trainer import (
     without_full_collections,
 )
 from inflight.tools.environment import environment, write_json
+from inflight.tools.progress import Progress, shown_on
 from inflight.tools.watch.command import page_of
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
@@ -77,9 +80,13 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     if checkpoint is not None:
         options = _options_of(checkpoint, options)
     recipe = recipe_of(options)
-    task = _make_task(options)
+    # The imports of reasoning-gym take seconds, and the engine of the demo's own task starts in this time.
+    making = ThreadPoolExecutor(1, "inflight-demo-task").submit(_make_task, options)
+    if not starts_from_file(options):
+        making.result()
+    task_name = REAL_TASK if options.real else options.data.name if options.data else options.task
     mode = "sync" if options.sync else "inflight"
-    out = options.out or Path("runs") / f"{task.name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = options.out or Path("runs") / f"{task_name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
     options = replace(options, out=out)
     _prepare(out, keep=checkpoint is not None)
     torch.manual_seed(options.seed)
@@ -93,23 +100,20 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         source = str(checkpoint or options.model)
         model, tokenizer = load_trainer(source, device), require_tokenizer(source)
     name = REAL_MODEL if options.real else options.model
-    title = f"{task.name}, {_parameters(model)} parameters, {mode}"
-    example = task.train[0]
-    console.print(
-        f"{task.name}: {_text(example)!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts to "
-        f"train on, {len(task.held_out)} held out; {name}, {_parameters(model)} parameters, {device.type}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    title = f"{task_name}, {_parameters(model)} parameters, {mode}"
+    if making.done():
+        making.result()  # a package might be missing
     with (
         page_of(out, port=options.web_port, console=console) if options.web else nullcontext(),
-        tracker(options, out, task.name) as loggers,
-        Display(title, console=console) as display,
+        tracker(options, out, task_name) as loggers,
+        shown_on(console) as progress,
     ):
         if checkpoint is None:
-            _start(options, model, tokenizer, task, threads.trainer, display)
-        run = _Run(task, options, recipe, out, title, display, tokenizer, loggers)
-        display.phase("engine start", 1)
+            _start(options, model, tokenizer, making, threads.trainer, progress)
+        max_context = PROMPT_TOKENS + (options.max_tokens or ANSWER_TOKENS)
+        if not starts_from_file(options):
+            max_context = longest(making.result(), tokenizer)
+        progress("engine start", 0.0)
         with (
             saved(model, tokenizer, out / "start") as directory,
             torch_threads(threads.trainer),
@@ -119,16 +123,25 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
                 device=options.device,
                 max_sequences=recipe.max_sequences,
                 max_prefill_tokens=recipe.max_prefill_tokens,
-                max_context=longest(task, tokenizer),
+                max_context=max_context,
                 threads=threads.engine,
                 restarts=options.restarts,
             ) as engine,
         ):
+            task = making.result()
+            example = task.train[0]
+            console.print(
+                f"{task.name}: {_text(example)!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts "
+                f"to train on, {len(task.held_out)} held out; {name}, {_parameters(model)} parameters, {device.type}",
+                highlight=False,
+                soft_wrap=True,
+            )
+            run = _Run(task, options, recipe, out, title, console, progress, tokenizer, loggers)
             run.train(engine, model, checkpoint)
             summary = run.summary(engine)
     summary |= {
         "mode": mode,
-        "task": task.name,
+        "task": task_name,
         "model": name,
         "backend": options.backend,
         "seed": options.seed,
@@ -153,9 +166,9 @@ def _start(
     options: DemoOptions,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    task: Task,
+    making: Future[Task],
     threads: int,
-    display: Display,
+    progress: Progress,
 ) -> None:
     """Prepare a model for reinforcement learning: load the checkpoint of the package, or train it on examples."""
     if starts_from_file(options):
@@ -166,10 +179,10 @@ def _start(
         steps = RECIPE.steps if options.model in SHAPES and not options.real else 0
     if not steps:
         return
-    display.phase("warm-up", steps)
     with torch_threads(threads):  # small products run slower on more cores if other programs run there, too
-        for loss in warm_up(model, tokenizer, task.train, WarmupConfig(steps=steps, seed=options.seed)):
-            display.advance(f"loss {loss:.3f}")
+        losses = warm_up(model, tokenizer, making.result().train, WarmupConfig(steps=steps, seed=options.seed))
+        for step, loss in enumerate(losses, start=1):
+            progress(f"warm-up, step {step} of {steps}: loss {loss:.3f}", step / steps)
 
 
 def _options_of(checkpoint: Path, given: DemoOptions) -> DemoOptions:
@@ -217,11 +230,12 @@ class _Run:
         recipe: Recipe,
         out: Path,
         title: str,
-        display: Display,
+        console: Console,
+        progress: Progress,
         tokenizer: PreTrainedTokenizerBase,
         loggers: Sequence[Logger],
     ):
-        self._task, self._options, self._out, self._display = task, options, out, display
+        self._task, self._options, self._out, self._console, self._progress = task, options, out, console, progress
         self._title, self._tokenizer, self._loggers, self._recipe = title, tokenizer, loggers, recipe
         self.records: list[StepRecord] = []
         self.accuracy_before: float | None = None
@@ -237,8 +251,7 @@ class _Run:
         task, options, recipe = self._task, self._options, self._recipe
         layers = recipe.trained_layers
         trained = model.parameters() if layers is None else freeze_lower_layers(model, layers)
-        optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-        scheduler = ramp_and_decay(optimizer, ramp=recipe.ramp, steps=recipe.steps, floor=0.1)
+        optimizer, scheduler = make_optimizer(trained, recipe.learning_rate, ramp=recipe.ramp, steps=recipe.steps)
         state = {"optimizer": optimizer, "scheduler": scheduler}
         config = GRPOConfig(
             steps=recipe.steps,
@@ -250,7 +263,7 @@ class _Run:
         try:
             with without_full_collections():
                 if checkpoint is None:
-                    self._display.phase("evaluation", 1)
+                    self._progress("evaluation")
                     self.accuracy_before = self._evaluate(engine, "before")
                 with engine.publisher(model) as publisher:
                     run = Run(engine, publisher)
@@ -276,7 +289,7 @@ class _Run:
                             if options.save_every and (at_end or report.step % options.save_every == 0):
                                 self._save(report.step, run, model, state)
                         engine.wait_for_version(publisher.version)
-                        self._display.phase("evaluation", 1)
+                        self._progress("evaluation")
                         self.accuracy_after = self._evaluate(engine, "after")
                         self.records[-1].accuracy = self.accuracy_after
                         recorder.log(self.records[-1].step, {"accuracy": self.accuracy_after})
@@ -295,7 +308,6 @@ class _Run:
         task, recipe = self._task, self._recipe
         if not self.resumed_after_step and self.accuracy_before is not None:
             recorder.log(0, {"accuracy": self.accuracy_before})
-        self._display.phase("GRPO", recipe.steps - len(self.records))
         last_ns, last_tokens = now_ns(), engine.stream.num_tokens
         for report in reports:
             tokens, seconds = engine.stream.num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
@@ -371,7 +383,10 @@ class _Run:
         self.records.append(record)
         with _writing(self._out), open(self._out / _STEPS, "a") as file:
             file.write(json.dumps(asdict(record)) + "\n")  # immediately, so that an interrupted run keeps its steps
-        self._display.add(record)
+        if record.step == 1 or record.step % 10 == 0 or accuracy is not None:
+            self._console.print(line_of(record), highlight=False, soft_wrap=True)
+        steps = self._recipe.steps
+        self._progress(f"step {record.step} of {steps}: reward {record.reward:.3f}", record.step / steps)
 
 
 @contextmanager
@@ -404,8 +419,12 @@ def accuracy_of(task: Task, rollouts: Sequence[Rollout]) -> float:
 
 def longest(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of tokens of the longest prompt and the longest answer together."""
-    prompts = encode_prompts([e.prompt for e in (*task.train, *task.held_out)], tokenizer, model=task.name)
-    return max(len(ids) for ids, _ in prompts) + task.max_tokens
+    prompts = [e.prompt for e in (*task.train, *task.held_out)]
+    if all(isinstance(prompt, str) for prompt in prompts):
+        encoded: Any = tokenizer(prompts)["input_ids"]  # many times as fast as one by one
+    else:
+        encoded = [ids for ids, _ in encode_prompts(prompts, tokenizer, model=task.name)]
+    return max(map(len, encoded)) + task.max_tokens
 
 
 def _text(example: Example) -> str:

@@ -3,7 +3,7 @@ gives a small model something for reinforcement learning to improve."""
 
 import gc
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from inflight.core.errors import FileWriteError, ModelLoadError
@@ -136,9 +137,15 @@ def warm_up(
     model.eval()
 
 
-def ramp_and_decay(
-    optimizer: torch.optim.Optimizer, *, ramp: int, steps: int, floor: float
-) -> torch.optim.lr_scheduler.LambdaLR:
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], learning_rate: float, *, ramp: int, steps: int
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """Return the optimizer of reinforcement learning, and the schedule of its learning rate over `steps`."""
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    return optimizer, ramp_and_decay(optimizer, ramp=ramp, steps=steps, floor=0.1)
+
+
+def ramp_and_decay(optimizer: torch.optim.Optimizer, *, ramp: int, steps: int, floor: float) -> LambdaLR:
     """Schedule a learning rate that rises over `ramp` steps and then falls linearly to `floor` times its peak at
     `steps`."""
 
@@ -147,7 +154,7 @@ def ramp_and_decay(
             return (step + 1) / ramp
         return max(floor, 1 - (1 - floor) * (step - ramp) / max(1, steps - ramp))
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, factor)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,8 +7,7 @@ from rich.console import Console
 
 from inflight.core.extras import needing
 from inflight.tools.watch.options import WatchOptions
-from inflight.tools.watch.remote import Remote, RemoteRun
-from inflight.tools.watch.sources import RunDirectory, Source, directory_of
+from inflight.tools.watch.sources import RunDirectory, directory_of
 
 if TYPE_CHECKING:
     from inflight.tools.watch.server import PageServer
@@ -16,17 +15,12 @@ if TYPE_CHECKING:
 
 def watch(options: WatchOptions, console: Console) -> None:
     """Serve the page until Ctrl-C."""
-    source = source_of(options.run, token=options.token)
+    source = directory_of(options.run)
     with _serve(source, options.host, options.port) as server:
         _print_address(console, f"{options.run} is shown at {server.url}")
         if not (news := source.news("")).there:
             _print_address(console, f"there is nothing to show yet: {news.why}; the page goes on looking")
         server.wait()
-
-
-def source_of(run: str, *, token: str = "") -> Source:
-    """Return the source that RUN_OR_URL names. Raises ValueError for any other text."""
-    return RemoteRun(Remote(run, token=token)) if "://" in run else directory_of(run)
 
 
 def page_of(directory: Path, *, port: int, console: Console) -> "PageServer":
@@ -36,7 +30,7 @@ def page_of(directory: Path, *, port: int, console: Console) -> "PageServer":
     return server
 
 
-def _serve(source: Source, host: str, port: int) -> "PageServer":
+def _serve(source: RunDirectory, host: str, port: int) -> "PageServer":
     with needing("watch", "the page"):
         from inflight.tools.watch.server import PageServer
     return PageServer(source, host=host, port=port)

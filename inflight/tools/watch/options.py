@@ -9,15 +9,13 @@ PORT = 8800
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchOptions:
-    """Show a run, or the engine of a server, on a live page.
+    """Show a run on a live page.
 
     Only this machine can open the page, unless --host names another address. Ctrl-C ends it.
     """
 
-    run: str = argument(metavar="RUN_OR_URL")
-    """Directory of a run, or http://HOST:PORT of a live page or of a server."""
-    token: str = option("", envvar="INFLIGHT_TOKEN")
-    """Token of that server, if it has one."""
+    run: str = argument(metavar="RUN")
+    """Directory of a run."""
     host: str = option("127.0.0.1")
     """Address to listen on."""
     port: int = option(PORT, min=0, max=65535)

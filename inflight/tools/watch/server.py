@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from inflight.core.http_thread import HttpThread, listen
-from inflight.tools.watch.sources import Source
+from inflight.tools.watch.sources import RunDirectory
 
 PAGE = Path(__file__).parent / "page"
 _TYPES = {
@@ -34,7 +34,7 @@ _MAX_CONNECTIONS = 256
 _LONGEST_CURSOR = 200
 
 
-def make_page_app(source: Source, *, hosts: list[str]) -> Starlette:
+def make_page_app(source: RunDirectory, *, hosts: list[str]) -> Starlette:
     """Return the application. hosts: names for which browsers get a response ("*": any name). Names of other sites are
     refused."""
 
@@ -57,7 +57,7 @@ def make_page_app(source: Source, *, hosts: list[str]) -> Starlette:
 class PageServer(HttpThread):
     """Serves the page of a source until it is closed."""
 
-    def __init__(self, source: Source, *, host: str = "127.0.0.1", port: int = 0):
+    def __init__(self, source: RunDirectory, *, host: str = "127.0.0.1", port: int = 0):
         """port: 0 lets the system choose one. Raises ListenError if the address cannot be used."""
         listening = listen(host, port)
         super().__init__(

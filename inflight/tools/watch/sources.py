@@ -1,8 +1,7 @@
-"""Sources of events for the page: the file of a run on this machine, or another machine."""
+"""Events of a run for the page."""
 
 import time
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -16,7 +15,7 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
     there: bool
     """The run exists."""
     now: float
-    """Time of the source, in seconds since 1970."""
+    """Time of the server, in seconds since 1970."""
     place: str
     """Place of the run."""
     why: str = ""
@@ -30,21 +29,14 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
     events: list[msgspec.Raw] = []
 
 
-class Source(Protocol):
-    """Provides events in order. Any thread can call it."""
-
-    def news(self, cursor: str) -> News:
-        """Return the events after the cursor; "" returns all."""
-        ...
-
-
 class RunDirectory:
-    """Follows the file of a run. The run can start later, end, and start again."""
+    """Follows the file of a run. The run can start later, end, and start again. Any thread can call it."""
 
     def __init__(self, directory: Path):
         self._path = directory / EVENTS_FILE
 
     def news(self, cursor: str) -> News:
+        """Return the events after the cursor; "" returns all."""
         place = str(self._path.parent)
         try:
             piece = read_piece(self._path, cursor)
@@ -62,7 +54,9 @@ class RunDirectory:
 
 
 def directory_of(run: str) -> RunDirectory:
-    """Return the run of a directory, or of the record in it. Raises ValueError for another file."""
+    """Return the run of a directory, or of the record in it. Raises ValueError for another file, or a URL."""
+    if "://" in run:
+        raise ValueError(f"expected the directory of a run, got {run!r}")
     directory = Path(run)
     if directory.name == EVENTS_FILE:
         directory = directory.parent

@@ -44,6 +44,6 @@ def test_a_run_that_is_not_there_yet_is_told(tmp_path):
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path):
-    refused = subprocess.run([*WATCH, "ftp://host"], capture_output=True, text=True, timeout=PATIENCE_S)
+    refused = subprocess.run([*WATCH, "http://host:8000"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert refused.returncode == 2
-    assert "error: expected http://HOST:PORT, got 'ftp://host'" in refused.stderr
+    assert "error: expected the directory of a run, got 'http://host:8000'" in refused.stderr

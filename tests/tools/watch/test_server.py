@@ -11,9 +11,8 @@ import pytest
 from inflight.core.errors import ListenError
 from inflight.observability.event_file import EventFile
 from inflight.observability.events import Began, Step
-from inflight.tools.watch.command import source_of
 from inflight.tools.watch.server import PAGE, PageServer, names_of
-from inflight.tools.watch.sources import RunDirectory
+from inflight.tools.watch.sources import RunDirectory, directory_of
 
 
 @pytest.fixture
@@ -90,10 +89,8 @@ def test_a_port_that_is_taken_is_named(server):
 def test_what_names_no_run_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"is a file; a run is a directory with events\.jsonl in it"):
-        source_of(str(tmp_path / "file"))
-    with pytest.raises(ValueError, match="expected http://HOST:PORT, got 'ftp://a'"):
-        source_of("ftp://a")
-    with pytest.raises(ValueError, match="expected http://HOST:PORT"):
-        source_of("http://")
+        directory_of(str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="expected the directory of a run, got 'http://a'"):
+        directory_of("http://a")
     EventFile(tmp_path).append([Began(time=1.0, title="a")])
-    assert source_of(str(tmp_path / "events.jsonl")).news("").there
+    assert directory_of(str(tmp_path / "events.jsonl")).news("").there

@@ -3,19 +3,14 @@
 `python benchmarks/correction_bias.py` tables the biases for several distances between versions.
 """
 
-import sys
 from dataclasses import replace
 from functools import cache
 from math import exp, log
-from pathlib import Path
 
 import plain_objectives as plain
 import pytest
 import torch
 from plain_objectives import PLAIN_PRESETS, Plain, Token
-
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-
 from tabular_policy import (
     LENGTH,
     OBJECTIVES,

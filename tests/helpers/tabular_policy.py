@@ -127,7 +127,7 @@ def make_batch(world: World, pattern: Sequence[int], recorded: torch.Tensor | No
 
 
 def token_gradients(objective: Objective, batch: PackedBatch, logprobs: torch.Tensor) -> torch.Tensor:
-    """Return −∂loss / ∂log π_θ f64[n], times LENGTH. Objectives that rank the tokens of a batch rank those of all
+    """Return −∂loss / ∂log π_θ f64[n], times LENGTH. Objectives that rank the tokens of a batch rank the tokens of all
     sequences, each once, however likely it is."""
     leaf = logprobs.detach().clone().requires_grad_()
     loss, _ = loss_of_scores(objective, batch, TokenScores(leaf, None))
@@ -146,7 +146,7 @@ def chain(weights: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Expectation:
-    """Moments of −∇loss of one sequence, over those that π_b draws."""
+    """Moments of −∇loss of one sequence, over the sequences that π_b draws."""
 
     gradient: torch.Tensor
     """f64[P, V]"""
@@ -155,7 +155,7 @@ class Expectation:
 
     @property
     def variance(self) -> float:
-        """The variance of all coordinates together; that of a batch's mean is this by its number of sequences."""
+        """The variance of all coordinates together. The mean of a batch of N sequences has an N-th of it."""
         return self.second_moment - self.gradient.square().sum().item()
 
 
@@ -178,8 +178,7 @@ def expect(
 
 
 def bias(estimate: Expectation, truth: torch.Tensor) -> dict[str, float]:
-    """Measure how far an expectation is from the gradient that it stands for, and the noise of one sequence beside
-    it."""
+    """Measure the distance of an expectation from the gradient that it estimates, and the noise of one sequence."""
     gradient = estimate.gradient
     return {
         "relative_error": ((gradient - truth).norm() / truth.norm()).item(),

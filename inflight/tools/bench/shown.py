@@ -1,0 +1,38 @@
+"""Tables of a benchmark's result on a console."""
+
+from dataclasses import fields
+from typing import Any
+
+from rich.console import Console
+
+from inflight.tools.plots import new_table
+from inflight.tools.report import is_records, text_of, values_of
+
+COLUMNS = ("", "p50", "p90", "p99", "max")
+
+
+def show(console: Console, result: dict[str, Any], options: Any) -> None:
+    """Print the values of a result, with a column for each percentile, and a table for each list of records.
+
+    options: the options of the benchmark, which the result repeats. The title has the options that are not the default.
+    """
+    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    changed = [f"{field.name} {given[field.name]}" for field in fields(options) if given[field.name] != field.default]
+    measured = {key: value for key, value in result.items() if key not in given and key != "bench"}
+    rows: dict[str, dict[str, str]] = {}
+    for path, value in values_of(measured):
+        name, _, last = path.rpartition(".")
+        row, column = (name, last) if last in COLUMNS else (path, "")
+        rows.setdefault(row, {})[column] = text_of(value)
+    used = [column for column in COLUMNS if any(column in row for row in rows.values())]
+    shown = new_table(", ".join([f"bench {result['bench']}", *changed]), "result", *used, left="result")
+    for name, row in rows.items():
+        shown.add_row(name, *(row.get(column, "") for column in used))
+    console.print(shown)
+    for key, records in measured.items():
+        if is_records(records):
+            columns = [dict(values_of(record)) for record in records]
+            shown = new_table("", key, *("" for _ in columns), left=key)
+            for name in dict.fromkeys(name for column in columns for name in column):
+                shown.add_row(name, *(text_of(column.get(name, "")) for column in columns))
+            console.print(shown)
