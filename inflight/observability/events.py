@@ -1,7 +1,7 @@
-"""Events of a run: one line of JSON per event in the file `events.jsonl` of its directory.
+"""Events of a run: one line of JSON per event in the file `events.jsonl` of its directory (docs/watch.md).
 
 Each event has a "kind" and the "time" at which it was recorded, in seconds since 1970. An unknown value is left out or
-null. docs/watch.md describes them; `read_events` reads them.
+null.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
-"""Merges the recordings of two processes into a trace in Chrome's JSON format, for ui.perfetto.dev and
-chrome://tracing.
+"""Merges the recordings of two processes into a trace in Chrome's JSON format, for ui.perfetto.dev.
 
 `python -m inflight.observability.trace_file OUT PART…` does that in a separate process, so that a trainer continues.
-
 Inflight's spans are in CLOCK_MONOTONIC. The events of Kineto, torch's profiler, are in microseconds since its file's
 `baseTimeNanoseconds`, a time since the epoch; each process notes the offset of the two clocks. Events outside the time
 in which all processes recorded are left out.

@@ -6,7 +6,7 @@ from typing import get_args
 
 from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams
-from inflight.training.data.advantages import Advantages, group_advantages, of_rewards, resolve_advantages
+from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
 from inflight.training.objective.kl import KLEstimator
 from inflight.training.objective.objective import Objective, resolve
@@ -61,12 +61,6 @@ class GRPOConfig:
     """Computation of advantages from rewards: "grpo", "dr_grpo", "rloo", "maxrl", "reinforce++",
     "reinforce++_baseline", "module:name", or a function (docs/training.md#advantages). The function gets the groups of
     a step and returns an advantage for each rollout, groups concatenated: a number, or f32[tokens]."""
-    scale_advantages: bool = True
-    """Divide by the standard deviation of the rewards of the group. False is the method of Dr. GRPO (arXiv 2503.20783),
-    as is "dr_grpo". This option and the next one belong to the advantages "grpo"."""
-    advantage_ddof: int = 0
-    """ddof of that standard deviation. It divides by n − ddof: 0 as in the paper, 1 as in TRL, verl, slime and
-    SkyRL."""
     reward_kl_weight: float = 0.0
     """β of a KL penalty in the reward: r − β · Σ_t KL_t over the rollout, before advantages are computed, as in RLOO
     (arXiv 2402.14740). `Objective(kl_weight=…)` puts the penalty into the loss. Both need a reference policy
@@ -147,21 +141,6 @@ class GRPOConfig:
                 f"replace_uniform_groups takes groups of equal rewards out of a step, and with {name} there is "
                 "something to learn from them: leave one of the two out"
             )
-        if self.advantages != "grpo" and not (self.scale_advantages and self.advantage_ddof == 0):
-            raise ValueError(
-                f"scale_advantages and advantage_ddof are about the advantages 'grpo', and advantages is "
-                f"{self.advantages!r}: leave them out"
-            )
-        if self.advantage_ddof >= self.sampling.n > 1:
-            raise ValueError(f"advantage_ddof ({self.advantage_ddof}) must be less than sampling.n ({self.sampling.n})")
-
-    @property
-    def advantage_function(self) -> Advantages:
-        """The function of a step's groups that `advantages` and its options name."""
-        if self.advantages != "grpo":
-            return resolve_advantages(self.advantages)
-        scale, ddof = self.scale_advantages, self.advantage_ddof
-        return of_rewards(lambda rewards: group_advantages(rewards, scale=scale, ddof=ddof))
 
     @property
     def skips_uniform_groups(self) -> bool:
@@ -170,6 +149,6 @@ class GRPOConfig:
         return self.skip_uniform_groups and resolve(self.objective).is_about_rewards_alone
 
 
-_LEAST = dict.fromkeys(("steps", "groups_per_step", "updates_per_batch"), 1)
-_LEAST |= dict.fromkeys(("groups_in_flight", "probe_every", "micro_batch_tokens", "max_grad_norm", "advantage_ddof"), 0)
-_LEAST |= dict.fromkeys(("scale_lr_by_ess", "reward_kl_weight", "replace_uniform_groups"), 0)
+_LEAST = {"steps": 1, "groups_per_step": 1, "updates_per_batch": 1, "groups_in_flight": 0, "probe_every": 0}
+_LEAST |= {"micro_batch_tokens": 0, "max_grad_norm": 0, "scale_lr_by_ess": 0}
+_LEAST |= {"reward_kl_weight": 0, "replace_uniform_groups": 0}

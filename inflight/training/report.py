@@ -81,13 +81,10 @@ class StepReport:
         return fmean(pstdev([rollout.reward or 0.0 for rollout in group]) for group in self.groups)
 
     def as_dict(self) -> dict[str, float]:
-        """Return all values as numbers under flat names, for any logger: `LossStats.as_dict` ("loss", "ratio/ess", …),
-        "step", "version", "reward", "reward_std", "reward/NAME" (each of several score functions), "reward_kl",
-        "num_tokens" (drawn; "ratio/num_tokens" counts the tokens in the loss), "mean_length", "length/min" and the
-        like, "truncated", "grad_norm", "lr_factor", "num_skipped", `Dropped.as_dict` ("dropped/num_failed_groups",
-        "dropped/stale_share", …), means of "staleness/weight_lag_ms", "/policy_age_ms", "/token_age_ms" and
-        "/version_lag", "probe/mismatch/kl" and the like if the step was probed, and `EvaluationResult.as_dict` of the
-        newest finished evaluation. Values of None or NaN are left out."""
+        """Return all values as numbers under flat names, for any logger (docs/training.md#numbers-for-a-logger):
+        `_NUMBERS`, `LossStats.as_dict` ("ratio/ess", …), "reward/NAME", "length/min", "staleness/token_age_ms",
+        "dropped/stale_share", "probe/mismatch/kl" and the like, and `EvaluationResult.as_dict` of the newest finished
+        evaluation. Values of None or NaN are left out."""
         numbers: dict[str, float | None] = {} if self.stats is None else {**self.stats.as_dict()}
         numbers |= {name: getattr(self, name) for name in _NUMBERS}
         numbers |= {f"reward/{name}": mean for name, mean in self.reward_parts.items()}

@@ -95,9 +95,9 @@ def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.
     as they are), take a step and zero them. Returns the norm before scaling. lr_factor: factor of the learning rates
     for this step alone, such as `ess_factor`.
 
-    If the norm is NaN or infinite no step is taken: parameters and the optimizer's state remain unchanged, the
-    gradients are zeroed, and a warning is logged. Test the returned norm with `math.isfinite`. One such step would make
-    every parameter NaN. Raises ValueError for a bound that is negative or NaN.
+    If the norm is NaN or infinite no step is taken, since it would make every parameter NaN: parameters and the
+    optimizer's state remain unchanged, the gradients are zeroed, and a warning is logged. Test the returned norm with
+    `math.isfinite`. Raises ValueError for a bound that is negative or NaN.
     """
     if not max_grad_norm >= 0:
         raise ValueError(f"max_grad_norm must be at least 0 (0 does not clip), got {max_grad_norm}")
@@ -140,9 +140,7 @@ def ess_factor(ess: float, reference: float) -> float:
 @torch.no_grad()
 def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
     """Raise NonFiniteWeightsError, naming parameters, if some are NaN or infinite. It reads every parameter once.
-
-    trainable: only parameters that training changes.
-    """
+    trainable: only parameters that training changes."""
     parameters = {
         name: parameter
         for name, parameter in model.named_parameters()

@@ -14,7 +14,6 @@ from tiny_models import VOCABULARY, make_model
 import inflight
 from inflight.core.errors import NonFiniteLossError, NonFiniteWeightsError
 from inflight.observability.events import Consumed, Step, Swapped, Version, read_events
-from inflight.training.data.advantages import group_advantages
 from inflight.training.data.batch import pack
 from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.grpo import GRPOConfig, grpo, train_step
@@ -136,13 +135,9 @@ def test_a_model_that_is_not_finite_is_refused_before_anything_is_drawn(engine):
         ({"probe_every": -1}, "probe_every must be at least 0"),
         ({"micro_batch_tokens": -1}, "micro_batch_tokens must be at least 0"),
         ({"micro_batch_tokens": 100}, r"must hold a prompt and an answer of sampling.max_tokens \(256\)"),
-        ({"advantage_ddof": 8}, r"advantage_ddof \(8\) must be less than sampling.n \(8\)"),
-        ({"advantage_ddof": -1}, "advantage_ddof must be at least 0"),
         ({"staleness": ({"max_version_lag": 1},)}, "staleness is a tuple of StalenessRule"),
         ({"objective": "hope"}, "unknown objective 'hope'"),
         ({"advantages": "hope"}, "unknown advantages 'hope'; choose grpo"),
-        ({"advantages": "rloo", "advantage_ddof": 1}, "advantage_ddof are about the advantages 'grpo', and .* 'rloo'"),
-        ({"advantages": "maxrl", "scale_advantages": False}, "scale_advantages .* are about the advantages 'grpo'"),
         ({"advantages": "maxrl", "reward_kl_weight": 0.1}, "reward_kl_weight makes rewards negative"),
         ({"sampling": inflight.SamplingParams(n=1)}, "advantages 'grpo' compare the samples of a group: sampling.n"),
         ({"reward_kl_weight": -0.1}, "reward_kl_weight must be at least 0, got -0.1"),
@@ -215,19 +210,6 @@ def test_groups_of_equal_rewards_stay_where_the_objective_is_about_them_too():
         assert not GRPOConfig(objective=objective).skips_uniform_groups
     assert GRPOConfig().skips_uniform_groups
     assert not GRPOConfig(skip_uniform_groups=False).skips_uniform_groups
-
-
-def test_advantages_follow_the_settings_of_a_run(engine, monkeypatch):
-    seen = []
-
-    def recorded(rewards, **options):
-        seen.append(options)
-        return group_advantages(rewards, **options)
-
-    monkeypatch.setattr("inflight.training.config.group_advantages", recorded)
-    model = make_model("qwen3")
-    run(engine, model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1, scale_advantages=False, advantage_ddof=1)
-    assert seen == [{"scale": False, "ddof": 1}]
 
 
 def test_losses_of_another_loop_in_the_process_are_not_heard(engine):

@@ -49,21 +49,11 @@ class Rewards(GroupScorer):
 
     def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
         scorers = list(self._scorers.values())
-        wanted = [[rollout for rollout in group if scorer.wants(rollout)] for scorer in scorers]
-        parts = {
-            index: scorers[index].start_part(members, prepare=prepare)
-            for index, members in enumerate(wanted)
-            if members
-        }
+        parts = [scorer.run(scorer.part(group, prepare)) for scorer in scorers]
 
         async def rewards() -> list[Reward]:
-            await asyncio.gather(*map(asyncio.wrap_future, parts.values()), return_exceptions=True)
-            given = {index: iter(part.result()) for index, part in parts.items()}
-            of_scorers = [
-                [next(given[index]) if scorer.wants(rollout) else None for rollout in group]
-                for index, scorer in enumerate(scorers)
-            ]
-            return self._sums(group, of_scorers)
+            await asyncio.gather(*map(asyncio.wrap_future, parts), return_exceptions=True)
+            return self._sums(group, [part.result() for part in parts])
 
         return scorers[0].run(rewards())
 

@@ -1,31 +1,56 @@
 """Processes that call a score function, for functions with long computations in Python: threads would share one
-interpreter with the trainer."""
+interpreter with the trainer.
+
+`python -m inflight.training.data.score_processes FUNCTION KIND PATHS` is such a process. It reads groups of rollouts
+from its standard input and writes their rewards to its standard output, until its input ends. The function sees an
+empty standard input, and its output is redirected to standard error. No heavy module is imported.
+"""
 
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from io import BufferedRWPair
+from typing import Any, BinaryIO
 
+import msgspec
+
+from inflight.core.by_name import load_by_name
 from inflight.core.child import command
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import ScoreError
 from inflight.core.rollout import Rollout
-from inflight.training.data.score_process import Answer, encode_rollouts, read_message, write_message
+from inflight.stream.rollout_codec import RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
 
 _START_S = 120.0
 """Time limit for a process to start and to import the function."""
 _EXIT_S = 2.0
 """Time limit for an unresponsive process to exit."""
+_POLL_S = 1.0
+_LENGTH = struct.Struct("<Q")
 
 
 class ProcessTimeout(Exception):
     """A call took too long, and its process was ended."""
+
+
+class _Request(msgspec.Struct, frozen=True):
+    rollouts: list[RolloutHeader]
+
+
+class _Answer(msgspec.Struct):
+    """Rewards that the function returned, or the error that it raised."""
+
+    rewards: list[float | None] = []
+    error: str = ""
 
 
 class ScoreProcesses:
@@ -34,7 +59,7 @@ class ScoreProcesses:
 
     def __init__(self, function: Callable[..., Any], *, batched: bool, timeout_s: float):
         """Raises ValueError for a function that other processes cannot import."""
-        self._arguments = (name_of(function), "batched" if batched else "single", json.dumps(sys.path))
+        self._arguments = (_name_of(function), "batched" if batched else "single", json.dumps(sys.path))
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._closed = False
@@ -44,7 +69,8 @@ class ScoreProcesses:
     def __call__(self, given: Rollout | list[Rollout]) -> Any:
         """Return the reward of a rollout, or the rewards of a group. Raises ScoreError, ProcessTimeout, and
         InvalidRequestError for metadata that a message cannot hold."""
-        data = encode_rollouts(given if isinstance(given, list) else [given])
+        rollouts = given if isinstance(given, list) else [given]
+        data = encode(_Request([header_of(rollout) for rollout in rollouts]), [arrays_of(r) for r in rollouts])
         process = self._take()
         try:
             answer = process.ask(data, self._timeout_s)
@@ -84,9 +110,8 @@ class ScoreProcesses:
             return process
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """Return the name by which another process imports a function. Raises ValueError, naming the function, if there is
-    none."""
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return the name by which another process imports a function. Raises ValueError if there is none."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if module == "__main__":
         module = getattr(sys.modules["__main__"], "__file__", None)
@@ -106,7 +131,7 @@ class _Process:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                command("inflight.training.data.score_process", *arguments, kernels=False),
+                command("inflight.training.data.score_processes", *arguments, kernels=False),
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 process_group=0,  # Ctrl-C reaches the trainer only.
@@ -114,7 +139,7 @@ class _Process:
         self._file = self._socket.makefile("rwb")
         self._started = False
 
-    def ask(self, data: bytes, timeout_s: float) -> Answer:
+    def ask(self, data: bytes, timeout_s: float) -> _Answer:
         """Return the result or the error of the function. Raises ScoreError and ProcessTimeout; the process must then
         be ended."""
         if not self._started:
@@ -139,13 +164,13 @@ class _Process:
             self._file.close()
         self._socket.close()
 
-    def _exchange(self, data: bytes | None, timeout_s: float) -> Answer:
+    def _exchange(self, data: bytes | None, timeout_s: float) -> _Answer:
         """Send `data`, if given, and return the next message of the process. Wait at most `timeout_s`."""
         self._socket.settimeout(timeout_s)
         try:
             if data is not None:
-                write_message(self._file, data)
-            answer = read_message(self._file)
+                _write_message(self._file, data)
+            answer = _read_message(self._file)
         except TimeoutError as late:
             raise ProcessTimeout from late
         except OSError:  # The process did not read all of the data.
@@ -157,4 +182,60 @@ class _Process:
             raise ScoreError(
                 f"the process of the score function has ended with {self._process.wait()}; standard error may say why"
             )
-        return msgpack_decoder(Answer).decode(answer)
+        return msgpack_decoder(_Answer).decode(answer)
+
+
+def _write_message(file: BinaryIO | BufferedRWPair, data: bytes) -> None:
+    file.write(_LENGTH.pack(len(data)) + data)
+    file.flush()
+
+
+def _read_message(file: BinaryIO | BufferedRWPair) -> bytes | None:
+    """Return the next message, or None at the end."""
+    head = file.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    size = _LENGTH.unpack(head)[0]
+    data = file.read(size)
+    return data if len(data) == size else None
+
+
+def main() -> None:
+    """Serve requests. Arguments: the function's name, whether it takes a whole group, and the module paths as JSON."""
+    name, batched, paths = sys.argv[1], sys.argv[2] == "batched", json.loads(sys.argv[3])
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:  # The function and programs that it starts read this empty input.
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    sys.path += [path for path in paths if path not in sys.path]
+    answer, function = _Answer(), None
+    try:
+        function = load_by_name(name)
+    except Exception:
+        answer = _Answer(error=f"{name} cannot be imported in a process: {traceback.format_exc()}")
+    _write_message(answers, msgspec.msgpack.encode(answer))
+    while function is not None and (data := _read_message(requests)) is not None:
+        _write_message(answers, msgspec.msgpack.encode(_answer(function, batched, data)))
+
+
+def _answer(function: Callable[..., Any], batched: bool, data: bytes) -> _Answer:
+    request, arrays = decode(data, _Request, lambda request: len(request.rollouts))
+    rollouts = [make_rollout(header, of_one) for header, of_one in zip(request.rollouts, arrays, strict=True)]
+    try:
+        values = function(rollouts) if batched else [function(rollout) for rollout in rollouts]
+        values = [None] * len(rollouts) if values is None else values
+        return _Answer([None if value is None else float(value) for value in values])
+    except Exception:
+        return _Answer(error=traceback.format_exc())
+
+
+def _end_with(parent: int) -> None:
+    """Once the parent has ended, end this process and programs that the function started, also during a call."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
