@@ -52,11 +52,6 @@ class GRPOConfig:
     max_grad_norm: float = 1.0
     """Largest norm of the gradient; a larger gradient is scaled down to it. 0: no scaling. A step with a gradient that
     is not finite is always skipped."""
-    scale_lr_by_ess: float = 0.0
-    """Multiply the learning rate of each step by √(min(1, ESS / this)). ESS is the effective sample size of the
-    sequences with an advantage, as a share of their number (VCPO,
-    docs/training.md#a-learning-rate-that-follows-the-effective-sample-size). Use 1, or the share of an on-policy step
-    if the numerics of trainer and engine differ. 0: no scaling."""
     advantages: str | Advantages = "grpo"
     """Computation of advantages from rewards: "grpo", "dr_grpo", "rloo", "maxrl", "reinforce++",
     "reinforce++_baseline", "module:name", or a function (docs/training.md#advantages). The function gets the groups of
@@ -126,8 +121,6 @@ class GRPOConfig:
 
     def _check_learning(self) -> None:
         resolve_advantages(self.advantages)
-        if not self.scale_lr_by_ess <= 1:
-            raise ValueError(f"scale_lr_by_ess is a share of the sequences, at most 1, got {self.scale_lr_by_ess}")
         if not isfinite(self.reward_kl_weight):
             raise ValueError(f"reward_kl_weight must be finite, got {self.reward_kl_weight}")
         if self.advantages == "maxrl" and self.reward_kl_weight:
@@ -150,5 +143,4 @@ class GRPOConfig:
 
 
 _LEAST = {"steps": 1, "groups_per_step": 1, "updates_per_batch": 1, "groups_in_flight": 0, "probe_every": 0}
-_LEAST |= {"micro_batch_tokens": 0, "max_grad_norm": 0, "scale_lr_by_ess": 0}
-_LEAST |= {"reward_kl_weight": 0, "replace_uniform_groups": 0}
+_LEAST |= {"micro_batch_tokens": 0, "max_grad_norm": 0, "reward_kl_weight": 0, "replace_uniform_groups": 0}

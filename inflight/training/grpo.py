@@ -213,7 +213,6 @@ class _Trainer:
             num_tokens=sum(len(rollout.token_ids) for rollout in scored.rollouts),
             stats=update.stats,
             grad_norm=update.grad_norm,
-            lr_factor=update.lr_factor,
             num_skipped=self.num_skipped,
             reward_kl=reward_kl,
             staleness=staleness,

@@ -30,8 +30,6 @@ class StepReport:
     or if the loss was not finite."""
     grad_norm: float | None
     """Norm of the first update's gradient before it was clipped; None if there was no gradient."""
-    lr_factor: float | None
-    """Factor of the first update's learning rate, from its effective sample size; None if it was not scaled."""
     num_skipped: int
     """Updates since the run began that were not taken because their loss or gradient was not finite."""
     reward_kl: float | None
@@ -102,4 +100,4 @@ class StepReport:
 
 
 _NUMBERS = ("step", "version", "reward", "reward_std", "reward_kl", "num_tokens", "mean_length", "truncated")
-_NUMBERS += ("grad_norm", "lr_factor", "num_skipped")
+_NUMBERS += ("grad_norm", "num_skipped")

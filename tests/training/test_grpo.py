@@ -143,7 +143,6 @@ def test_a_model_that_is_not_finite_is_refused_before_anything_is_drawn(engine):
         ({"reward_kl_weight": -0.1}, "reward_kl_weight must be at least 0, got -0.1"),
         ({"reward_kl_weight": math.inf}, "reward_kl_weight must be finite, got inf"),
         ({"reward_kl": "k4"}, "reward_kl must be one of k1, k2, k3, k3_clamped, got 'k4'"),
-        ({"scale_lr_by_ess": 1.5}, "scale_lr_by_ess is a share of the sequences, at most 1, got 1.5"),
         ({"replace_uniform_groups": 4, "advantages": "reinforce++"}, "with advantages 'reinforce.*something to learn"),
         (
             {"replace_uniform_groups": 4, "reward_kl_weight": 0.1, "advantages": "rloo"},
@@ -260,27 +259,6 @@ def test_a_kl_in_the_reward_changes_what_is_learned_and_not_the_rewards_that_are
     policy_loss(by_hand, batch)[0].backward()
     torch.optim.SGD(by_hand.parameters(), lr=0.01).step()
     torch.testing.assert_close(parameters_of(model), parameters_of(by_hand), rtol=1e-3, atol=1e-6)
-
-
-def test_the_learning_rate_follows_the_effective_sample_size_of_each_step(engine):
-    """A model other than the one that drew: the step is as long as that of a plain run times the factor."""
-    lengths = []
-    for scale in (0.0, 1.0):
-        drew, model = make_model("qwen3"), make_model("qwen3", seed=1)
-        with engine.publisher(drew) as publisher:
-            engine.wait_for_version(publisher.publish())
-        groups = [engine.generate([[1, 2]], inflight.SamplingParams(n=4, max_tokens=5, seed=3))[0]]
-        for index, rollout in enumerate(groups[0]):
-            rollout.reward = float(index)
-        before = parameters_of(model).clone()
-        batch = ScoredGroups(groups).pack(trainer_version=9)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        update = train_step(model, optimizer, batch, GRPOConfig(scale_lr_by_ess=scale))
-        lengths.append((parameters_of(model) - before).norm().item())
-    assert update.lr_factor == pytest.approx(math.sqrt(update.stats.sequences.ess))
-    assert 0.3 < update.lr_factor < 0.95
-    assert lengths[1] == pytest.approx(lengths[0] * update.lr_factor, rel=1e-4)
-    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_a_step_replaces_groups_of_equal_rewards_by_further_prompts(engine):
