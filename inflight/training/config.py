@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import get_args
 
 from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams
 from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
-from inflight.training.objective.kl import KLEstimator
 from inflight.training.objective.objective import Objective, resolve
 from inflight.training.schedules import Schedule, resolve_schedule
 
@@ -57,12 +55,9 @@ class GRPOConfig:
     "reinforce++_baseline", "module:name", or a function (docs/training.md#advantages). The function gets the groups of
     a step and returns an advantage for each rollout, groups concatenated: a number, or f32[tokens]."""
     reward_kl_weight: float = 0.0
-    """β of a KL penalty in the reward: r − β · Σ_t KL_t over the rollout, before advantages are computed, as in RLOO
-    (arXiv 2402.14740). `Objective(kl_weight=…)` puts the penalty into the loss. Both need a reference policy
-    (docs/training.md#a-reference-policy)."""
-    reward_kl: KLEstimator = "k1"
-    """Estimator of that KL from the recorded log-probabilities: "k1" (its sum is unbiased), "k2", "k3" or "k3_clamped".
-    As a reward only k1 has the gradient of KL(π_θ ‖ π_ref)."""
+    """β of a KL penalty in the reward: r − β · Σ_t (log π_b − log π_ref) over the rollout, before advantages are
+    computed, as in RLOO (arXiv 2402.14740). `Objective(kl_weight=…)` puts the penalty into the loss. Both need a
+    reference policy (docs/training.md#a-reference-policy)."""
     skip_uniform_groups: bool = True
     """Leave groups without an advantage, such as most groups of equal rewards, out of the forward pass. They still
     count in the averages of the loss, so that the gradient is the same. With a KL penalty, a drift penalty or an
@@ -92,8 +87,6 @@ class GRPOConfig:
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         object.__setattr__(self, "schedule", resolve_schedule(self.schedule))
-        if self.reward_kl not in get_args(KLEstimator):
-            raise ValueError(f"reward_kl must be one of {', '.join(get_args(KLEstimator))}, got {self.reward_kl!r}")
         self._check_sampling()
         self._check_learning()
         if 0 < self.micro_batch_tokens <= self.sampling.max_tokens:
