@@ -35,18 +35,15 @@ class GRPOConfig:
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
     """Sampling parameters of the prompts. `n` must be at least 2, and the temperature above 0."""
     objective: str | Objective | None = None
-    """Objective to minimise: a name, an `inflight.Objective`, or "module:name" (docs/objectives.md). None: "ppo_clip".
-    """
+    """Name, `inflight.Objective` or "module:name" of the loss (docs/objectives.md). None: "ppo_clip"."""
     staleness: tuple[StalenessRule, ...] = ()
-    """Rules for tokens that are too old to train on (docs/staleness.md#rules-for-what-is-too-old). `groups_in_flight`
-    prevents such ages."""
+    """Rules for tokens that are too old to train on (docs/staleness.md#rules-for-what-is-too-old)."""
     updates_per_batch: int = 1
     """Optimizer steps on the same batch. Objectives with a "recomputed" proximal policy need more than one."""
     probe_every: int = 0
     """Steps between two measurements that separate mismatch from staleness (`VersionProbe`). 0: none."""
     micro_batch_tokens: int = 0
-    """Maximum number of tokens of one forward and backward pass, for a step that does not fit into memory. 0: no bound.
-    """
+    """Maximum number of tokens of one forward and backward pass, to save memory. 0: no bound."""
     max_grad_norm: float = 1.0
     """Largest norm of the gradient; a larger gradient is scaled down to it. 0: no scaling. A step with a gradient that
     is not finite is always skipped."""

@@ -34,12 +34,11 @@ class EvaluationResult:
     reward: float | None
     """Mean over the rollouts that have a reward; None if there are none."""
     num_failed: int
-    """Rollouts without a reward: cancelled or ended with an error, or not scored."""
+    """Rollouts without a reward."""
     rollouts: list[Rollout] = field(repr=False)
 
     def as_dict(self) -> dict[str, float]:
-        """ "NAME/reward", "/step", "/version", "/num_failed", "/mean_length", "/truncated", and "NAME/reward/PART" of
-        each of several score functions."""
+        """Return "NAME/reward", "NAME/step" and the like, and "NAME/reward/PART" of each of several score functions."""
         lengths = [len(rollout.token_ids) for rollout in self.rollouts]
         reasons = [rollout.finish_reason for rollout in self.rollouts]
         numbers: dict[str, Any] = {} if self.reward is None else {"reward": self.reward}

@@ -26,8 +26,7 @@ class StepReport:
     num_tokens: int
     """Drawn tokens of the step's rollouts."""
     stats: LossStats | None
-    """Statistics of the first update. None if there was nothing to learn, because every group was uniform or too old,
-    or if the loss was not finite."""
+    """Statistics of the first update. None if there was nothing to learn or the loss was not finite."""
     grad_norm: float | None
     """Norm of the first update's gradient before it was clipped; None if there was no gradient."""
     num_skipped: int
@@ -39,8 +38,7 @@ class StepReport:
     causes: RatioCauses | None
     """Ratios split into mismatch and staleness; None in steps that `probe_every` does not select."""
     dropped: Dropped
-    """Counts of omissions since the run began, by reason. Groups that failed or have no reward were replaced by
-    others."""
+    """Counts of omissions since the run began, by reason."""
     finished_ns: int
     """The time at which the step ended, CLOCK_MONOTONIC."""
     groups: list[list[Rollout]] = field(repr=False)

@@ -43,13 +43,12 @@ class PackedBatch:
     drawn: torch.Tensor = None  # pyright: ignore
     """i64[n], indices of the true entries of loss_mask; computed if omitted."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Columns that every rollout recorded (`Rollout.columns`), one number per token, by name: values [T], 0 on
-    context."""
+    """Values [T] by name of the columns of one number per token that every rollout recorded (`Rollout.columns`)."""
     sampling_mask: PackedSamplingMask | None = None
     """The tokens that each drawn token was sampled from; None if all were sampled from the whole vocabulary."""
     banned: torch.Tensor | None = None
-    """i64[ranges, 2], begins and ends of ranges of token ids, in order, that the engine never draws; None: it draws
-    all. Scores leave these ids out."""
+    """i64[ranges, 2], begins and ends of ranges of token ids, in order, that the engine never draws; scores leave them
+    out. None: it draws all."""
     routed_experts: torch.Tensor | None = None
     """i16[T, layers, k], the experts that each token used in the engine, −1 if unknown."""
     included: torch.Tensor | None = None

@@ -73,8 +73,7 @@ class GroupScoring:
         return scorer
 
     def start_if_wanted(self, record: GroupRecord) -> bool:
-        """Start scoring a group that has just finished. Returns True if there is nothing to wait for: no caller has
-        requested scores, or the group gets none."""
+        """Start scoring a group that has just finished. Returns True if it gets no scores now, so that it is ready."""
         with self._lock:
             if self._scorer is None or not (self._in_order or _members(record.rollouts, self._scorer)):
                 return True
@@ -103,7 +102,7 @@ class GroupScoring:
 
     def has_rewards(self, record: GroupRecord, scorer: GroupScorer) -> bool:
         """Return True if the group has the rewards of this scorer, or gets none from any. Raises the exception of the
-        score function once. Later calls treat the group as not scored."""
+        score function once; then the group is not scored."""
         with self._lock:
             scoring: _Scoring | None = record.scoring
             if scoring is not None and scoring.error is not None:
@@ -163,7 +162,6 @@ class GroupScoring:
 
 
 def _members(group: Group, scorer: GroupScorer) -> Group:
-    """Return the members of a group that get a reward: none if it was drawn greedily, or if too few are left to
-    continue."""
+    """Return the members of a group that get a reward: none if too few are left, or if they were drawn greedily."""
     members = [rollout for rollout in group if scorer.wants(rollout)]
     return members if len(members) >= min(LEAST_MEMBERS, len(group)) and not group[0].params.greedy else []

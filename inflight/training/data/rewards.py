@@ -20,10 +20,9 @@ class Rewards(GroupScorer):
         Rewards({"judge": Scorer(ask, timeout_s=30), "length": short})
 
     Each is a function of a rollout, plain or `async`, or a `Scorer` with a separate time limit and batching. All are
-    called at the same time. `rollout.rewards` contains the unweighted result of each function by its name; reports
-    contain its mean as "reward/NAME". A result of None excludes the function from the rollout's reward, and the others
-    make the reward. If all return None, the rollout has no reward. It also has no reward if one function returns a
-    number that is not finite, or takes too long.
+    called at the same time. `rollout.rewards` contains the unweighted results by name; reports contain their means as
+    "reward/NAME". A function that returns None does not count. The rollout has no reward if all return None, or if one
+    returns a number that is not finite, or takes too long.
     """
 
     def __init__(

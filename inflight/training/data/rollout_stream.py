@@ -101,12 +101,11 @@ class RolloutStream:
         group_ids: only these, each as soon as it has finished. None: all that were submitted for training
         (`engine.submit(…)` without `train=False`) and that no call has named.
         score: samples that ended by themselves have their rewards (None for a sample that has none, and for all of a
-        group of which too many were cancelled): the function is called in parallel with this thread as soon as a group
-        has finished, and groups arrive in the order in which they are scored. Its exceptions are raised here; then the
-        group is scored again when it is requested again.
+        group of which too many were cancelled). Groups arrive in the order in which they are scored. Exceptions of the
+        function are raised here; the group is scored again when it is requested again.
         Raises EngineDiedError, EngineHungError, JournalError when a journal cannot be written, or FrameError or
-        StreamGapError when frames were lost. Then every group that was in flight is lost: its samples have the
-        finish_reason "error" when `groups` is called again.
+        StreamGapError when frames were lost. Then the samples of every group that was in flight have the finish_reason
+        "error" when `groups` is called again.
         """
         for answer in self._groups(group_ids, score):
             if isinstance(answer, Future):
@@ -160,15 +159,13 @@ class RolloutStream:
     ) -> Iterator[PackedBatch]:
         """Yield batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
 
-        They contain the prompts submitted for training. They exclude prompts submitted with `train=False`, drawn by
-        `generate`, or drawn greedily (`collect` returns those). score: a function of a rollout, plain or `async`, or a
-        `Scorer` with a time limit, or several as `Rewards`; it is called during training and generation. staleness: the
-        rules for tokens that are too old. advantages: their name in `ADVANTAGES`, or a function of the groups. Omitted
-        rollouts are counted in `dropped`; an empty batch is not yielded.
+        Prompts submitted with `train=False`, drawn by `generate`, or drawn greedily are excluded (`collect` returns
+        those). score: a function of a rollout, plain or `async`, or a `Scorer` with a time limit, or several as
+        `Rewards`; it is called during training and generation. staleness: the rules for tokens that are too old.
+        advantages: their name in `ADVANTAGES`, or a function of the groups. Omitted rollouts are counted in `dropped`.
         Ends when all submitted prompts are finished; the last batch can be smaller. Warns if it ends without a batch,
         and if there is nothing to learn from one: all rewards are equal, or n is 1 and advantages are relative to a
-        group. The age of a batch's tokens is measured when the next batch is requested, that is, after the optimizer
-        step.
+        group. The age of a batch's tokens is measured when the next batch is requested.
         Raises the exceptions of `score` and `groups`. They lose no rollout, and neither does Ctrl-C: the next call of
         `batches` yields the rollouts that were not in a batch yet.
         On rank 0 of a trainer of several ranks, yields this rank's share of such batches. It then also raises

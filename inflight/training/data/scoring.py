@@ -45,8 +45,7 @@ class GroupScorer(ABC):
     """If true, cancelled samples get a reward too."""
 
     def wants(self, rollout: Rollout) -> bool:
-        """Return True if the rollout gets a reward: it finished, or it was cancelled and cancelled samples are
-        scored."""
+        """Return True if the rollout gets a reward: it finished, or it was cancelled and such samples are scored."""
         reason = rollout.finish_reason
         return reason in ("stop", "length") or (self.scores_cancelled and reason == "cancelled")
 
@@ -159,8 +158,7 @@ class Scorer(GroupScorer):
         return not self._is_async and len(self._seconds) == _REMEMBERED and median(self._seconds) < _QUICK_S
 
     async def _score_in_turn(self, group: Group) -> list[Any]:
-        """Call the function for one rollout after another in one thread. Returns the rewards of all of them, or of
-        those up to the first call that took too long."""
+        """Call the function for one rollout after another in one thread, up to the first call that takes too long."""
         rewards: list[Any] = []
         await self._call(lambda rollouts: rewards.extend(map(self._timed, rollouts)), group)
         return [*rewards, _TOO_LATE][: len(group)]
