@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from inflight.core.by_name import resolve_by_name
 from inflight.core.errors import InflightError, InvalidRequestError
@@ -29,9 +29,6 @@ from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.data.rollout_stream import RolloutStream
 from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.data.scoring import GroupScorer, Score
-
-if TYPE_CHECKING:
-    from inflight.training.config import GRPOConfig
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +98,8 @@ class Admission:
     skipped; before the first step they raise ValueError instead."""
     score: Score | GroupScorer
     """Computes the rewards of a group as soon as it has finished."""
-    config: "GRPOConfig"
+    config: Any
+    """A `GRPOConfig`. Its module imports this one."""
     in_flight: set[int] = field(default_factory=set)
     num_submitted: int = 0
     """Number of examples taken so far."""
