@@ -71,19 +71,18 @@ def grpo(
     share).
 
     examples: prompts for `engine.submit` (text, token ids, chat messages, rows of a `datasets.Dataset`), or `Example`s
-    of such a prompt and metadata. An example is skipped if the engine refuses it, such as a prompt longer than its
-    context, or if it can exceed `config.micro_batch_tokens` with its answer. Skipped examples are logged by their index
-    and counted in `dropped.num_unfit_examples`. If the first ones do not fit, ValueError is raised.
+    of such a prompt and metadata. Examples that the engine refuses, or that can exceed `config.micro_batch_tokens` with
+    an answer, are skipped, logged by their index and counted in `dropped.num_unfit_examples`. If the first ones do not
+    fit, ValueError is raised.
     score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`.
     reference: the reference policy of a KL penalty, such as a copy of the model made before training. It is put into
-    evaluation mode, and scores every batch once. None: a PEFT model without its adapters. If a KL penalty has neither,
-    ValueError is raised at once.
+    evaluation mode. None: a PEFT model without its adapters. If a KL penalty has neither, ValueError is raised at once.
     run: an `inflight.Run`. Its `progress` is updated before each report: save model, optimizer and `lr_scheduler` after
     a report, and then the run. If the run was loaded, training continues with the next step. Pass the same examples:
     the examples that were submitted before are skipped.
-    evaluation: begins before the first step, after every `evaluation.every` steps, and after the last. The last
-    evaluation is waited for after the last report. A finished evaluation is in the next report and in
-    `evaluation.results`; the last one is only in `evaluation.results` and in the loggers.
+    evaluation: begins before the first step, after every `evaluation.every` steps, and after the last. A finished
+    evaluation is in the next report and in `evaluation.results`. The last one ends after the last report, and is only
+    in `evaluation.results` and in the loggers.
     loggers: each receives the numbers of every report, `log(step, report.as_dict())`. The caller closes them.
     An update with a non-finite loss or gradient is not taken; it is counted and logged. Non-finite weights are never
     published: NonFiniteWeightsError ends the run, and the engine keeps its weights.

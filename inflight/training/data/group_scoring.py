@@ -1,4 +1,4 @@
-"""Scores the groups of a ledger as they finish, and hands them out in the order in which their scorings end."""
+"""Scores the groups of a ledger as they finish, and returns them in the order in which their scorings end."""
 
 import threading
 from collections import deque
@@ -33,14 +33,14 @@ class GroupScoring:
     """Scores groups as they finish, with the scorer of the last request. Safe to use from several threads.
 
     The record of a group keeps its last scoring. prepare: called with a group before it is scored, by the scorer's
-    thread, and before it is handed out. in_order: hand out groups in the order in which the scorings began, regardless
+    thread, and before `next` returns it. in_order: return groups in the order in which the scorings began, regardless
     of their durations.
     """
 
     def __init__(self, ledger: Ledger, *, prepare: Prepare, in_order: bool = False):
         self._ledger, self._prepare, self._in_order = ledger, prepare, in_order
         self.on_next: Callable[[Group], None] = lambda group: None
-        """Called with each group that is handed out."""
+        """Called with each group that `next` returns."""
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         """Held while groups that are in order become ready."""

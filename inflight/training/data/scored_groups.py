@@ -69,8 +69,8 @@ class Dropped:
 
     @property
     def length_bias(self) -> float:
-        """Mean rollout length over the tokens that are not stale, divided by the mean rollout length over all tokens.
-        Below 1, short rollouts are favored. NaN if all tokens are stale."""
+        """Mean rollout length over the tokens that are not stale, divided by the mean over all tokens. Below 1, short
+        rollouts are favored. NaN if all tokens are stale."""
         num_kept = self.num_tokens - self.num_stale_tokens
         return (self.sum_kept_lengths / num_kept) / (self.sum_lengths / self.num_tokens) if num_kept else nan
 
@@ -201,8 +201,7 @@ class ScoredGroups:
     def _without_gradient(
         self, advantages: Sequence[float | np.ndarray], skip_uniform: bool, mask_truncated: bool
     ) -> set[int]:
-        """Return the indices of the rollouts that are left out of the forward pass. They count in the totals, unless a
-        staleness rule rejects them."""
+        """Return the indices of the rollouts that are left out of the forward pass and count in the totals."""
         indices, found = iter(range(len(advantages))), set[int]()
         for group in self.groups:
             members = [next(indices) for _ in group]
