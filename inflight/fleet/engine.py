@@ -283,7 +283,7 @@ class Engine:
 
     def partial(self, group_id: int) -> "list[Rollout]":
         """Return the unfinished samples of a group, with the tokens so far; their finish_reason is ""."""
-        return self.stream.partial(group_id)
+        return self.stream.ledger.partial(group_id)
 
     def fork(
         self,

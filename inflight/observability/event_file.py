@@ -29,11 +29,10 @@ _PIECE_BYTES = 1 << 20
 
 
 class EventFile:
-    """Appends events. Raises RunError if the file cannot be written.
+    """Appends events, as the only writer of a file. Raises RunError if it cannot be written.
 
-    Beyond `max_bytes` the file is thinned out: every second event in the older half of each kind is removed. So a run
-    of any length keeps its whole course, with less detail for older events. It supports one writer at a time. `keep`:
-    continue with the content of the file; otherwise start an empty file.
+    Beyond `max_bytes` the file is thinned out: every second event in the older half of each kind is removed, so that
+    older events have less detail. keep: continue with the content of the file; otherwise start an empty file.
     """
 
     def __init__(self, directory: Path, *, keep: bool = False, max_bytes: int = MAX_BYTES):

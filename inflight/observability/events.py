@@ -1,7 +1,7 @@
-"""Events of a run: one line of JSON per event in the file `events.jsonl` of its directory.
+"""Events of a run: one line of JSON per event in the file `events.jsonl` of its directory (docs/watch.md).
 
 Each event has a "kind" and the "time" at which it was recorded, in seconds since 1970. An unknown value is left out or
-null. docs/watch.md describes them; `read_events` reads them.
+null.
 """
 
 from collections.abc import Iterator
@@ -102,8 +102,7 @@ class Version(_Event, frozen=True, kw_only=True, tag="version"):
     trained: int = 0
     """Number of its tokens in the loss of an optimizer step."""
     dropped: int = 0
-    """Number of its tokens that the trainer took out of the stream and did not train on: without an advantage,
-    truncated, too old."""
+    """Number of its tokens that the trainer took out of the stream and did not train on."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -121,7 +120,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Samples(_Event, frozen=True, kw_only=True, tag="samples"):
-    """Some rollouts of a batch."""
+    """Rollouts of a batch."""
 
     trainer_version: int | None
     rollouts: list[Sample]
@@ -131,8 +130,7 @@ class Ended(_Event, frozen=True, kw_only=True, tag="ended"):
     """The recorder was closed. A run that is killed has no such event."""
 
     num_lost: int = 0
-    """Number of events that were not recorded, since they arrived faster than they could be written or contained values
-    that JSON cannot represent."""
+    """Number of events that were not recorded: too many were waiting, or JSON cannot represent a value."""
 
 
 Event = Began | Step | Consumed | Swapped | Engine | Version | Samples | Ended

@@ -1,7 +1,4 @@
-"""Loggers for the numbers of a run. A logger is any object with `log(step, values)`.
-
-Loggers that need a library import it in their constructor, and name the package to install if it is missing.
-"""
+"""Loggers for the numbers of a run. Their constructors import the libraries that they need."""
 
 import json
 from abc import ABC, abstractmethod
@@ -18,12 +15,12 @@ from inflight.core.files import file_errors, replacing
 
 
 class Logger(Protocol):
-    """Receives the numbers of a run."""
+    """Receives the numbers of a run: any object with this method."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
 
-class _Closed(ABC):
+class ClosedAtEnd(ABC):
     """A logger that is closed at the end of a `with` block."""
 
     @abstractmethod
@@ -37,10 +34,9 @@ class _Closed(ABC):
         self.close()
 
 
-class JsonLines(_Closed):
-    """Appends an object to a file for each call: {"step": …, "reward": …, …}. Lines are written at once, so that a
-    killed run keeps its lines. The last evaluation of `grpo` has a separate line under the last step. Raises
-    LoggerError if the file cannot be written."""
+class JsonLines(ClosedAtEnd):
+    """Appends an object to a file for each call, at once: {"step": …, "reward": …, …}. The last evaluation of `grpo`
+    has a separate line under the last step. Raises LoggerError if the file cannot be written."""
 
     def __init__(self, path: str | Path):
         self._path = Path(path)
@@ -49,8 +45,8 @@ class JsonLines(_Closed):
             self._file = open(self._path, "a", buffering=1)  # noqa: SIM115  it is closed by `close`
 
     def continue_after(self, step: int) -> None:
-        """Remove the lines of later steps. A run that continues after this step repeats them. `grpo` calls this when it
-        has loaded a run. Raises LoggerError if the file has lines that it did not write."""
+        """Remove the lines of later steps, which a run that continues after this step repeats. `grpo` calls this when
+        it has loaded a run. Raises LoggerError if the file has lines that it did not write."""
         lines = self._path.read_text().splitlines(keepends=True)
         if lines and not lines[-1].endswith("\n"):  # the run was killed while it wrote this line
             del lines[-1]
@@ -74,7 +70,7 @@ class JsonLines(_Closed):
             self._file.close()
 
 
-class TensorBoard(_Closed):
+class TensorBoard(ClosedAtEnd):
     """Writes scalars for TensorBoard (`pip install tensorboard`) into a directory."""
 
     def __init__(self, directory: str | Path):
@@ -95,7 +91,7 @@ class TensorBoard(_Closed):
             self._writer.close()
 
 
-class _LibraryRun(_Closed):
+class _LibraryRun(ClosedAtEnd):
     """A run of a library whose runs have `log` and `finish`."""
 
     _run: Any
@@ -139,13 +135,13 @@ class Trackio(_LibraryRun):
         self._run = trackio.init(project=project, name=name, config=dict(config or {}))
 
 
-class PrometheusLogger(_Closed):
+class PrometheusLogger(ClosedAtEnd):
     """Serves the newest numbers of a run at `GET /metrics` for Prometheus: `inflight_trainer_step`, and
     `inflight_trainer_number` with the label `name`, such as "reward" or "staleness/token_age_ms".
 
-    port: 0 lets the system choose; the attribute `port` contains the choice. host: the address to listen on; "0.0.0.0"
-    for a Prometheus on another machine. Access needs no token. Needs `prometheus-client`, of the extra `serve`. Raises
-    MissingPackageError without it, and LoggerError if it cannot listen on the address.
+    port: 0 lets the system choose; the attribute `port` contains the choice. host: the address to listen on, without
+    authentication. Raises MissingPackageError without `prometheus-client`, of the extra `serve`, and LoggerError if it
+    cannot listen on the address.
     """
 
     def __init__(self, port: int, *, host: str = "127.0.0.1"):
@@ -183,12 +179,11 @@ def open_logger(
     run: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> JsonLines | TensorBoard | WandB | Trackio:
-    """Return the logger of this name, as a context manager, so that the user of a program can choose one: "jsonl"
-    (steps.jsonl in the directory), "tensorboard" (in its folder tensorboard), "wandb" (in the directory, offline) or
-    "trackio" (in trackio's own storage).
+    """Return the logger of this name, as a context manager: "jsonl" (steps.jsonl in the directory), "tensorboard" (in
+    its folder tensorboard), "wandb" (in the directory, offline) or "trackio" (in trackio's own storage).
 
-    run: name of the run; None: the name of the directory. config: its settings. The last two loggers take project, run
-    and config. Raises ValueError for another name, and LoggerError if the library is missing or nothing can be written.
+    project, run and config are for the last two. run: None: the name of the directory. Raises ValueError for another
+    name, and LoggerError if the library is missing or nothing can be written.
     """
     directory = Path(directory)
     if name == "jsonl":

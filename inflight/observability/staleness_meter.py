@@ -1,4 +1,4 @@
-"""Measures how old the tokens were, in milliseconds. The names are defined here and used everywhere.
+"""Measures how old the tokens were, in milliseconds.
 
 | name | per token |
 |---|---|
@@ -7,11 +7,10 @@
 | token_age_ms | time consumed by an optimizer step − time drawn |
 | version_lag | the trainer's version when consumed − the token's version |
 
-The trainer's version is the last one that was published. If its optimizer has taken steps since, it is the next one:
-the weights have changed, and tokens of the last version are stale.
+The trainer's version is the last one that was published, or the next one if its optimizer has taken steps since.
 
-and per swap: swap_ms, `publish()` called → first token drawn with that version; stall_ms, time in which the engine had
-work and ran no forward because of the swap. All times are CLOCK_MONOTONIC of one machine.
+Per swap: swap_ms, `publish()` called → first token drawn with that version; stall_ms, time in which the engine had work
+and ran no forward because of the swap. All times are CLOCK_MONOTONIC of one machine.
 """
 
 import threading
@@ -106,10 +105,6 @@ class StalenessMeter:
         """Number of swaps during which requests with tokens from older weights continued."""
         self.last_swap_ms: float | None = None
         self._trainer_version = 0
-        self._num_steps = 0
-        """Optimizer steps before the last publish."""
-        self._steps_before: dict[int, int] = {0: 0}
-        """Maps the versions of this process to the optimizer steps before their publish."""
         self.unpublished_steps = 0
         """Optimizer steps of the trainer since the last publish."""
 
@@ -138,40 +133,22 @@ class StalenessMeter:
         """Restore the publish times of versions from this process or an earlier one."""
         with self._lock:
             self._published = deque(published, maxlen=self._REMEMBERED_VERSIONS)
-            self._steps_before = {max(version for version, _ in published): self._num_steps}
 
     def published(self, version: int, called_ns: int) -> None:
         """Note that `publish()` was called for this version. A publisher that replaces a dead one can continue from a
-        lower number than the dead one had announced. The versions that were announced and never drawn are then
-        forgotten."""
+        lower number. The versions that the dead one announced and that were never drawn are then forgotten."""
         with self._lock:
             while self._published and self._published[-1][0] >= version:
                 self._published.pop()
             self._published.append((version, called_ns))
-            self._num_steps += self.unpublished_steps
-            self._steps_before[version] = self._num_steps
-            if len(self._steps_before) > self._REMEMBERED_VERSIONS:
-                del self._steps_before[next(iter(self._steps_before))]
             self.trainer_version = version
             if (listener := self.listener) is not None:
                 listener.published(version, called_ns)
 
     def stepped(self, unpublished_steps: int) -> None:
-        """Note a step of the trainer's optimizer, this many since the last publish. A publisher reports the steps of
-        `torch.optim` optimizers that hold its parameters; a trainer with another kind of optimizer calls it itself."""
+        """Note optimizer steps since the last publish. A publisher reports the steps of `torch.optim` optimizers that
+        hold its parameters; a trainer with another kind of optimizer calls it itself."""
         self.unpublished_steps = unpublished_steps
-
-    def step_lag(self, weight_versions: np.ndarray) -> np.ndarray:
-        """Return the optimizer steps i64[n] from the weights of these versions i64[n] to the trainer's present weights.
-        A version of an earlier process is treated as one step."""
-        with self._lock:
-            now, oldest = self._num_steps + self.unpublished_steps, min(self._steps_before)
-            known, of_version = np.unique(weight_versions, return_inverse=True)
-            before = [
-                self._steps_before.get(version, self._steps_before[oldest] - max(0, oldest - version))
-                for version in known.tolist()
-            ]
-        return now - np.array(before, np.int64)[of_version]
 
     def frame(self, frame: TokenFrame) -> None:
         """Note the swap that a frame reports, and the first token drawn after it."""
@@ -194,8 +171,7 @@ class StalenessMeter:
                     listener.swapped(swap.version, self.last_swap_ms, swap.stall_ns / NS_PER_MS)
 
     def taken(self, weight_versions: np.ndarray, in_loss: np.ndarray) -> None:
-        """Note tokens that the trainer took out of the stream. The versions i64[n] drew them. in_loss i64[m]: versions
-        of the tokens that are in the loss of its batch; the other tokens are left out."""
+        """Note tokens that the trainer took out of the stream, as in `StalenessListener.taken`."""
         if (listener := self.listener) is not None:
             listener.taken(weight_versions, in_loss)
 
@@ -234,13 +210,8 @@ class StalenessMeter:
         """Return {name: {p50, p90, p99}} over all consumed tokens and all swaps; version_lag as {p50, max}."""
         with self._lock:
             summary = {name: histogram.percentiles() for name, histogram in self._histograms.items()}
-            summary["version_lag"] = self._version_lag()
+            lags, counts = np.array(sorted(self._version_lags.items())).reshape(-1, 2).T
+        below = np.cumsum(counts)
+        middle = np.searchsorted(below, len(lags) and below[-1] / 2)
+        summary["version_lag"] = {"p50": float(lags[middle]), "max": float(lags[-1])} if len(lags) else {}
         return summary
-
-    def _version_lag(self) -> dict[str, float]:
-        half, below = sum(self._version_lags.values()) / 2, 0
-        for lag in sorted(self._version_lags):
-            below += self._version_lags[lag]
-            if below >= half:
-                return {"p50": float(lag), "max": float(max(self._version_lags))}
-        return {}

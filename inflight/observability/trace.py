@@ -31,10 +31,9 @@ _STOP_TIMEOUT_S = 600.0
 
 
 class Recorder:
-    """Records this process. At most one recorder can run at a time."""
+    """Records this process, one recorder at a time. process: its name in the trace. directory: place of its part."""
 
     def __init__(self, process: str, directory: Path):
-        """process: name of the process in the trace. directory: location of the written part."""
         self._process, self._directory = process, directory
         self._profiler: Any = None
         self._began_ns = 0
@@ -56,10 +55,7 @@ class Recorder:
         self._began_ns = now_ns()
 
     def stop(self) -> Path:
-        """Write the part and return its path. Raises InflightError if nothing was started.
-
-        torch holds the interpreter while it collects the data of its profiler, some microseconds per kernel.
-        """
+        """Write the part and return its path. Raises InflightError if nothing was started."""
         ended_ns = now_ns()
         spans, threads = stop_noting()
         profiler, self._profiler = self._profiler, None

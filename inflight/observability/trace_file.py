@@ -1,8 +1,6 @@
-"""Merges the recordings of two processes into a trace in Chrome's JSON format, for ui.perfetto.dev and
-chrome://tracing.
+"""Merges the recordings of two processes into a trace in Chrome's JSON format, for ui.perfetto.dev.
 
 `python -m inflight.observability.trace_file OUT PART…` does that in a separate process, so that a trainer continues.
-
 Inflight's spans are in CLOCK_MONOTONIC. The events of Kineto, torch's profiler, are in microseconds since its file's
 `baseTimeNanoseconds`, a time since the epoch; each process notes the offset of the two clocks. Events outside the time
 in which all processes recorded are left out.
@@ -60,8 +58,7 @@ class _Kineto(msgspec.Struct):
 
 
 def merge(parts: Sequence[Part]) -> dict[str, Any]:
-    """Merge the parts into one trace. It begins at 0 when the last process began to record, and ends when the first one
-    stopped."""
+    """Merge the parts into one trace of the time in which all processes recorded, from 0."""
     began_ns, ended_ns = max(part.began_ns for part in parts), min(part.ended_ns for part in parts)
     end_us = (ended_ns - began_ns) / 1e3
     events: list[Event] = []
@@ -127,7 +124,7 @@ def _kineto_events(part: Part, index: int, began_ns: int) -> Iterator[Event]:
 
 def _on_streams(spans: list[Span], events: list[Event], began_ns: int) -> Iterator[Event]:
     """Show spans on the GPU's streams: from the first to the last operation launched within each. Launches of threads
-    without spans (autograd's threads) are assigned to the thread that has the most."""
+    without spans (autograd's) are assigned to the thread with the most spans."""
     work: dict[int, dict[tuple[int, int], tuple[float, float]]] = defaultdict(dict)
     """Maps a correlation to its begin and end on each stream."""
     for event in events:

@@ -1,10 +1,9 @@
 """Replays of journals: `inflight.replay` and the command `inflight replay`."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -12,13 +11,10 @@ from inflight.engine.model.loading import load_tokenizer
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.held_groups import Group
 from inflight.stream.journal import JournalReader
-from inflight.stream.ledger import GroupRecord, Ledger
+from inflight.stream.ledger import Ledger
 from inflight.stream.replay import ReplaySource, summarize
 from inflight.tools.progress import shown_on
 from inflight.training.data.rollout_stream import RolloutStream
-
-if TYPE_CHECKING:
-    from inflight.training.data.scoring import GroupScorer
 
 Keep = Callable[[Group], bool]
 
@@ -56,6 +52,7 @@ class Replay(RolloutStream):
             check_engine=lambda: None,
             in_order=True,
         )
+        self._scoring.on_next = self._note_versions
         self.ledger.expect([*self.group_ids, *left_out])
         self.ledger.drop(left_out)
         source.read_for(self.ledger)
@@ -66,12 +63,9 @@ class Replay(RolloutStream):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _borrow(self, scorer: "GroupScorer | None") -> "GroupRecord | Future[None] | None":
-        record = super()._borrow(scorer)
-        if isinstance(record, GroupRecord):
-            newest = max((int(r.weight_versions.max()) for r in record.rollouts if len(r.weight_versions)), default=0)
-            self._meter.trainer_version = max(self._meter.trainer_version, newest)
-        return record
+    def _note_versions(self, group: Group) -> None:
+        newest = max((int(r.weight_versions.max()) for r in group if len(r.weight_versions)), default=0)
+        self._meter.trainer_version = max(self._meter.trainer_version, newest)
 
 
 def replay(

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import get_args
 
 from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams
-from inflight.training.data.advantages import Advantages, group_advantages, of_rewards, resolve_advantages
+from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
-from inflight.training.objective.kl import KLEstimator
 from inflight.training.objective.objective import Objective, resolve
 from inflight.training.schedules import Schedule, resolve_schedule
 
@@ -37,43 +35,26 @@ class GRPOConfig:
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
     """Sampling parameters of the prompts. `n` must be at least 2, and the temperature above 0."""
     objective: str | Objective | None = None
-    """Objective to minimise: a name, an `inflight.Objective`, or "module:name" (docs/objectives.md). None: "ppo_clip".
-    """
+    """Name, `inflight.Objective` or "module:name" of the loss (docs/objectives.md). None: "ppo_clip"."""
     staleness: tuple[StalenessRule, ...] = ()
-    """Rules for tokens that are too old to train on (docs/staleness.md#rules-for-what-is-too-old). `groups_in_flight`
-    prevents such ages."""
+    """Rules for tokens that are too old to train on (docs/staleness.md#rules-for-what-is-too-old)."""
     updates_per_batch: int = 1
     """Optimizer steps on the same batch. Objectives with a "recomputed" proximal policy need more than one."""
     probe_every: int = 0
     """Steps between two measurements that separate mismatch from staleness (`VersionProbe`). 0: none."""
     micro_batch_tokens: int = 0
-    """Maximum number of tokens of one forward and backward pass, for a step that does not fit into memory. 0: no bound.
-    """
+    """Maximum number of tokens of one forward and backward pass, to save memory. 0: no bound."""
     max_grad_norm: float = 1.0
     """Largest norm of the gradient; a larger gradient is scaled down to it. 0: no scaling. A step with a gradient that
     is not finite is always skipped."""
-    scale_lr_by_ess: float = 0.0
-    """Multiply the learning rate of each step by √(min(1, ESS / this)). ESS is the effective sample size of the
-    sequences with an advantage, as a share of their number (VCPO,
-    docs/training.md#a-learning-rate-that-follows-the-effective-sample-size). Use 1, or the share of an on-policy step
-    if the numerics of trainer and engine differ. 0: no scaling."""
     advantages: str | Advantages = "grpo"
     """Computation of advantages from rewards: "grpo", "dr_grpo", "rloo", "maxrl", "reinforce++",
     "reinforce++_baseline", "module:name", or a function (docs/training.md#advantages). The function gets the groups of
     a step and returns an advantage for each rollout, groups concatenated: a number, or f32[tokens]."""
-    scale_advantages: bool = True
-    """Divide by the standard deviation of the rewards of the group. False is the method of Dr. GRPO (arXiv 2503.20783),
-    as is "dr_grpo". This option and the next one belong to the advantages "grpo"."""
-    advantage_ddof: int = 0
-    """ddof of that standard deviation. It divides by n − ddof: 0 as in the paper, 1 as in TRL, verl, slime and
-    SkyRL."""
     reward_kl_weight: float = 0.0
-    """β of a KL penalty in the reward: r − β · Σ_t KL_t over the rollout, before advantages are computed, as in RLOO
-    (arXiv 2402.14740). `Objective(kl_weight=…)` puts the penalty into the loss. Both need a reference policy
-    (docs/training.md#a-reference-policy)."""
-    reward_kl: KLEstimator = "k1"
-    """Estimator of that KL from the recorded log-probabilities: "k1" (its sum is unbiased), "k2", "k3" or "k3_clamped".
-    As a reward only k1 has the gradient of KL(π_θ ‖ π_ref)."""
+    """β of a KL penalty in the reward: r − β · Σ_t (log π_b − log π_ref) over the rollout, before advantages are
+    computed, as in RLOO (arXiv 2402.14740). `Objective(kl_weight=…)` puts the penalty into the loss. Both need a
+    reference policy (docs/training.md#a-reference-policy)."""
     skip_uniform_groups: bool = True
     """Leave groups without an advantage, such as most groups of equal rewards, out of the forward pass. They still
     count in the averages of the loss, so that the gradient is the same. With a KL penalty, a drift penalty or an
@@ -103,8 +84,6 @@ class GRPOConfig:
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         object.__setattr__(self, "schedule", resolve_schedule(self.schedule))
-        if self.reward_kl not in get_args(KLEstimator):
-            raise ValueError(f"reward_kl must be one of {', '.join(get_args(KLEstimator))}, got {self.reward_kl!r}")
         self._check_sampling()
         self._check_learning()
         if 0 < self.micro_batch_tokens <= self.sampling.max_tokens:
@@ -132,8 +111,6 @@ class GRPOConfig:
 
     def _check_learning(self) -> None:
         resolve_advantages(self.advantages)
-        if not self.scale_lr_by_ess <= 1:
-            raise ValueError(f"scale_lr_by_ess is a share of the sequences, at most 1, got {self.scale_lr_by_ess}")
         if not isfinite(self.reward_kl_weight):
             raise ValueError(f"reward_kl_weight must be finite, got {self.reward_kl_weight}")
         if self.advantages == "maxrl" and self.reward_kl_weight:
@@ -147,21 +124,6 @@ class GRPOConfig:
                 f"replace_uniform_groups takes groups of equal rewards out of a step, and with {name} there is "
                 "something to learn from them: leave one of the two out"
             )
-        if self.advantages != "grpo" and not (self.scale_advantages and self.advantage_ddof == 0):
-            raise ValueError(
-                f"scale_advantages and advantage_ddof are about the advantages 'grpo', and advantages is "
-                f"{self.advantages!r}: leave them out"
-            )
-        if self.advantage_ddof >= self.sampling.n > 1:
-            raise ValueError(f"advantage_ddof ({self.advantage_ddof}) must be less than sampling.n ({self.sampling.n})")
-
-    @property
-    def advantage_function(self) -> Advantages:
-        """The function of a step's groups that `advantages` and its options name."""
-        if self.advantages != "grpo":
-            return resolve_advantages(self.advantages)
-        scale, ddof = self.scale_advantages, self.advantage_ddof
-        return of_rewards(lambda rewards: group_advantages(rewards, scale=scale, ddof=ddof))
 
     @property
     def skips_uniform_groups(self) -> bool:
@@ -170,6 +132,5 @@ class GRPOConfig:
         return self.skip_uniform_groups and resolve(self.objective).is_about_rewards_alone
 
 
-_LEAST = dict.fromkeys(("steps", "groups_per_step", "updates_per_batch"), 1)
-_LEAST |= dict.fromkeys(("groups_in_flight", "probe_every", "micro_batch_tokens", "max_grad_norm", "advantage_ddof"), 0)
-_LEAST |= dict.fromkeys(("scale_lr_by_ess", "reward_kl_weight", "replace_uniform_groups"), 0)
+_LEAST = {"steps": 1, "groups_per_step": 1, "updates_per_batch": 1, "groups_in_flight": 0, "probe_every": 0}
+_LEAST |= {"micro_batch_tokens": 0, "max_grad_norm": 0, "reward_kl_weight": 0, "replace_uniform_groups": 0}

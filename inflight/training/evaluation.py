@@ -34,12 +34,11 @@ class EvaluationResult:
     reward: float | None
     """Mean over the rollouts that have a reward; None if there are none."""
     num_failed: int
-    """Rollouts without a reward: cancelled or ended with an error, or not scored."""
+    """Rollouts without a reward."""
     rollouts: list[Rollout] = field(repr=False)
 
     def as_dict(self) -> dict[str, float]:
-        """ "NAME/reward", "/step", "/version", "/num_failed", "/mean_length", "/truncated", and "NAME/reward/PART" of
-        each of several score functions."""
+        """Return "NAME/reward", "NAME/step" and the like, and "NAME/reward/PART" of each of several score functions."""
         lengths = [len(rollout.token_ids) for rollout in self.rollouts]
         reasons = [rollout.finish_reason for rollout in self.rollouts]
         numbers: dict[str, Any] = {} if self.reward is None else {"reward": self.reward}
@@ -58,11 +57,10 @@ class Evaluation:
             ...
         evaluation.results
 
-    Every token of an evaluation is drawn by the version that was the newest when it began. A slot keeps that version
-    until it ends: with `launch(slots=3)` other versions are published during the evaluation, with two slots publishing
-    waits for it. One evaluation runs at a time. If the next is due earlier, it is skipped; if one fails, it is over.
-    Both are logged, and training continues. In a custom loop, call `start` after `publish`, `finished` now and then,
-    and `wait` last.
+    The version that was the newest at the start draws every token. A slot keeps it until the end: with
+    `launch(slots=3)` other versions are published in the meantime, with two slots publishing waits. One evaluation runs
+    at a time. One that is due earlier is skipped. Skips and failures are logged, and training continues. In a custom
+    loop, call `start` after `publish`, `finished` now and then, and `wait` last.
     """
 
     def __init__(
@@ -100,8 +98,8 @@ class Evaluation:
 
     def start(self, step: int, version: int) -> None:
         """Start to evaluate a version that has just been published, after this step. Waits until it is live, submits
-        its prompts, and returns. Warns if the trainer has other weights than this version: nothing was published, or
-        optimizer steps were taken since. Raises the errors of `engine.submit`."""
+        its prompts, and returns. Warns if optimizer steps were taken since the publish. Raises the errors of
+        `engine.submit`."""
         if self._engine.staleness.unpublished_steps and version == self._engine.staleness.published_version:
             warnings.warn(
                 f"the evaluation after step {step} draws with version {version}, and the trainer has other weights: "
@@ -128,8 +126,7 @@ class Evaluation:
         return new
 
     def wait(self) -> list[EvaluationResult]:
-        """Wait until the running evaluation has ended: as long as its answers take, while the engine lives. `finished`
-        returns its results next."""
+        """Wait until the running evaluation has ended: as long as its answers take, while the engine lives."""
         if self._running is not None:
             wait([self._running.result])
             self._take_result()
@@ -159,10 +156,9 @@ class Evaluation:
         try:
             with span("evaluation"):
                 groups = self._engine.stream.collect(running.group_ids)
-                of_groups = [[rollout for rollout in group if self._scorer.wants(rollout)] for group in groups]
-                scorings = [(wanted, self._scorer.start(wanted)) for wanted in of_groups if wanted]
-                for wanted, rewards in scorings:
-                    for rollout, reward in zip(wanted, rewards.result(), strict=True):
+                scorings = [self._scorer.start(group) for group in groups]
+                for group, scoring in zip(groups, scorings, strict=True):
+                    for rollout, reward in zip(group, scoring.result(), strict=True):
                         rollout.reward = reward
             rollouts = [rollout for group in groups for rollout in group]
             scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
@@ -181,7 +177,7 @@ class Evaluation:
 
     def _give_up(self, group_ids: list[int]) -> None:
         with suppress(InflightError):  # The engine might have ended.
-            self._engine.stream.drop(group_ids)
+            self._engine.stream.ledger.drop(group_ids)
             self._engine.cancel(group_ids)
 
 

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -21,11 +21,9 @@ from inflight.core.errors import InflightError
 from inflight.core.spans import span, spanned
 from inflight.core.waiting import telling
 from inflight.observability.loggers import JsonLines, Logger
-from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.config import GRPOConfig
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
-from inflight.training.data.rollout_stream import RolloutStream
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
 from inflight.training.evaluation import Evaluation
@@ -69,23 +67,22 @@ def grpo(
     still in flight at the end are cancelled.
 
     The model's weights are published first, and are live before a prompt is submitted: every token is drawn by weights
-    of this trainer. Loading a run has published them already. Training runs on one rank; several raise InflightError
-    (`engine.stream.batches` gives each rank its share).
+    of this trainer. Training runs on one rank; several raise InflightError (`engine.stream.batches` gives each rank its
+    share).
 
     examples: prompts for `engine.submit` (text, token ids, chat messages, rows of a `datasets.Dataset`), or `Example`s
-    of such a prompt and metadata. An example is skipped if the engine refuses it, such as a prompt longer than its
-    context, or if it can exceed `config.micro_batch_tokens` with its answer. Skipped examples are logged by their index
-    and counted in `dropped.num_unfit_examples`. If the first ones do not fit, ValueError is raised.
+    of such a prompt and metadata. Examples that the engine refuses, or that can exceed `config.micro_batch_tokens` with
+    an answer, are skipped, logged by their index and counted in `dropped.num_unfit_examples`. If the first ones do not
+    fit, ValueError is raised.
     score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`.
     reference: the reference policy of a KL penalty, such as a copy of the model made before training. It is put into
-    evaluation mode, and scores every batch once. None: a PEFT model without its adapters. If a KL penalty has neither,
-    ValueError is raised at once.
+    evaluation mode. None: a PEFT model without its adapters. If a KL penalty has neither, ValueError is raised at once.
     run: an `inflight.Run`. Its `progress` is updated before each report: save model, optimizer and `lr_scheduler` after
     a report, and then the run. If the run was loaded, training continues with the next step. Pass the same examples:
     the examples that were submitted before are skipped.
-    evaluation: begins before the first step, after every `evaluation.every` steps, and after the last. The last
-    evaluation is waited for after the last report. A finished evaluation is in the next report and in
-    `evaluation.results`; the last one is only in `evaluation.results` and in the loggers.
+    evaluation: begins before the first step, after every `evaluation.every` steps, and after the last. A finished
+    evaluation is in the next report and in `evaluation.results`. The last one ends after the last report, and is only
+    in `evaluation.results` and in the loggers.
     loggers: each receives the numbers of every report, `log(step, report.as_dict())`. The caller closes them.
     An update with a non-finite loss or gradient is not taken; it is counted and logged. Non-finite weights are never
     published: NonFiniteWeightsError ends the run, and the engine keeps its weights.
@@ -103,38 +100,21 @@ def grpo(
         for each in loggers:
             if isinstance(each, JsonLines) and progress.step:
                 each.continue_after(progress.step)
-        trainer = _Trainer(
-            engine.stream,
-            engine.staleness,
-            publisher,
-            model,
-            optimizer,
-            config,
-            lr_scheduler,
-            score_reference,
-            progress,
-        )
-        schedule, limit = resolve_schedule(config.schedule), config.groups_per_step
-        if schedule.batches_ahead:
-            limit = config.groups_in_flight or (1 + schedule.batches_ahead) * limit
+        trainer = _Trainer(engine, publisher, model, optimizer, config, lr_scheduler, score_reference, progress)
         admission = Admission(
             engine,
             publisher,
             islice(examples, progress.num_submitted, None),
-            config.sampling,
             score,
-            config.groups_per_step,
-            limit,
+            config,
             in_flight=set(progress.in_flight),
             num_submitted=progress.num_submitted,
-            most_replaced=config.replace_uniform_groups,
-            most_tokens=config.micro_batch_tokens,
         )
         step = begin = progress.step
         with nullcontext() if evaluation is None else closing(evaluation):
             _begin_evaluation(engine, publisher, evaluation, progress)
             with admission:
-                source = spanned("wait for rollouts", schedule.run(admission))
+                source = spanned("wait for rollouts", resolve_schedule(config.schedule).run(admission))
                 for step, scored in enumerate(islice(source, max(0, config.steps - begin)), begin + 1):
                     report = trainer.take(step, scored)
                     if evaluation is not None:
@@ -170,62 +150,60 @@ class GRPOProgress(msgspec.Struct, frozen=True):
     """Ids of the groups of an evaluation in progress."""
 
 
+@dataclass(slots=True)
 class _Trainer:
     """Takes the optimizer steps, and publishes after each."""
 
-    def __init__(
-        self,
-        stream: RolloutStream,
-        meter: StalenessMeter,
-        publisher: WeightPublisher,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: GRPOConfig,
-        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
-        score_reference: ReferenceScorer | None,
-        progress: GRPOProgress,
-    ):
-        self._stream, self._meter, self._publisher, self._config = stream, meter, publisher, config
-        self._model, self._optimizer, self._lr_scheduler = model, optimizer, lr_scheduler
-        self._score_reference = score_reference
-        self._num_skipped, self.dropped = progress.num_skipped, Dropped(**progress.dropped)
-        self._needs_advantages = resolve(config.objective).is_about_rewards_alone
-        self._nothing_to_learn = NothingToLearn()
-        self._probe = VersionProbe(model) if config.probe_every else None
-        if self._probe is not None:
-            self._probe.remember(meter.trainer_version)
+    engine: RolloutEngine
+    publisher: WeightPublisher
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    config: GRPOConfig
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    score_reference: ReferenceScorer | None
+    begin: GRPOProgress
+    dropped: Dropped = field(init=False)
+    num_skipped: int = field(init=False)
+    probe: VersionProbe | None = field(init=False)
+    nothing_to_learn: NothingToLearn = field(init=False, default_factory=NothingToLearn)
+
+    def __post_init__(self) -> None:
+        self.num_skipped, self.dropped = self.begin.num_skipped, Dropped(**self.begin.dropped)
+        self.probe = VersionProbe(self.model) if self.config.probe_every else None
+        if self.probe is not None:
+            self.probe.remember(self.engine.staleness.trainer_version)
 
     def take(self, step: int, scored: ScoredGroups) -> StepReport:
         """Train on the groups of a step, and publish."""
-        config, probe = self._config, self._probe
+        config, probe, meter = self.config, self.probe, self.engine.staleness
         charged, reward_kl = scored, None
-        if config.reward_kl_weight and self._score_reference is not None:
+        if config.reward_kl_weight and self.score_reference is not None:
             with span("reference"):
-                charged, reward_kl = charge_kl(scored, self._score_reference, config)
+                charged, reward_kl = charge_kl(scored, self.score_reference, config)
         batch = charged.pack(
-            trainer_version=self._meter.trainer_version,
+            trainer_version=meter.trainer_version,
             staleness=config.staleness,
-            advantages=config.advantage_function,
+            advantages=config.advantages,
             skip_uniform=config.skips_uniform_groups,
             mask_truncated=config.mask_truncated,
         )
-        measure_taken(self._meter, scored, batch)
+        measure_taken(meter, scored, batch)
         self.dropped += charged.dropped
-        if self._needs_advantages:
-            self._nothing_to_learn.note(charged)
+        if resolve(config.objective).is_about_rewards_alone:
+            self.nothing_to_learn.note(charged)
         update, staleness, causes = Update(), None, None
         if batch is not None:
-            batch.observers = self._stream.observers
+            batch.observers = self.engine.stream.observers
             causes = probe.causes(batch) if probe is not None and step % config.probe_every == 0 else None
-            update = train_step(self._model, self._optimizer, batch, config, score_reference=self._score_reference)
-            self._num_skipped += update.num_skipped
-            if self._lr_scheduler is not None and update.num_skipped < config.updates_per_batch:
-                self._lr_scheduler.step()
-            staleness = measure_consumed(self._meter, batch)
-        check_finite(self._model, trainable=True)
-        version = self._publisher.publish()
+            update = train_step(self.model, self.optimizer, batch, config, score_reference=self.score_reference)
+            self.num_skipped += update.num_skipped
+            if self.lr_scheduler is not None and update.num_skipped < config.updates_per_batch:
+                self.lr_scheduler.step()
+            staleness = measure_consumed(meter, batch)
+        check_finite(self.model, trainable=True)
+        version = self.publisher.publish()
         if probe is not None:
-            probe.remember(self._meter.trainer_version)
+            probe.remember(meter.trainer_version)
         return StepReport(
             step=step,
             version=version,
@@ -234,8 +212,7 @@ class _Trainer:
             num_tokens=sum(len(rollout.token_ids) for rollout in scored.rollouts),
             stats=update.stats,
             grad_norm=update.grad_norm,
-            lr_factor=update.lr_factor,
-            num_skipped=self._num_skipped,
+            num_skipped=self.num_skipped,
             reward_kl=reward_kl,
             staleness=staleness,
             causes=causes,
@@ -249,7 +226,7 @@ class _Trainer:
         in_flight, dropped = sorted(admission.in_flight), asdict(self.dropped)
         # These were skipped while groups of the next step were submitted.
         dropped["num_unfit_examples"] += admission.num_unfit
-        return GRPOProgress(step, admission.num_submitted, in_flight, self._num_skipped, dropped, evaluating)
+        return GRPOProgress(step, admission.num_submitted, in_flight, self.num_skipped, dropped, evaluating)
 
 
 def _check_one_rank(engine: RolloutEngine) -> None:
@@ -278,7 +255,7 @@ def _begin_evaluation(
 ) -> None:
     """Evaluate before the first step, or repeat the evaluation in progress when the run was saved."""
     if progress.evaluating:
-        engine.stream.drop(progress.evaluating)
+        engine.stream.ledger.drop(progress.evaluating)
         engine.cancel(progress.evaluating)
     if evaluation is not None and (progress.step == 0 or progress.evaluating):
         evaluation.start(progress.step, publisher.version)

@@ -7,12 +7,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
 from functools import wraps
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -39,9 +39,11 @@ from inflight.observability.events import (
     Version,
     read_events,
 )
+from inflight.observability.loggers import ClosedAtEnd
 from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.rollout_stream import RolloutStream
+from inflight.training.data.texts import Texts
 
 logger = logging.getLogger("inflight")
 
@@ -77,16 +79,6 @@ class RecordedEngine(Protocol):
     def status(self) -> Status: ...
 
 
-@dataclass(slots=True)
-class _Life:
-    """Counts the tokens of a version."""
-
-    published: float | None = None
-    drawn: int = 0
-    trained: int = 0
-    dropped: int = 0
-
-
 def _harmless(listen: Callable[..., None]) -> Callable[..., None]:
     """Wrap a callback of the recorder: if it raises, the recorder stops listening and the run continues."""
 
@@ -102,7 +94,7 @@ def _harmless(listen: Callable[..., None]) -> Callable[..., None]:
 
 
 @named()
-class RunRecorder:
+class RunRecorder(ClosedAtEnd):
     """Writes the events of a run into `events.jsonl` of a directory while it is open. One at a time in a process.
 
         with inflight.RunRecorder(engine, "runs/mine") as recorder:
@@ -127,46 +119,31 @@ class RunRecorder:
         resumed_after_step: int | None = None,
         max_bytes: int = MAX_BYTES,
     ):
-        self._engine, self._meter = engine, engine.staleness
-        self._stream = engine.stream
+        self._meter, self._stream = engine.staleness, engine.stream
         self.directory = Path(directory)
         self._lock = threading.Lock()
-        self._events: deque[Event] = deque()
-        self._num_lost = 0
-        self._lives: dict[int, _Life] = {}
-        self._earlier: dict[int, _Life] = {}
-        """Recorded counts of the resumed run, for versions without events since."""
-        self._changed: set[int] = set()
         self._mismatch, self._stale = np.zeros(_NUM_BINS, np.int64), np.zeros(_NUM_BINS, np.int64)
         self._sampled_s = 0.0
         self._logged_ns: int | None = None
-        self._seconds_by_state: Counter[str] = Counter()
         self._to_unix_s = time.time() - now_ns() / 1e9
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="inflight-recorder", daemon=True)
-        self._asker = threading.Thread(target=self._ask, name="inflight-recorder-asks", daemon=True)
-        self._put(
-            Began(
-                time=self._now(),
-                title=title or self.directory.name,
-                model=engine.options.model or "",
-                max_sequences=sum(one.info.max_sequences for one in getattr(engine, "members", [engine])),
-                resumed_after_step=resumed_after_step or 0,
-                pid=os.getpid(),
-                inflight_version=__version__,
-            )
+        began = Began(
+            time=_now(),
+            title=title or self.directory.name,
+            model=engine.options.model or "",
+            max_sequences=sum(one.info.max_sequences for one in getattr(engine, "members", [engine])),
+            resumed_after_step=resumed_after_step or 0,
+            pid=os.getpid(),
+            inflight_version=__version__,
         )
         spans.start_adding_up()  # Refuses a second recorder before it removes the file of the first.
         with ExitStack() as undo:
             undo.callback(spans.stop_adding_up)
-            self._file = EventFile(self.directory, keep=resumed_after_step is not None, max_bytes=max_bytes)
-            undo.callback(self._file.close)
-            if resumed_after_step is not None:
-                self._earlier = _lives_of(self.directory)
-            undo.callback(self._closing.set)
-            self._thread.start()
-            self._asker.start()
+            file = EventFile(self.directory, keep=resumed_after_step is not None, max_bytes=max_bytes)
+            undo.callback(file.close)
+            self._lives = _Lives({} if resumed_after_step is None else _lives_of(self.directory))
+            self._writer = _Writer(file, began, self._lives)
             undo.pop_all()
+        self._watcher = _EngineWatcher(engine, self._writer)
         self._meter.listener = self
         self._stream.observers.append(self._observe)
 
@@ -178,9 +155,9 @@ class RunRecorder:
             mismatch, stale = self._mismatch.tolist(), self._stale.tolist()
             self._mismatch[:] = self._stale[:] = 0
         self._logged_ns = now
-        self._put(
+        self._writer.put(
             Step(
-                time=self._now(),
+                time=_now(),
                 step=int(step),
                 numbers=numbers,
                 seconds=None if before is None else _rounded((now - before) / 1e9),
@@ -192,46 +169,35 @@ class RunRecorder:
 
     def close(self) -> None:
         """Write the remaining events, and record that the run has ended. Safe to call twice."""
-        if self._closing.is_set():
+        if self._writer.closing.is_set():
             return
         self._stop_listening()
         spans.stop_adding_up()
-        self._closing.set()
-        self._asker.join(_ASK_S)  # An engine that does not respond is not waited for.
-        self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():
-            logger.warning("the last second of the run is not in %s: its writer does not end", self._file.path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._writer.closing.set()
+        self._watcher.thread.join(_ASK_S)  # An engine that does not respond is not waited for.
+        self._writer.thread.join(_CLOSE_S)
+        if self._writer.thread.is_alive():
+            logger.warning("the last second of the run is not in %s: its writer does not end", self._writer.file.path)
 
     # ---- callbacks of the meter (`StalenessListener`) ----------------------------------------------------------------
 
     @_harmless
     def published(self, version: int, called_ns: int) -> None:
-        with self._lock:
-            self._earlier.pop(version, None)  # A resumed run can publish the version again, so its counts start from 0.
-            self._life(version).published = round(self._to_unix_s + called_ns / 1e9, 3)
+        self._lives.begin(version, published=round(self._to_unix_s + called_ns / 1e9, 3))
 
     @_harmless
     def drawn(self, version: int, num_tokens: int) -> None:
-        with self._lock:
-            self._life(version).drawn += num_tokens
+        self._lives.count(drawn=[(version, num_tokens)])
 
     @_harmless
     def swapped(self, version: int, swap_ms: float, stall_ms: float) -> None:
-        self._put(Swapped(time=self._now(), version=version, swap_ms=_rounded(swap_ms), stall_ms=_rounded(stall_ms)))
+        event = Swapped(time=_now(), version=version, swap_ms=_rounded(swap_ms), stall_ms=_rounded(stall_ms))
+        self._writer.put(event)
 
     @_harmless
     def taken(self, weight_versions: np.ndarray, in_loss: np.ndarray) -> None:
-        with self._lock:
-            for version, count in _counts(weight_versions):
-                self._life(version).dropped += count
-            for version, count in _counts(in_loss):
-                self._life(version).dropped -= count
+        lost = [(version, -count) for version, count in _counts(in_loss)]
+        self._lives.count(dropped=_counts(weight_versions) + lost)
 
     @_harmless
     def consumed(self, weight_versions: np.ndarray, staleness: TokenStaleness, in_loss: np.ndarray) -> None:
@@ -239,10 +205,8 @@ class RunRecorder:
         if len(weight_versions):
             percentiles = _percentiles([getattr(staleness, name) for name in _MEASURES])
             measures = {name: [*map(_rounded, values)] for name, values in zip(_MEASURES, percentiles, strict=True)}
-        with self._lock:
-            for version, count in _counts(weight_versions[in_loss]):
-                self._life(version).trained += count
-        self._put(Consumed(time=self._now(), num_tokens=len(weight_versions), measures=measures))
+        self._lives.count(trained=_counts(weight_versions[in_loss]))
+        self._writer.put(Consumed(time=_now(), num_tokens=len(weight_versions), measures=measures))
 
     # ---- callback of the loss ----------------------------------------------------------------------------------------
 
@@ -260,119 +224,161 @@ class RunRecorder:
             self._sampled_s = now_ns() / 1e9
             of_rows = np.full(len(batch.input_ids), np.nan, np.float32)
             of_rows[rows.cpu().numpy()] = logs
-            self._put(self._samples(batch, of_rows))
-
-    def _samples(self, batch: PackedBatch, log_ratios: np.ndarray) -> Samples:
-        """Return some rollouts of different prompts. log_ratios: f32[T], NaN for tokens without a ratio."""
-        ends = batch.cu_seqlens.tolist()[1:]
-        spread = np.linspace(0, len(ends) - 1, min(_SAMPLED_ROLLOUTS, len(ends))).astype(int).tolist()
-        found = []
-        for index in spread:
-            rollout, length = batch.rollouts[index], len(batch.rollouts[index].token_ids)
-            begin, shown = ends[index] - length, min(length, _SHOWN_TOKENS)
-            logs = log_ratios[begin : begin + shown].tolist()
-            found.append(
-                Sample(
-                    prompt=rollout.prompt[-_SHOWN_PROMPT:],
-                    tokens=self._stream.text_of_tokens(rollout.token_ids[:shown].tolist()),
-                    versions=rollout.weight_versions[:shown].tolist(),
-                    log_ratios=[_rounded(value) if isfinite(value) else None for value in logs],
-                    reward=None if rollout.reward is None else float(rollout.reward),
-                    finish_reason=rollout.finish_reason,
-                    num_tokens=length,
-                )
-            )
-        return Samples(time=self._now(), trainer_version=batch.trainer_version, rollouts=found)
-
-    # ---- the threads that write and query the engine -----------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while not self._closing.wait(_WRITE_EVERY_S):
-                self._write_out()
-            self._write_out()
-            self._file.append([Ended(time=self._now(), num_lost=self._num_lost)])
-        except RunError as error:
-            logger.warning("the run goes on without a record: %s", error)
-        except Exception:
-            logger.exception("the run goes on without a record")
-        finally:
-            self._file.close()
-
-    def _ask(self) -> None:
-        """Query the engine in a separate thread, so that a slow engine does not delay writing."""
-        try:
-            while not self._closing.wait(_WRITE_EVERY_S) and self._thread.is_alive():
-                self._put(self._engine_now())
-        except Exception:
-            logger.exception("the run goes on, but its record has no counters of the engine from now on")
-
-    def _write_out(self) -> None:
-        with self._lock:
-            events, self._events = list(self._events), deque()
-            for version in sorted(self._changed):
-                events.append(Version(time=self._now(), version=version, **asdict(self._lives[version])))
-            self._changed.clear()
-        num_lost = self._file.append(events)
-        with self._lock:
-            self._num_lost += num_lost
-
-    def _engine_now(self) -> Engine:
-        """Return the counters of the engine, or only its state if it cannot respond."""
-        state = self._stream.state
-        if state in ("restarting", "silent", "closed"):
-            return Engine(time=self._now(), states={state: 1.0})
-        try:
-            status = self._engine.status()
-        except (InflightError, TimeoutError):  # The callers that wait for rollouts receive the error.
-            return Engine(time=self._now(), states={"silent": 1.0})
-        before, self._seconds_by_state = self._seconds_by_state, Counter(status.seconds_by_state)
-        spent = self._seconds_by_state - before  # Empty if the engine has just been restarted.
-        return Engine(
-            time=self._now(),
-            states={name: _rounded(seconds / spent.total()) for name, seconds in spent.items()},
-            version=status.version,
-            num_running=status.num_running,
-            num_waiting=status.num_waiting,
-            num_outstanding=len(self._stream.outstanding),
-            num_tokens=status.num_tokens,
-            kv_used=_rounded(status.kv_blocks_used / status.kv_blocks) if status.kv_blocks else None,
-        )
-
-    # ---- helpers ---------------------------------------------------------------------------------------------------
+            self._writer.put(_samples(batch, of_rows, self._stream.texts))
 
     def _stop_listening(self) -> None:
         self._meter.listener = None
         with suppress(ValueError):  # The observer has been removed already.
             self._stream.observers.remove(self._observe)
 
-    def _put(self, event: Event) -> None:
+
+class _Lives:
+    """Token counts of the newest versions."""
+
+    def __init__(self, recorded: dict[int, Version]):
+        """recorded: the counts of the run before it was resumed."""
+        self._lock = threading.Lock()
+        self.of_version = recorded
+        self._changed: set[int] = set()
+
+    def begin(self, version: int, published: float) -> None:
+        """Note a publish. A resumed run can publish a version again, so its counts start from 0."""
         with self._lock:
-            if len(self._events) < _WAITING_EVENTS:
-                self._events.append(event)
+            self._set(Version(time=0.0, version=version, published=published))
+
+    def count(self, **columns: Sequence[tuple[int, int]]) -> None:
+        """Add counts of tokens by version to columns of `Version`."""
+        with self._lock:
+            for column, counts in columns.items():
+                for version, count in counts:
+                    life = self.of_version.get(version) or Version(time=0.0, version=version)
+                    self._set(msgspec.structs.replace(life, **{column: getattr(life, column) + count}))
+
+    def take_changed(self) -> list[Event]:
+        """Return the versions that have changed since the last call."""
+        with self._lock:
+            changed, self._changed = sorted(self._changed), set()
+            return [msgspec.structs.replace(self.of_version[version], time=_now()) for version in changed]
+
+    def _set(self, life: Version) -> None:
+        self.of_version[life.version] = life
+        self._changed.add(life.version)
+        while len(self.of_version) > _VERSIONS:
+            oldest = min(self.of_version)
+            del self.of_version[oldest]
+            self._changed.discard(oldest)
+
+
+class _Writer:
+    """A thread that writes events to a file until `closing` is set."""
+
+    def __init__(self, file: EventFile, first: Event, lives: _Lives):
+        self.file, self._lives = file, lives
+        self.closing = threading.Event()
+        self._lock = threading.Lock()
+        self.waiting: deque[Event] = deque([first])
+        self._num_lost = 0
+        self.thread = threading.Thread(target=self._run, name="inflight-recorder", daemon=True)
+        self.thread.start()
+
+    def put(self, event: Event) -> None:
+        """Queue an event. It is lost if too many are waiting."""
+        with self._lock:
+            if len(self.waiting) < _WAITING_EVENTS:
+                self.waiting.append(event)
             else:
                 self._num_lost += 1
 
-    def _life(self, version: int) -> _Life:
-        """Return the mutable counts of a version. The caller holds the lock."""
-        if version not in self._lives:
-            self._lives[version] = self._earlier.pop(version, None) or _Life()
-        life = self._lives[version]
-        self._changed.add(version)
-        while len(self._lives) > _VERSIONS:
-            oldest = min(self._lives)
-            del self._lives[oldest]
-            self._changed.discard(oldest)
-        return life
+    def _run(self) -> None:
+        try:
+            while not self.closing.wait(_WRITE_EVERY_S):
+                self._write_out()
+            self._write_out()
+            self.file.append([Ended(time=_now(), num_lost=self._num_lost)])
+        except RunError as error:
+            logger.warning("the run goes on without a record: %s", error)
+        except Exception:
+            logger.exception("the run goes on without a record")
+        finally:
+            self.file.close()
 
-    def _now(self) -> float:
-        return round(time.time(), 3)
+    def _write_out(self) -> None:
+        with self._lock:
+            events, self.waiting = [*self.waiting], deque()
+        num_lost = self.file.append(events + self._lives.take_changed())
+        with self._lock:
+            self._num_lost += num_lost
 
 
-def _lives_of(directory: Path) -> dict[int, _Life]:
+class _EngineWatcher:
+    """A thread that queries the engine, separate from the writer, so that a slow engine does not delay writing."""
+
+    def __init__(self, engine: RecordedEngine, writer: _Writer):
+        self._engine, self._writer = engine, writer
+        self._seconds_by_state: Counter[str] = Counter()
+        self.thread = threading.Thread(target=self._run, name="inflight-recorder-asks", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._writer.closing.wait(_WRITE_EVERY_S) and self._writer.thread.is_alive():
+                self._writer.put(self._engine_now())
+        except Exception:
+            logger.exception("the run goes on, but its record has no counters of the engine from now on")
+
+    def _engine_now(self) -> Engine:
+        """Return the counters of the engine, or only its state if it cannot respond."""
+        stream = self._engine.stream
+        if stream.state in ("restarting", "silent", "closed"):
+            return Engine(time=_now(), states={stream.state: 1.0})
+        try:
+            status = self._engine.status()
+        except (InflightError, TimeoutError):  # The callers that wait for rollouts receive the error.
+            return Engine(time=_now(), states={"silent": 1.0})
+        before, self._seconds_by_state = self._seconds_by_state, Counter(status.seconds_by_state)
+        spent = self._seconds_by_state - before  # Empty if the engine has just been restarted.
+        return Engine(
+            time=_now(),
+            states={name: _rounded(seconds / spent.total()) for name, seconds in spent.items()},
+            version=status.version,
+            num_running=status.num_running,
+            num_waiting=status.num_waiting,
+            num_outstanding=len(stream.outstanding),
+            num_tokens=status.num_tokens,
+            kv_used=_rounded(status.kv_blocks_used / status.kv_blocks) if status.kv_blocks else None,
+        )
+
+
+def _samples(batch: PackedBatch, log_ratios: np.ndarray, texts: Texts) -> Samples:
+    """Return some rollouts of different prompts. log_ratios: f32[T], NaN for tokens without a ratio."""
+    ends = batch.cu_seqlens.tolist()[1:]
+    spread = np.linspace(0, len(ends) - 1, min(_SAMPLED_ROLLOUTS, len(ends))).astype(int).tolist()
+    found = []
+    for index in spread:
+        rollout, length = batch.rollouts[index], len(batch.rollouts[index].token_ids)
+        begin, shown = ends[index] - length, min(length, _SHOWN_TOKENS)
+        logs = log_ratios[begin : begin + shown].tolist()
+        found.append(
+            Sample(
+                prompt=rollout.prompt[-_SHOWN_PROMPT:],
+                tokens=texts.of_tokens(rollout.token_ids[:shown].tolist()),
+                versions=rollout.weight_versions[:shown].tolist(),
+                log_ratios=[_rounded(value) if isfinite(value) else None for value in logs],
+                reward=None if rollout.reward is None else float(rollout.reward),
+                finish_reason=rollout.finish_reason,
+                num_tokens=length,
+            )
+        )
+    return Samples(time=_now(), trainer_version=batch.trainer_version, rollouts=found)
+
+
+def _now() -> float:
+    return round(time.time(), 3)
+
+
+def _lives_of(directory: Path) -> dict[int, Version]:
     """Read the recorded counts of the newest versions of a run."""
-    events = (event for event in read_events(directory) if isinstance(event, Version))
-    lives = {event.version: _Life(event.published, event.drawn, event.trained, event.dropped) for event in events}
+    lives = {event.version: event for event in read_events(directory) if isinstance(event, Version)}
     return dict(sorted(lives.items())[-_VERSIONS:])
 
 

@@ -15,7 +15,6 @@ from inflight.training.config import GRPOConfig
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.model.forward import token_logprobs
-from inflight.training.objective.kl import kl_estimate
 from inflight.training.objective.objective import Objective
 from inflight.weights.tensors import is_peft, unwrap
 
@@ -65,20 +64,18 @@ def _score(policy: nn.Module, context: Callable[[], AbstractContextManager[Any]]
 
 
 def charge_kl(scored: ScoredGroups, score_reference: ReferenceScorer, config: GRPOConfig) -> tuple[ScoredGroups, float]:
-    """Return the same groups with rewards r − reward_kl_weight · Σ_t KL_t, and the mean of Σ_t KL_t over their
+    """Return copies of the groups with rewards r − reward_kl_weight · Σ_t KL_t, and the mean of Σ_t KL_t over their
     rollouts. There must be a group.
 
-    Σ_t runs over the drawn tokens of the rollout. KL_t is estimated from two log-probabilities of a token: π_b,
-    recorded when it was drawn, and the reference policy's. With k1 its expectation is KL(π_b ‖ π_ref) of the whole
-    answer. On-policy, it adds the gradient of that KL to the expected gradient of the reward (RLOO, Ahmadian et al.,
-    arXiv 2402.14740, §2). REINFORCE++ instead charges each token for the KL of itself and all later tokens. Rollouts
-    are copied: the given rollouts keep their rewards.
+    Σ_t runs over the drawn tokens of the rollout. KL_t = log π_b − log π_ref, with π_b as recorded. The expectation of
+    the sum is KL(π_b ‖ π_ref) of the whole answer. On-policy, it adds the gradient of that KL to the expected gradient
+    of the reward (RLOO, Ahmadian et al., arXiv 2402.14740, §2).
     """
     batch = pack(scored.rollouts, [0.0] * len(scored.rollouts))
     kl_of: dict[int, float] = {}
     for part in batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]:
         behavior = part.behavior_logprobs[part.drawn].double()
-        estimates = kl_estimate(config.reward_kl, behavior, score_reference(part).double().to(behavior.device))
+        estimates = behavior - score_reference(part).double().to(behavior.device)
         kls = estimates.new_zeros(part.num_sequences).index_add(0, part.sequence_ids[part.drawn], estimates)
         kl_of |= {id(rollout): kl for rollout, kl in zip(part.rollouts, kls.tolist(), strict=True)}
     beta = config.reward_kl_weight

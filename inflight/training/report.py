@@ -26,12 +26,9 @@ class StepReport:
     num_tokens: int
     """Drawn tokens of the step's rollouts."""
     stats: LossStats | None
-    """Statistics of the first update. None if there was nothing to learn, because every group was uniform or too old,
-    or if the loss was not finite."""
+    """Statistics of the first update. None if there was nothing to learn or the loss was not finite."""
     grad_norm: float | None
     """Norm of the first update's gradient before it was clipped; None if there was no gradient."""
-    lr_factor: float | None
-    """Factor of the first update's learning rate, from its effective sample size; None if it was not scaled."""
     num_skipped: int
     """Updates since the run began that were not taken because their loss or gradient was not finite."""
     reward_kl: float | None
@@ -41,8 +38,7 @@ class StepReport:
     causes: RatioCauses | None
     """Ratios split into mismatch and staleness; None in steps that `probe_every` does not select."""
     dropped: Dropped
-    """Counts of omissions since the run began, by reason. Groups that failed or have no reward were replaced by
-    others."""
+    """Counts of omissions since the run began, by reason."""
     finished_ns: int
     """The time at which the step ended, CLOCK_MONOTONIC."""
     groups: list[list[Rollout]] = field(repr=False)
@@ -81,13 +77,10 @@ class StepReport:
         return fmean(pstdev([rollout.reward or 0.0 for rollout in group]) for group in self.groups)
 
     def as_dict(self) -> dict[str, float]:
-        """Return all values as numbers under flat names, for any logger: `LossStats.as_dict` ("loss", "ratio/ess", …),
-        "step", "version", "reward", "reward_std", "reward/NAME" (each of several score functions), "reward_kl",
-        "num_tokens" (drawn; "ratio/num_tokens" counts the tokens in the loss), "mean_length", "length/min" and the
-        like, "truncated", "grad_norm", "lr_factor", "num_skipped", `Dropped.as_dict` ("dropped/num_failed_groups",
-        "dropped/stale_share", …), means of "staleness/weight_lag_ms", "/policy_age_ms", "/token_age_ms" and
-        "/version_lag", "probe/mismatch/kl" and the like if the step was probed, and `EvaluationResult.as_dict` of the
-        newest finished evaluation. Values of None or NaN are left out."""
+        """Return all values as numbers under flat names, for any logger (docs/training.md#numbers-for-a-logger):
+        `_NUMBERS`, `LossStats.as_dict` ("ratio/ess", …), "reward/NAME", "length/min", "staleness/token_age_ms",
+        "dropped/stale_share", "probe/mismatch/kl" and the like, and `EvaluationResult.as_dict` of the newest finished
+        evaluation. Values of None or NaN are left out."""
         numbers: dict[str, float | None] = {} if self.stats is None else {**self.stats.as_dict()}
         numbers |= {name: getattr(self, name) for name in _NUMBERS}
         numbers |= {f"reward/{name}": mean for name, mean in self.reward_parts.items()}
@@ -105,4 +98,4 @@ class StepReport:
 
 
 _NUMBERS = ("step", "version", "reward", "reward_std", "reward_kl", "num_tokens", "mean_length", "truncated")
-_NUMBERS += ("grad_norm", "lr_factor", "num_skipped")
+_NUMBERS += ("grad_norm", "num_skipped")

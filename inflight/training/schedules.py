@@ -10,16 +10,14 @@ Letters are batches, numbers the weight versions that draw them:
     one_step_off   engine    A0 B0    C1    D2             the next batch, under one version, during training
                    trainer      [A  ][B  ][C  ]
 
-When the prompts end, the groups in flight are still taken: the last batch can be smaller. A group cannot be trained on
-if a sample of it was cancelled or ended with an error, or if no sample has a reward. Another prompt replaces such a
-group while its batch is taken. If configured, groups of equal rewards are replaced as well, up to a bound.
+When the prompts end, the groups in flight are still taken: the last batch can be smaller. While a batch is taken,
+further prompts replace groups that cannot be trained on and, if configured, groups of equal rewards.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -48,8 +46,7 @@ class Example(NamedTuple):
 
 
 def as_example(example: Any) -> Example:
-    """Return an example unchanged, or make one of a prompt for `engine.submit`: text, token ids, chat messages, or a
-    row of a dataset. Other columns of the row become metadata."""
+    """Return an example unchanged, or make one of a prompt for `engine.submit`."""
     return example if isinstance(example, Example) else Example(example, {})
 
 
@@ -87,59 +84,51 @@ class HasProgress(Protocol):
 
 @dataclass(slots=True)
 class Admission:
-    """Keeps at most `limit` groups in flight: submitted, and not taken by the trainer yet.
+    """Keeps at most `limit` groups in flight: submitted, and not taken by the trainer yet. As a context manager it
+    cancels them at the end.
 
     Examples that the engine refuses, such as a prompt longer than its context, are skipped, counted and logged by their
     index. If it refuses all of the first ones, its error is raised.
-
-    As a context manager it cancels all prompts in flight at the end.
     """
 
     engine: RolloutEngine
     publisher: WeightPublisher
     examples: Iterator[Any]
-    """Each is an `Example`, or a prompt as in `as_example`."""
-    sampling: SamplingParams
+    """Each is an `Example`, or a prompt as in `as_example`. Examples that might exceed `config.micro_batch_tokens` are
+    skipped; before the first step they raise ValueError instead."""
     score: Score | GroupScorer
     """Computes the rewards of a group as soon as it has finished."""
-    groups_per_step: int
-    limit: int
+    config: Any
+    """A `GRPOConfig`. Its module imports this one."""
     in_flight: set[int] = field(default_factory=set)
     num_submitted: int = 0
     """Number of examples taken so far."""
-    most_replaced: int = 0
-    """Maximum number of uniform-reward groups per batch that are replaced by further prompts."""
-    most_tokens: int = 0
-    """Maximum number of tokens of a prompt and its longest answer. Examples that can exceed it are skipped; before the
-    first step they raise ValueError instead. 0: no bound."""
     num_unfit: int = 0
     """Examples skipped since the last batch was taken."""
+    limit: int = field(init=False)
     _num_unfit_in_a_row: int = 0
     _any_accepted: bool = False
 
     def __post_init__(self) -> None:
+        config, ahead = self.config, resolve_schedule(self.config.schedule).batches_ahead
+        self.limit = (ahead and config.groups_in_flight) or (1 + ahead) * config.groups_per_step
         self._any_accepted = self.num_submitted > 0  # They were accepted before the run was saved.
 
     def fill(self, version: int | None = None) -> None:
-        """Submit prompts up to the limit, or until the prompts end.
-
-        version: the version that draws all of their tokens; None: each token is drawn by the newest.
-        """
+        """Submit prompts up to the limit, or until the prompts end. version: the version that draws all of their
+        tokens; None: each token is drawn by the newest."""
         self._submit(max(0, self.limit - len(self.in_flight)), version)
 
     def take(self, version: int | None = None) -> ScoredGroups:
         """Return the next groups that can be trained on, with rewards: the groups of one step, or fewer if the prompts
-        have ended.
-
-        version: the version with which the groups were submitted. It also draws replacements of groups that cannot be
-        trained on or have equal rewards.
-        Raises InflightError if more groups than a step has cannot be trained on, and the exceptions of the stream.
-        """
-        scored, count = ScoredGroups(), self.groups_per_step
+        have ended. version: the version with which the groups were submitted; it also draws replacements. Raises
+        InflightError if more groups than a step has cannot be trained on, and the exceptions of the stream."""
+        scored, count = ScoredGroups(), self.config.groups_per_step
         for group in self.engine.stream.groups(score=self.score):
             self.in_flight.discard(group[0].group_id)
             if scored.add(group):
-                if len(scored.replaced) < self.most_replaced and scored.last_is_uniform and self._replace(version):
+                may_replace = len(scored.replaced) < self.config.replace_uniform_groups
+                if may_replace and scored.last_is_uniform and self._submit(1, version):
                     scored.replace_last()
                 if len(scored.groups) == count:
                     break
@@ -150,33 +139,27 @@ class Admission:
                     "cancelled, ended with an error (log-probabilities that are not finite, or lost frames), or none "
                     "of a group's has a reward (None, not finite, or it took too long)"
                 )
-            self._replace(version)
+            self._submit(1, version)
         scored.dropped.num_unfit_examples, self.num_unfit = self.num_unfit, 0
         return scored
 
     def wait_until_live(self) -> int:
-        """Wait until a slot holds the newest published version, so that prompts can be pinned to it. Returns the
-        version."""
+        """Wait until a slot holds the newest published version. Returns the version, for pinned prompts."""
         version = self.publisher.version
         self.engine.wait_for_version(version, timeout_s=LIVE_S)
         return version
-
-    def _replace(self, version: int | None) -> bool:
-        """Submit one more prompt. Returns False if the prompts have ended."""
-        return self._submit(1, version) > 0
 
     def _submit(self, count: int, version: int | None) -> int:
         """Submit `count` further prompts, and skip prompts that do not fit. Returns the number of submitted prompts."""
         num_accepted = 0
         while num_accepted < count and (taken := list(islice(self.examples, count - num_accepted))):
-            first, examples = self.num_submitted, [as_example(example) for example in taken]
-            self.num_submitted += len(examples)
-            fitting = self._within_bound(first, examples)
+            numbered = list(enumerate(map(as_example, taken), self.num_submitted))
+            self.num_submitted += len(numbered)
+            fitting = self._within_bound(numbered)
             try:
-                accepted = self._accept([examples[index - first] for index in fitting], version)
+                accepted = self._accept([example for _, example in fitting], version)
             except InvalidRequestError:  # One of them is invalid, so each is submitted separately.
-                each = partial(self._accept_alone, version=version)
-                accepted = [group_id for index in fitting for group_id in each(index, examples[index - first])]
+                accepted = [one for index, example in fitting for one in self._accept_alone(index, example, version)]
                 if not (accepted or self._any_accepted):
                     raise
             self._any_accepted |= bool(accepted)
@@ -188,20 +171,17 @@ class Admission:
         if not examples:
             return []
         prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
-        accepted = self.engine.submit(prompts, self.sampling, metadata=metadata, version=version)
+        accepted = self.engine.submit(prompts, self.config.sampling, metadata=metadata, version=version)
         self._num_unfit_in_a_row = 0
         return accepted
 
-    def _accept_alone(self, index: int, example: Example, *, version: int | None) -> list[int]:
+    def _accept_alone(self, index: int, example: Example, version: int | None) -> list[int]:
         """Submit an example, under the live version if `version` is gone: no slot keeps an older version once the last
         group that is pinned to it has ended."""
-        try:
-            return self._accept([example], version)
-        except InvalidRequestError as error:
-            reason = error
-        if version is not None:
+        reason: InvalidRequestError | None = None
+        for pinned in [version] if version is None else [version, LIVE_VERSION]:
             try:
-                return self._accept([example], LIVE_VERSION)
+                return self._accept([example], pinned)
             except InvalidRequestError as error:
                 reason = error
         self._skip(index, str(reason).replace("prompt 0", "its prompt"))
@@ -211,24 +191,24 @@ class Admission:
             ) from reason
         return []
 
-    def _within_bound(self, first: int, examples: list[Example]) -> list[int]:
-        """Indices of the examples whose sequences fit into `most_tokens`."""
-        everything = range(first, first + len(examples))
-        if not self.most_tokens:
-            return list(everything)
+    def _within_bound(self, numbered: list[tuple[int, Example]]) -> list[tuple[int, Example]]:
+        """Return the examples whose longest sequences fit into `micro_batch_tokens`."""
+        most_tokens, max_tokens = self.config.micro_batch_tokens, self.config.sampling.max_tokens
+        if not most_tokens:
+            return numbered
         try:
-            lengths = self.engine.prompt_lengths([example.prompt for example in examples])
+            lengths = self.engine.prompt_lengths([example.prompt for _, example in numbered])
         except InvalidRequestError:  # The engine refuses the same prompt when it is submitted.
-            return list(everything)
+            return numbered
         fitting = []
-        for index, length in zip(everything, lengths, strict=True):
-            longest = length + self.sampling.max_tokens
-            if longest <= self.most_tokens:
-                fitting.append(index)
+        for (index, example), length in zip(numbered, lengths, strict=True):
+            longest = length + max_tokens
+            if longest <= most_tokens:
+                fitting.append((index, example))
                 continue
             reason = (
                 f"its prompt has {length} tokens, and with an answer of sampling.max_tokens "
-                f"({self.sampling.max_tokens}) that does not fit into micro_batch_tokens ({self.most_tokens})"
+                f"({max_tokens}) that does not fit into micro_batch_tokens ({most_tokens})"
             )
             if not self._any_accepted:
                 raise ValueError(f"example {index}: {reason}; allow at least {longest}, or leave such examples out")
@@ -247,7 +227,7 @@ class Admission:
         if in_flight := sorted(self.in_flight):
             # An error here would hide the first error.
             with nullcontext() if kind is None else suppress(InflightError):
-                self.engine.stream.drop(in_flight)
+                self.engine.stream.ledger.drop(in_flight)
                 self.engine.cancel(in_flight)
 
 
@@ -290,8 +270,8 @@ class Schedule:
     """Yields the groups of one optimizer step after another, until the prompts have ended. Between two of them the
     trainer trains and publishes."""
     batches_ahead: int = 0
-    """Batches in flight in addition to the next one. `GRPOConfig.groups_in_flight` can replace their number of groups.
-    0: exactly one batch is in flight."""
+    """Batches in flight in addition to the next one. `GRPOConfig.groups_in_flight` can replace their number of
+    groups."""
 
 
 SCHEDULES: Mapping[str, Schedule] = {

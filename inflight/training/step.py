@@ -2,8 +2,6 @@
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -33,8 +31,6 @@ class Update:
     """Statistics of the first step; None if its loss was not finite."""
     grad_norm: float | None = None
     """Norm of the gradient, before it was clipped, of the first step that had a finite loss."""
-    lr_factor: float | None = None
-    """Factor of the learning rate of that step; None without scaling (`GRPOConfig.scale_lr_by_ess`)."""
     num_skipped: int = 0
     """Steps that were not taken because their loss or gradient was not finite."""
 
@@ -66,14 +62,11 @@ def train_step(
             update.num_skipped += 1
             logger.warning("an optimizer step was skipped: %s", error)
             continue
-        factor = ess_factor(stats.sequences.ess, config.scale_lr_by_ess) if config.scale_lr_by_ess else None
         with span("optimizer step"):
-            norm = clip_and_step(
-                optimizer, max_grad_norm=config.max_grad_norm, lr_factor=1.0 if factor is None else factor
-            )
+            norm = clip_and_step(optimizer, max_grad_norm=config.max_grad_norm)
         update.num_skipped += not math.isfinite(norm)
         if update.grad_norm is None:
-            update.grad_norm, update.lr_factor = norm, factor
+            update.grad_norm = norm
         update.stats = stats if index == 0 else update.stats
     return update
 
@@ -90,14 +83,13 @@ def _backward(model: nn.Module, parts: list[PackedBatch], config: GRPOConfig) ->
     return reduce(add, of_parts)
 
 
-def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.0, lr_factor: float = 1.0) -> float:
+def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.0) -> float:
     """Scale the gradients of the optimizer's parameters down to `max_grad_norm` if their norm is larger (0: leave them
-    as they are), take a step and zero them. Returns the norm before scaling. lr_factor: factor of the learning rates
-    for this step alone, such as `ess_factor`.
+    as they are), take a step and zero them. Returns the norm before scaling.
 
-    If the norm is NaN or infinite no step is taken: parameters and the optimizer's state remain unchanged, the
-    gradients are zeroed, and a warning is logged. Test the returned norm with `math.isfinite`. One such step would make
-    every parameter NaN. Raises ValueError for a bound that is negative or NaN.
+    If the norm is NaN or infinite no step is taken, since it would make every parameter NaN: parameters and the
+    optimizer's state remain unchanged, the gradients are zeroed, and a warning is logged. Test the returned norm with
+    `math.isfinite`. Raises ValueError for a bound that is negative or NaN.
     """
     if not max_grad_norm >= 0:
         raise ValueError(f"max_grad_norm must be at least 0 (0 does not clip), got {max_grad_norm}")
@@ -105,44 +97,17 @@ def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.
     total = nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf)
     norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
     if math.isfinite(norm):
-        with _scaled_rates(optimizer, lr_factor):
-            optimizer.step()
+        optimizer.step()
     else:
         logger.warning("an optimizer step was skipped: the norm of its gradient is %s", norm)
     optimizer.zero_grad()
     return norm
 
 
-@contextmanager
-def _scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    rates = [group["lr"] for group in optimizer.param_groups]
-    if factor != 1:
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-
-def ess_factor(ess: float, reference: float) -> float:
-    """Return √(min(1, ess / reference)), VCPO's factor of the learning rate of a step (Huang et al., arXiv 2602.17616,
-    §3.2; "sqrt" of the authors' code, mit-han-lab/vcpo).
-
-    ess: effective sample size of the sequences of the step as a share of their number, from ratios without any bound
-    (`LossStats.sequences.ess`). reference: the on-policy value of `ess`: 1, or less if engine and trainer differ in
-    numerics. A step without sequences (NaN) is not scaled. Ranks of a trainer must take the same factor.
-    """
-    return 1.0 if math.isnan(ess) else math.sqrt(min(1.0, ess / reference))
-
-
 @torch.no_grad()
 def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
     """Raise NonFiniteWeightsError, naming parameters, if some are NaN or infinite. It reads every parameter once.
-
-    trainable: only parameters that training changes.
-    """
+    trainable: only parameters that training changes."""
     parameters = {
         name: parameter
         for name, parameter in model.named_parameters()

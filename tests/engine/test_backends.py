@@ -221,7 +221,7 @@ def draw_some(engine: inflight.Engine, group_id: int) -> list[inflight.Rollout]:
     meanwhile. Returns what has come of it."""
 
     def drawn() -> list[inflight.Rollout]:
-        partial = engine.stream.partial(group_id)
+        partial = engine.partial(group_id)
         if partial and len(partial[0].token_ids) >= 5:
             return partial
         engine.resume()
@@ -505,7 +505,7 @@ def test_a_killed_worker_is_a_named_error_and_a_restarted_engine_goes_on(truth_t
         first = engine.members[0].process.pid
         params = inflight.SamplingParams(max_tokens=100, temperature=0)
         groups = engine.submit([[token] * 5 for token in range(8)], params, train=False)
-        while len(engine.stream.partial(groups[0])) == 0:
+        while len(engine.partial(groups[0])) == 0:
             time.sleep(0.01)
         os.kill(workers_of(first)[0], signal.SIGKILL)
         for [rollout] in engine.stream.collect(groups, timeout_s=240):

@@ -2,7 +2,6 @@
 
 from itertools import count
 
-import numpy as np
 import pytest
 import torch
 from tiny_models import VOCABULARY, make_model
@@ -59,14 +58,12 @@ def test_mismatch_has_tokens_of_the_unchanged_weights_alone(engine):
 
 def test_a_rule_about_versions_sees_steps_that_were_not_published(engine):
     rule = inflight.StalenessRule(max_version_lag=0, unit="token")
-    for step, publisher, batch, stats, _ in loop(engine, make_model("qwen3"), staleness=(rule,)):
+    for step, publisher, _, stats, _ in loop(engine, make_model("qwen3"), staleness=(rule,)):
         assert stats.num_tokens == (40 if step % EVERY == 1 else 0)
-        drawn = batch.weight_versions[batch.drawn].numpy()
         assert (engine.staleness.unpublished_steps, engine.staleness.trainer_version) == (
             step % EVERY,
             publisher.version + (step % EVERY > 0),
         )
-        assert set(engine.staleness.step_lag(drawn).tolist()) == {EVERY if step % EVERY == 0 else step % EVERY}
 
 
 def test_loglinear_interpolation_takes_unpublished_steps_for_one_version(engine):
@@ -97,18 +94,8 @@ def test_steps_are_counted_next_to_versions():
     meter.published(2, 6)
     meter.stepped(1)
     assert meter.trainer_version == 3
-    assert meter.step_lag(np.array([2, 0, 1, 2])).tolist() == [1, 3, 1, 1]
     meter.trainer_version = 7  # as a publisher sets it that sends late
     assert (meter.trainer_version, meter.unpublished_steps) == (7, 0)
-
-
-def test_steps_of_versions_that_an_earlier_process_published_count_as_one_each():
-    meter = StalenessMeter()
-    meter.restore([(8, 1), (9, 2)])
-    meter.stepped(1)
-    meter.published(10, 5)
-    meter.stepped(1)
-    assert meter.step_lag(np.array([10, 9, 8])).tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("steps", [0, 2])

@@ -55,7 +55,7 @@ class MadeEngine:
             state="generating",
             outstanding=[3, 4],
             observers=[],
-            text_of_tokens=lambda ids: [f"<{token}>" for token in ids],
+            texts=SimpleNamespace(of_tokens=lambda ids: [f"<{token}>" for token in ids]),
         )
         self.seconds: dict[str, float] = {}
         self.error: Exception | None = None
@@ -201,7 +201,7 @@ def test_tokens_are_trained_on_or_left_out_and_nothing_else(recorded, unit, acti
     measure_taken(engine.staleness, scored, batch)
     versions = Counter(np.concatenate([rollout.weight_versions for rollout in rollouts]).tolist())
     trained = Counter() if batch is None else Counter(batch.weight_versions[batch.loss_mask & batch.included].tolist())
-    assert {version: life.dropped for version, life in recorder._lives.items()} == {
+    assert {version: life.dropped for version, life in recorder._lives.of_version.items()} == {
         version: count - trained[version] for version, count in versions.items()
     }
     if batch is not None:
@@ -330,7 +330,7 @@ def test_an_engine_that_does_not_answer_does_not_hold_up_the_record(monkeypatch,
         wait_until(lambda: any(isinstance(event, Step) for event in read_events(tmp_path)))
     assert isinstance(list(read_events(tmp_path))[-1], Ended)
     answer.set()
-    recorder._asker.join(10)
+    recorder._watcher.thread.join(10)
 
 
 def test_a_full_disk_ends_the_record_and_not_the_run(monkeypatch, tmp_path, caplog):
@@ -341,10 +341,10 @@ def test_a_full_disk_ends_the_record_and_not_the_run(monkeypatch, tmp_path, capl
     monkeypatch.setattr(recording, "_WRITE_EVERY_S", 0.01)
     monkeypatch.setattr(recording, "_WAITING_EVENTS", 3)
     with caplog.at_level(logging.WARNING), RunRecorder(MadeEngine(), tmp_path) as recorder:
-        wait_until(lambda: not recorder._thread.is_alive())
+        wait_until(lambda: not recorder._writer.thread.is_alive())
         for step in range(10):
             recorder.log(step, {})
-        assert len(recorder._events) <= 3
+        assert len(recorder._writer.waiting) <= 3
     assert "the run goes on without a record: cannot write events.jsonl: No space left" in caplog.text
 
 

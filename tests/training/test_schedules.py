@@ -68,7 +68,7 @@ class Journal:
     def __init__(self, bad_groups=(), num_examples=None, uniform_groups=()):
         self._uniform_groups = uniform_groups
         self.events = []
-        self.stream = self
+        self.stream = self.ledger = self
         self.version = 0
         self.live = 0
         self.dropped = Dropped()
@@ -117,10 +117,14 @@ class Journal:
     def run(self, schedule, steps, *, limit=2, groups_per_step=2, most_replaced=0):
         """Group ids that each step trained on."""
         taken = []
-        params = inflight.SamplingParams(n=2)
-        options = {"score": lambda rollout: 1.0, "groups_per_step": groups_per_step, "limit": limit}
-        options |= {"most_replaced": most_replaced}
-        with Admission(self, self, iter(self._examples), params, **options) as admission:
+        config = GRPOConfig(
+            sampling=inflight.SamplingParams(n=2),
+            schedule=schedule,
+            groups_per_step=groups_per_step,
+            groups_in_flight=limit,
+            replace_uniform_groups=most_replaced,
+        )
+        with Admission(self, self, iter(self._examples), lambda rollout: 1.0, config) as admission:
             for scored in islice(SCHEDULES[schedule].run(admission), steps):
                 taken.append([group[0].group_id for group in scored.groups])
                 self.dropped += scored.dropped

@@ -7,7 +7,7 @@ import torch
 from tiny_models import make_model
 
 from inflight.core.errors import NonFiniteWeightsError
-from inflight.training.step import check_finite, clip_and_step, ess_factor
+from inflight.training.step import check_finite, clip_and_step
 
 
 def test_check_finite_sees_every_value_and_may_leave_out_what_is_frozen():
@@ -41,23 +41,3 @@ def test_clip_and_step_clips_steps_and_zeroes(max_grad_norm):
         assert parameter.grad is None or not parameter.grad.any()
     with pytest.raises(ValueError, match="max_grad_norm must be at least 0"):
         clip_and_step(optimizer, max_grad_norm=-1.0)
-
-
-@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["float", "tensor"])
-def test_a_factor_scales_the_learning_rates_of_one_step(rate):
-    slow, fast = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([{"params": [slow], "lr": rate / 10}, {"params": [fast], "lr": rate}])
-    for factor in (0.25, 1.0):
-        slow.grad, fast.grad = torch.ones(1), torch.ones(1)
-        before = slow.item(), fast.item()
-        clip_and_step(optimizer, max_grad_norm=0.0, lr_factor=factor)
-        assert before[0] - slow.item() == pytest.approx(0.05 * factor)
-        assert before[1] - fast.item() == pytest.approx(0.5 * factor)
-        assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.05, 0.5])
-
-
-def test_the_factor_of_vcpo_is_a_square_root_that_never_exceeds_1():
-    assert ess_factor(0.25, 1.0) == 0.5
-    assert ess_factor(0.25, 0.5) == pytest.approx(math.sqrt(0.5))
-    assert ess_factor(0.6, 0.5) == 1.0
-    assert ess_factor(math.nan, 1.0) == 1.0

@@ -27,13 +27,8 @@ all of its tokens, or f32[tokens]."""
 
 def group_advantages(rewards: GroupRewards, *, scale: bool = True, ddof: int = 0, eps: float = 1e-4) -> list[float]:
     """Return (r − mean of its group) / (standard deviation of its group + eps) (Shao et al., DeepSeekMath, arXiv
-    2402.03300, §4.1).
-
-    scale: False leaves the division out (Dr. GRPO, arXiv 2503.20783). ddof: the standard deviation divides by n − ddof.
-    0 is the standard deviation of the samples themselves, as in the paper. 1 is the estimate for all samples that could
-    be drawn, as in TRL, verl, slime and SkyRL: their advantages are √((n − 1) / n) times these, 0.71 for n = 2 and 0.94
-    for n = 8. A group of one sample gets 0.
-    """
+    2402.03300, §4.1). scale: False leaves the division out (Dr. GRPO, arXiv 2503.20783). ddof: the standard deviation
+    divides by n − ddof: 0 as in the paper, 1 as in TRL, verl, slime and SkyRL. A group of one sample gets 0."""
 
     def of_group(r: np.ndarray) -> np.ndarray:
         centred = _centred(r)
@@ -45,17 +40,15 @@ def group_advantages(rewards: GroupRewards, *, scale: bool = True, ddof: int = 0
 
 
 def rloo_advantages(rewards: GroupRewards) -> list[float]:
-    """Return r − mean of the others of its group, equal to (r − mean) · n / (n − 1). This is REINFORCE with a
-    leave-one-out baseline; its expectation is the gradient of the mean reward (Kool et al. 2019; Ahmadian et al., arXiv
-    2402.14740, eq. 6). A group of one sample gets 0."""
+    """Return r − mean of the others of its group, equal to (r − mean) · n / (n − 1). Its expectation is the gradient of
+    the mean reward (Kool et al. 2019; Ahmadian et al., arXiv 2402.14740, eq. 6). A group of one sample gets 0."""
     return _of_each(rewards, lambda r: _centred(r) * (len(r) / max(1, len(r) - 1)))
 
 
 def maxrl_advantages(rewards: GroupRewards) -> list[float]:
     """Return (r − mean of its group) / mean of its group, and 0 where the mean is not above 0. For rewards of 0 and 1
-    this is the gradient of the logarithm of the pass rate, up to order n − 1, so that rarely solved prompts weigh more
-    (MaxRL, Tajwar et al., arXiv 2602.02710; prime-rl's `max_rl`). The mean is meant as a success rate: a negative
-    reward causes a warning."""
+    this is the gradient of the logarithm of the pass rate, up to order n − 1 (MaxRL, Tajwar et al., arXiv 2602.02710;
+    prime-rl's `max_rl`). A negative reward causes a warning, because the mean is meant as a success rate."""
     if least := min((reward for group in rewards for reward in group if reward is not None and reward < 0), default=0):
         warnings.warn(
             f"a reward is {least}; MaxRL divides by a group's mean reward, as a rate of success. Groups whose mean is "
@@ -68,12 +61,8 @@ def maxrl_advantages(rewards: GroupRewards) -> list[float]:
 
 def reinforce_advantages(rewards: GroupRewards, *, baseline: bool = False, eps: float = 1e-4) -> list[float]:
     """Return (r' − mean of the batch) / (standard deviation of the batch + eps), over all samples of the batch
-    (REINFORCE++, Hu et al., arXiv 2501.03262, global advantage normalization).
-
-    baseline: False: r' is r, and groups have no effect. True: r' is r − mean of its group ("REINFORCE++ w/ baseline"),
-    and its mean over the batch is 0. verl takes mean and standard deviation over tokens instead, so that long answers
-    weigh more.
-    """
+    (REINFORCE++, Hu et al., arXiv 2501.03262, global advantage normalization). baseline: False: r' is r, and groups
+    have no effect. True: r' is r − mean of its group ("REINFORCE++ w/ baseline"), and its mean over the batch is 0."""
     values = np.array(_of_each(rewards, _centred if baseline else lambda r: r), np.float64)
     if not baseline:
         values = _centred(values)
@@ -120,14 +109,12 @@ def turn_advantages(
     for tokens that the policy drew; a turn is a run of such tokens. discount: γ.
     The return of turn k is G_k = Σ_{j ≥ k} γ^(j − k) r_j. All tokens of a turn get the advantage of its return among
     the returns that the other samples of its group have from the same turn on, as PipelineRL groups by step; other
-    tokens get 0. With one turn that is the advantage of the sample.
+    tokens get 0.
 
     "rloo" is unbiased: its expectation is the gradient of the mean return, for every turn. A turn that no other sample
     of its group reaches is compared with the mean of the other samples' returns from the last turn that each has. That
-    mean does not depend on the turn's tokens either.
-    Other advantages relative to the group give 0 to such a turn, and so weigh rarely reached turns down. With "dr_grpo"
-    and a turn that a sample reaches with probability p, the expected gradient is 1 − (1 − (1 − p)^n) / (n p) of the
-    exact one: (n − 1) / n for p = 1, 0.42 for n = 3 and p = 0.5.
+    mean does not depend on the turn's tokens either. Other advantages relative to the group give 0 to such a turn
+    (docs/training.md#advantages has the bias).
     Raises ValueError for a sample whose numbers of rewards and turns differ, and the errors of the advantages.
     """
     function = ADVANTAGES.get(advantages) if isinstance(advantages, str) else advantages
@@ -176,8 +163,7 @@ def _returns(rewards: Sequence[float], discount: float) -> list[float]:
 
 
 def _of_each(rewards: GroupRewards, function: Callable[[np.ndarray], np.ndarray]) -> list[float]:
-    """Apply a function of f64[n] to the rewards of each group. Raises ValueError for a reward that is None or not
-    finite."""
+    """Apply a function of f64[n] to the rewards of each group. Raises ValueError for a reward that is not finite."""
     advantages: list[float] = []
     for index, group in enumerate(rewards):
         bad = next((i for i, reward in enumerate(group) if reward is None or not isfinite(reward)), None)

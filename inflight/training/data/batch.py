@@ -43,13 +43,12 @@ class PackedBatch:
     drawn: torch.Tensor = None  # pyright: ignore
     """i64[n], indices of the true entries of loss_mask; computed if omitted."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Columns that every rollout recorded (`Rollout.columns`), one number per token, by name: values [T], 0 on
-    context."""
+    """Values [T] by name of the columns of one number per token that every rollout recorded (`Rollout.columns`)."""
     sampling_mask: PackedSamplingMask | None = None
     """The tokens that each drawn token was sampled from; None if all were sampled from the whole vocabulary."""
     banned: torch.Tensor | None = None
-    """i64[ranges, 2], begins and ends of ranges of token ids, in order, that the engine never draws; None: it draws
-    all. Scores leave these ids out."""
+    """i64[ranges, 2], begins and ends of ranges of token ids, in order, that the engine never draws; scores leave them
+    out. None: it draws all."""
     routed_experts: torch.Tensor | None = None
     """i16[T, layers, k], the experts that each token used in the engine, −1 if unknown."""
     included: torch.Tensor | None = None
@@ -98,20 +97,16 @@ class PackedBatch:
         )
 
     def with_column(self, name: str, drawn: torch.Tensor) -> "PackedBatch":
-        """Return the batch with a column, `proximal_logprobs` or `reference_logprobs`, made of its drawn tokens'
-        f32[n]."""
+        """Return the batch with a column, such as `reference_logprobs`, made of its drawn tokens' f32[n]."""
         column = torch.zeros_like(self.behavior_logprobs)
         column[self.drawn] = drawn.detach().float().to(column.device)
         return replace(self, **{name: column})
 
     def micro_batches(self, max_tokens: int, *, at_least: int = 1) -> list["PackedBatch"]:
-        """Split into batches of at most `max_tokens` tokens each, as few as possible and of similar cost.
-
-        Their losses add up to the loss of the whole batch. Samples of a prompt stay together where they fit, so that
-        the prompt can be computed once; tokens are counted as if it were not. at_least: minimum number of batches, for
-        ranks that must agree on a number. Missing batches are filled with a sequence that takes no part in the loss.
-        Raises ValueError if one sequence is longer than `max_tokens`.
-        """
+        """Split into batches of at most `max_tokens` tokens each, as few as possible and of similar cost, whose losses
+        add up to the loss of the whole batch. Samples of a prompt stay together where they fit. at_least: minimum
+        number of batches, for ranks that must agree on a number; missing batches are filled with a sequence that takes
+        no part in the loss. Raises ValueError if one sequence is longer than `max_tokens`."""
         lengths = self.cu_seqlens.diff().tolist()
         parts = [self.select(chosen) for chosen in _partition(lengths, self.groups.tolist(), max_tokens)]
         if len(parts) < at_least:
@@ -150,8 +145,8 @@ class PackedBatch:
 
 
 LossObserver = Callable[[PackedBatch, torch.Tensor, torch.Tensor], None]
-"""A function of a batch or micro-batch, the rows i64[n] of its tokens in the loss, and their log(π_θ / π_b) f[n]. The
-loss calls it right after it has copied its statistics from the device, where the tensors remain."""
+"""A function of a batch or micro-batch, the rows i64[n] of its tokens in the loss, and their log(π_θ / π_b) f[n], both
+on the device. The loss calls it after it has copied its statistics."""
 _NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "banned")
 _QUADRATIC = 1 / 8192
 """Attention's share of the cost of a sequence of n tokens: n + n² · this. Linear work is about 24 h² operations per
@@ -160,12 +155,9 @@ token and layer, attention's 2 h n forward, so that they are equal at n = 12 h: 
 
 
 def _partition(lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Put sequences into bins of at most `max_tokens` tokens each. A greedy choice keeps the bins few and of similar
-    cost.
-
-    Groups that fit into a bin stay whole. The most expensive group is placed first, each in the cheapest bin that has
-    room (longest processing time first, Graham 1969). Raises ValueError if a sequence does not fit into a bin.
-    """
+    """Put sequences into bins of at most `max_tokens` tokens each. Groups that fit into a bin stay whole. The most
+    expensive group is placed first, each in the cheapest bin that has room (longest processing time first, Graham
+    1969), so that bins are few and of similar cost. Raises ValueError if a sequence does not fit into a bin."""
     longest = max(lengths)
     if longest > max_tokens:
         raise ValueError(f"a sequence has {longest} tokens and max_tokens is {max_tokens}; allow at least {longest}")
@@ -211,12 +203,10 @@ def pack(
     log-probabilities and versions are not read.
     included: for each rollout bool[tokens], true for drawn tokens that take part in the loss; None: all. Excluded
     tokens (as too old, for example) still count in every average of the loss, so that the others weigh no more.
-
-    Sampling masks (`SamplingParams.return_sampling_mask`) and routed experts (`EngineOptions.record_routed_experts`)
-    are packed if they were recorded. Raises ValueError for an empty batch, for lengths that do not match, for
-    non-finite log-probabilities, for a token that is not in its sampling mask, for routed experts of different models,
-    for an answer without a token before it, and for greedy rollouts: a policy that always takes the likeliest token has
-    no importance ratio.
+    Sampling masks and routed experts are packed if they were recorded.
+    Raises ValueError for an empty batch, for lengths that do not match, for non-finite log-probabilities, for a token
+    that is not in its sampling mask, for routed experts of different models, for an answer without a token before it,
+    and for greedy rollouts, which have no importance ratio.
     """
     if not rollouts:
         raise ValueError("cannot pack a batch without rollouts")

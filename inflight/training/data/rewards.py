@@ -20,10 +20,9 @@ class Rewards(GroupScorer):
         Rewards({"judge": Scorer(ask, timeout_s=30), "length": short})
 
     Each is a function of a rollout, plain or `async`, or a `Scorer` with a separate time limit and batching. All are
-    called at the same time. `rollout.rewards` contains the unweighted result of each function by its name; reports
-    contain its mean as "reward/NAME". A result of None excludes the function from the rollout's reward, and the others
-    make the reward. If all return None, the rollout has no reward. It also has no reward if one function returns a
-    number that is not finite, or takes too long.
+    called at the same time. `rollout.rewards` contains the unweighted results by name; reports contain their means as
+    "reward/NAME". A function that returns None does not count. The rollout has no reward if all return None, or if one
+    returns a number that is not finite, or takes too long.
     """
 
     def __init__(
@@ -49,21 +48,11 @@ class Rewards(GroupScorer):
 
     def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
         scorers = list(self._scorers.values())
-        wanted = [[rollout for rollout in group if scorer.wants(rollout)] for scorer in scorers]
-        parts = {
-            index: scorers[index].start_part(members, prepare=prepare)
-            for index, members in enumerate(wanted)
-            if members
-        }
+        parts = [scorer.run(scorer.part(group, prepare)) for scorer in scorers]
 
         async def rewards() -> list[Reward]:
-            await asyncio.gather(*map(asyncio.wrap_future, parts.values()), return_exceptions=True)
-            given = {index: iter(part.result()) for index, part in parts.items()}
-            of_scorers = [
-                [next(given[index]) if scorer.wants(rollout) else None for rollout in group]
-                for index, scorer in enumerate(scorers)
-            ]
-            return self._sums(group, of_scorers)
+            await asyncio.gather(*map(asyncio.wrap_future, parts), return_exceptions=True)
+            return self._sums(group, [part.result() for part in parts])
 
         return scorers[0].run(rewards())
 

@@ -1,19 +1,16 @@
 """The trainer's stream: finished groups, scored while others are drawn, and batches of them."""
 
 import asyncio
-import threading
 import warnings
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
-from inflight.core.continuation import Continuation
 from inflight.core.spans import span
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.held_groups import Group
@@ -21,10 +18,12 @@ from inflight.stream.ledger import GroupRecord, Ledger
 from inflight.stream.stream_thread import FrameSource, StreamThread
 from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import LossObserver, PackedBatch
+from inflight.training.data.group_scoring import GroupScoring
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
-from inflight.training.data.scoring import GroupScorer, GroupScoring, Score
+from inflight.training.data.scoring import GroupScorer, Score
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
+from inflight.training.data.texts import Texts
 
 _CHECK_S = 0.1
 
@@ -43,9 +42,8 @@ class Sharing(Protocol):
 class RolloutStream:
     """Groups in the order in which they finish, or in which they are scored. Safe to use from several threads at once.
 
-    A thread receives them, also while the trainer computes. tokenizer_lock: held while the tokenizer is used, because a
-    tokenizer is not safe to use from several threads. in_order: return groups in the order in which they finished,
-    regardless of their scoring times.
+    A thread receives them, also while the trainer computes. tokenizer_lock: held while the tokenizer is used. in_order:
+    return groups in the order in which they finished, regardless of their scoring times.
     """
 
     def __init__(
@@ -60,11 +58,11 @@ class RolloutStream:
         **options: Any,
     ):
         """options: the options of `StreamThread`."""
-        self._tokenizer, self._tokenizer_lock = tokenizer, tokenizer_lock or threading.Lock()
         self._meter = meter
         self.ledger = ledger
         """Records of the groups."""
-        self._scoring = GroupScoring(prepare=self._with_text, ready=ledger.ready, in_order=in_order)
+        self.texts = Texts(tokenizer, tokenizer_lock)
+        self._scoring = GroupScoring(ledger, prepare=self.texts.fill_in, in_order=in_order)
         ledger.on_frame, ledger.on_finished = meter.frame, self._scoring.start_if_wanted
         self.thread = StreamThread(source, ledger, **options)
         """Reads the frames."""
@@ -91,18 +89,9 @@ class RolloutStream:
         return self.thread.state
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the tokens that were received and not returned."""
-        return self.ledger.nbytes
-
-    @property
     def outstanding(self) -> list[int]:
         """Ids of the groups that were submitted and not returned yet."""
         return self.ledger.outstanding
-
-    def drop(self, group_ids: Collection[int]) -> None:
-        """Discard these groups, also the tokens that arrive later."""
-        self.ledger.drop(group_ids)
 
     def groups(
         self, group_ids: Collection[int] | None = None, *, score: Score | GroupScorer | None = None
@@ -112,15 +101,13 @@ class RolloutStream:
         group_ids: only these, each as soon as it has finished. None: all that were submitted for training
         (`engine.submit(…)` without `train=False`) and that no call has named.
         score: samples that ended by themselves have their rewards (None for a sample that has none, and for all of a
-        group of which too many were cancelled): the function is called in parallel with this thread as soon as a group
-        has finished, and groups arrive in the order in which they are scored. Its exceptions are raised here; then the
-        group is scored again when it is requested again.
+        group of which too many were cancelled). Groups arrive in the order in which they are scored. Exceptions of the
+        function are raised here; the group is scored again when it is requested again.
         Raises EngineDiedError, EngineHungError, JournalError when a journal cannot be written, or FrameError or
-        StreamGapError when frames were lost. Then every group that was in flight is lost: its samples have the
-        finish_reason "error" when `groups` is called again.
+        StreamGapError when frames were lost. Then the samples of every group that was in flight have the finish_reason
+        "error" when `groups` is called again.
         """
-        wanted, scorer = self._claim(group_ids, score)
-        while (answer := self._hand_out(wanted, scorer)) is not None:
+        for answer in self._groups(group_ids, score):
             if isinstance(answer, Future):
                 answer.result()
             else:
@@ -130,8 +117,7 @@ class RolloutStream:
         self, group_ids: Collection[int] | None = None, *, score: Score | GroupScorer | None = None
     ) -> AsyncIterator[Group]:
         """Yield the same groups as `groups`, for asyncio: `async for group in engine.stream.agroups(ids)`."""
-        wanted, scorer = self._claim(group_ids, score)
-        while (answer := self._hand_out(wanted, scorer)) is not None:
+        for answer in self._groups(group_ids, score):
             if isinstance(answer, Future):
                 await asyncio.wrap_future(answer)
             else:
@@ -150,7 +136,7 @@ class RolloutStream:
                 self.ledger.leave(found)
                 raise TimeoutError(f"groups {_named(group_ids)} did not finish within {timeout_s} s")
             found.result()
-        return [self._with_text(found[group_id]) for group_id in group_ids]
+        return [self.texts.fill_in(found[group_id]) for group_id in group_ids]
 
     async def acollect(self, group_ids: Collection[int]) -> list[Group]:
         """Do the same as `collect`, for asyncio."""
@@ -160,11 +146,7 @@ class RolloutStream:
             except asyncio.CancelledError:
                 self.ledger.leave(found)
                 raise
-        return [self._with_text(found[group_id]) for group_id in group_ids]
-
-    def partial(self, group_id: int) -> Group:
-        """Return the unfinished samples of a group with their tokens so far, without text. Raises as `groups` does."""
-        return self.ledger.partial(group_id)
+        return [self.texts.fill_in(found[group_id]) for group_id in group_ids]
 
     @named()
     def batches(
@@ -177,15 +159,13 @@ class RolloutStream:
     ) -> Iterator[PackedBatch]:
         """Yield batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
 
-        They contain the prompts submitted for training. They exclude prompts submitted with `train=False`, drawn by
-        `generate`, or drawn greedily (`collect` returns those). score: a function of a rollout, plain or `async`, or a
-        `Scorer` with a time limit, or several as `Rewards`; it is called during training and generation. staleness: the
-        rules for tokens that are too old. advantages: their name in `ADVANTAGES`, or a function of the groups. Omitted
-        rollouts are counted in `dropped`; an empty batch is not yielded.
+        Prompts submitted with `train=False`, drawn by `generate`, or drawn greedily are excluded (`collect` returns
+        those). score: a function of a rollout, plain or `async`, or a `Scorer` with a time limit, or several as
+        `Rewards`; it is called during training and generation. staleness: the rules for tokens that are too old.
+        advantages: their name in `ADVANTAGES`, or a function of the groups. Omitted rollouts are counted in `dropped`.
         Ends when all submitted prompts are finished; the last batch can be smaller. Warns if it ends without a batch,
         and if there is nothing to learn from one: all rewards are equal, or n is 1 and advantages are relative to a
-        group. The age of a batch's tokens is measured when the next batch is requested, that is, after the optimizer
-        step.
+        group. The age of a batch's tokens is measured when the next batch is requested.
         Raises the exceptions of `score` and `groups`. They lose no rollout, and neither does Ctrl-C: the next call of
         `batches` yields the rollouts that were not in a batch yet.
         On rank 0 of a trainer of several ranks, yields this rank's share of such batches. It then also raises
@@ -213,15 +193,17 @@ class RolloutStream:
             taken: list[int] = []
             scored = ScoredGroups()
             try:
-                while len(scored.rollouts) < rollouts and (more := (record := self._wait_for_next(scorer)) is not None):
-                    group = record.rollouts
+                while len(scored.rollouts) < rollouts and (more := (answer := self._scoring.next(scorer)) is not None):
+                    if isinstance(answer, Future):
+                        _wait_for_rollouts(answer, self.sharing)
+                        continue
                     # A greedy group has no importance ratio, and was not meant for training.
-                    if group[0].params.greedy:
-                        self.ledger.reserve([group[0].group_id])
+                    if answer.rollouts[0].params.greedy:
+                        self.ledger.reserve([answer.group_id])
                         num_greedy += 1
                         continue
-                    taken.append(group[0].group_id)
-                    scored.add(group)
+                    taken.append(answer.group_id)
+                    scored.add(answer.rollouts)
                 batch = scored.pack(
                     trainer_version=self._meter.trainer_version, staleness=staleness, advantages=advantages
                 )
@@ -247,84 +229,38 @@ class RolloutStream:
         self.thread.close()
         self._scoring.close()
 
-    # ---- helpers ------------------------------------------------------------------------------------------------
-
-    def _claim(
+    def _groups(
         self, group_ids: Collection[int] | None, score: Score | GroupScorer | None
-    ) -> tuple[set[int] | None, GroupScorer | None]:
-        """Return the ids of the requested groups (None: all for training), and their scorer."""
+    ) -> "Iterator[Group | Future[None]]":
+        """Yield the groups of `groups`, and futures to wait for before the next item is requested."""
         if group_ids is None:
-            return None, None if score is None else self._scoring.score_with(score)
+            scorer = None if score is None else self._scoring.score_with(score)
+            while (answer := self._scoring.next(scorer)) is not None:
+                if isinstance(answer, GroupRecord):
+                    self.ledger.remove([answer.group_id])
+                    yield answer.rollouts
+                else:
+                    yield answer
+            return
         if score is not None:
             raise ValueError("groups that are asked for by their ids come without rewards: leave score out")
         self.ledger.reserve(group_ids)
-        return set(group_ids), None
+        wanted = set(group_ids)
+        while wanted:
+            found = self.ledger.take(wanted, 1)
+            if isinstance(found, Future):
+                yield found
+            else:
+                wanted -= found.keys()
+                yield from map(self.texts.fill_in, found.values())
 
-    def _hand_out(self, wanted: set[int] | None, scorer: GroupScorer | None) -> "Group | Future[None] | None":
-        """Return the next group, a future that completes when the caller should retry, or None at the end."""
-        if wanted is None:
-            answer = self._borrow(scorer)
-            if not isinstance(answer, GroupRecord):
-                return answer
-            self.ledger.remove([answer.group_id])
-            return answer.rollouts
-        answer = self.ledger.take(wanted, 1) if wanted else None
-        if isinstance(answer, dict):
-            [(group_id, group)] = answer.items()
-            wanted.discard(group_id)
-            return self._with_text(group)
-        return answer
 
-    def _borrow(self, scorer: GroupScorer | None) -> "GroupRecord | Future[None] | None":
-        """Lease the next group for training, with the rewards of this scorer if one is given. It stays outstanding
-        until it is removed from the ledger. An unused group must be put back."""
-        while isinstance(record := self.ledger.next(), GroupRecord):
-            try:
-                if scorer is None or self._scoring.has_rewards(record, scorer):
-                    self._with_text(record.rollouts)
-                    return record
-            except BaseException:
-                self.ledger.put_back([record.group_id])
-                raise
-            self.ledger.hold(record)
-            self._scoring.start(record, scorer)
-        return record
-
-    def _wait_for_next(self, scorer: GroupScorer) -> GroupRecord | None:
-        while isinstance(answer := self._borrow(scorer), Future):
-            with span("wait for rollouts"):
-                if self.sharing is not None:
-                    while not wait([answer], timeout=_CHECK_S).done:
-                        self.sharing.check()
-                answer.result()  # This takes as long as generation: a thread checks that the engine is alive.
-        return answer
-
-    def text_of_tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token separately, including special tokens, or "" for each without a tokenizer. A
-        part of a character becomes U+FFFD."""
-        if self._tokenizer is None:
-            return [""] * len(token_ids)
-        with self._tokenizer_lock:
-            inside = Continuation(self._decode, self._tokenizer("a", add_special_tokens=False)["input_ids"])
-            return [inside.text([token]) for token in token_ids]
-
-    def _with_text(self, group: Group) -> Group:
-        if self._tokenizer is None:
-            return group
-        with self._tokenizer_lock:  # Several scorers can prepare one group.
-            if group[0].prompt or group[0].text:
-                return group
-            decode = partial(self._decode, skip_special_tokens=group[0].params.skip_special_tokens)
-            ids = group[0].prompt_token_ids.tolist()
-            prompt, continuation = decode(ids), Continuation(decode, ids)
-            texts = [continuation.text(rollout.token_ids.tolist()) for rollout in group]
-            for rollout, text in zip(group, texts, strict=True):
-                rollout.prompt, rollout.text = prompt, text
-        return group
-
-    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        assert self._tokenizer is not None
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+def _wait_for_rollouts(answer: "Future[None]", sharing: Sharing | None) -> None:
+    """Wait as long as generation takes. A thread checks that the engine is alive, and `sharing` that the ranks are."""
+    with span("wait for rollouts"):
+        while sharing is not None and not wait([answer], timeout=_CHECK_S).done:
+            sharing.check()
+        answer.result()
 
 
 def _warn_of_no_batch(left_out: Dropped, num_greedy: int) -> None:

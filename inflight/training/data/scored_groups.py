@@ -1,5 +1,4 @@
-"""The pipeline from finished groups to a batch, used by `RolloutStream.batches` and `grpo`. It adds and packs groups.
-Once an optimizer step has consumed the batch, it measures the age of its tokens."""
+"""The pipeline from finished groups to a batch, used by `RolloutStream.batches` and `grpo`."""
 
 import logging
 from collections.abc import Sequence
@@ -32,26 +31,21 @@ class Dropped:
     num_unscored_groups: int = 0
     """Groups without a rewarded sample."""
     num_unscored_rollouts: int = 0
-    """Rollouts without a reward: it was None, not finite, or took too long. Rollouts of unscored groups are included,
-    rollouts of failed groups are not."""
+    """Rollouts without a reward: it was None, not finite, or took too long. Failed groups do not count here."""
     num_failed_rollouts: int = 0
-    """Rollouts that were cancelled without a reward or ended with an error. Their groups continue without them.
-    Rollouts of failed groups do not count here."""
+    """Rollouts that were cancelled without a reward or ended with an error, and whose groups continue without them."""
     num_unfit_examples: int = 0
     """Examples that `grpo` skipped because their prompt does not fit."""
     num_replaced_groups: int = 0
     """Uniform-reward groups that were replaced. Counted only in mean rewards."""
     num_uniform_groups: int = 0
-    """Groups whose advantages are all 0, such as most uniform-reward groups. They were left out of the forward pass and
-    still count in the averages of the loss."""
+    """Groups left out of the forward pass, because all advantages are 0. They count in the averages of the loss."""
     num_truncated_rollouts: int = 0
-    """Rollouts that had no part in the loss because they ended at their maximum length. They still count in the
-    averages of the loss, and in the advantages of the others."""
+    """Rollouts left out of the loss at their maximum length. They count in its averages and in other advantages."""
     num_stale_rollouts: int = 0
     """Rollouts that staleness rules rejected."""
     num_stale_tokens: int = 0
-    """Tokens that have no part in the loss because they are too old: masked tokens, and all tokens of rejected
-    rollouts."""
+    """Tokens that are too old for the loss: masked tokens, and all tokens of rejected rollouts."""
     num_masked_tokens: int = 0
     """Stale tokens that stayed in the batch."""
     num_rollouts: int = 0
@@ -75,8 +69,8 @@ class Dropped:
 
     @property
     def length_bias(self) -> float:
-        """Mean rollout length over the tokens that are not stale, divided by the mean rollout length over all tokens.
-        Below 1, short rollouts are favored. NaN if all tokens are stale."""
+        """Mean rollout length over the tokens that are not stale, divided by the mean over all tokens. Below 1, short
+        rollouts are favored. NaN if all tokens are stale."""
         num_kept = self.num_tokens - self.num_stale_tokens
         return (self.sum_kept_lengths / num_kept) / (self.sum_lengths / self.num_tokens) if num_kept else nan
 
@@ -137,11 +131,8 @@ class ScoredGroups:
         return sum(rewards) / len(rewards)
 
     def add(self, group: list[Rollout]) -> bool:
-        """Add the samples of a finished group that have a reward. Returns False if the group cannot be trained on.
-
-        A cancelled sample counts if it has a reward; a sample that ended with an error never does. The group continues
-        without such samples if two others have a reward.
-        """
+        """Add the samples of a finished group that have a reward. Returns False if the group cannot be trained on. A
+        sample that ended with an error never counts. The group continues without it if two others have a reward."""
         scored = [rollout for rollout in group if rollout.reward is not None and rollout.finish_reason != "error"]
         failed = [rollout for rollout in group if _has_failed(rollout)]
         if failed and len(scored) < min(LEAST_MEMBERS, len(group)):
@@ -178,12 +169,11 @@ class ScoredGroups:
         skip_uniform: bool = False,
         mask_truncated: bool = False,
     ) -> PackedBatch | None:
-        """Pack the groups for a trainer that has this version's weights.
+        """Pack the groups for a trainer that has this version's weights. Returns None if nothing is left.
 
-        staleness: rules for tokens that are too old. advantages: a name in `ADVANTAGES` or a function of the groups.
         skip_uniform: leave out groups whose advantages are all 0. mask_truncated: leave out rollouts that ended at
-        their maximum length. The batch's totals count both. Returns None if nothing is left. Raises ValueError for a
-        reward that is None or not finite, and if the number of advantages differs from the number of rollouts.
+        their maximum length. The batch's totals count both. Raises ValueError for a reward that is None or not finite,
+        and if the number of advantages differs from the number of rollouts.
         """
         rollouts = self.rollouts
         values = list(resolve_advantages(advantages)(self.groups))
@@ -211,8 +201,7 @@ class ScoredGroups:
     def _without_gradient(
         self, advantages: Sequence[float | np.ndarray], skip_uniform: bool, mask_truncated: bool
     ) -> set[int]:
-        """Return the indices of the rollouts that are left out of the forward pass. They count in the totals, unless a
-        staleness rule rejects them."""
+        """Return the indices of the rollouts that are left out of the forward pass and count in the totals."""
         indices, found = iter(range(len(advantages))), set[int]()
         for group in self.groups:
             members = [next(indices) for _ in group]
@@ -245,10 +234,8 @@ def _totals_with(batch: PackedBatch, others: Sequence[Rollout]) -> StepTotals:
 def take_out_stale(
     rollouts: Sequence[Rollout], rules: Sequence[StalenessRule], trainer_version: int, now_ns: int, dropped: Dropped
 ) -> dict[int, np.ndarray]:
-    """Apply all rules, and count stale rollouts and tokens in `dropped`.
-
-    Returns a map from the indices of the remaining rollouts to bool[T], true for tokens that take part in the loss.
-    """
+    """Apply all rules, and count stale rollouts and tokens in `dropped`. Returns a map from the indices of the
+    remaining rollouts to bool[T], true for tokens that take part in the loss."""
     included: dict[int, np.ndarray] = {}
     for index, rollout in enumerate(rollouts):
         length = len(rollout.token_ids)
@@ -276,8 +263,8 @@ def _has_failed(rollout: Rollout) -> bool:
 
 
 def measure_consumed(meter: StalenessMeter, batch: PackedBatch) -> TokenStaleness:
-    """Report to the meter that an optimizer step has just consumed this batch, whose `trainer_version` must be known.
-    Returns the staleness of its drawn tokens."""
+    """Report to the meter that an optimizer step has just consumed this batch. Returns the staleness of its drawn
+    tokens. `trainer_version` must be known."""
     assert batch.trainer_version is not None
     drawn = batch.loss_mask
     return meter.consume(
@@ -290,8 +277,8 @@ def measure_consumed(meter: StalenessMeter, batch: PackedBatch) -> TokenStalenes
 
 
 def measure_taken(meter: StalenessMeter, scored: ScoredGroups, batch: PackedBatch | None) -> None:
-    """Report to the meter the tokens that the trainer has taken out of the stream, and the tokens among them that take
-    part in the loss of the batch packed from these groups (None: nothing was left to pack)."""
+    """Report to the meter the tokens that the trainer has taken out of the stream, and the tokens among them that are
+    in the loss of the batch packed from these groups (None: nothing was left to pack)."""
     rollouts = scored.drawn
     if not rollouts:
         return

@@ -1,5 +1,5 @@
 """Rewards, computed during generation and training: a separate thread runs an event loop that awaits coroutines, and
-calls other functions in worker threads or processes."""
+calls other functions in worker threads."""
 
 import asyncio
 import inspect
@@ -9,10 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from concurrent.futures import Future
 from queue import SimpleQueue
 from statistics import median
 from time import perf_counter
@@ -22,9 +19,6 @@ from inflight.core.arguments import named
 from inflight.core.rollout import Rollout
 from inflight.core.spans import span
 from inflight.stream.held_groups import Group
-from inflight.stream.ledger import GroupRecord
-from inflight.training.data.score_processes import ProcessTimeout, ScoreProcesses
-from inflight.training.data.scored_groups import LEAST_MEMBERS
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +45,14 @@ class GroupScorer(ABC):
     """If true, cancelled samples get a reward too."""
 
     def wants(self, rollout: Rollout) -> bool:
-        """Return True if the rollout gets a reward: it finished, or it was cancelled and cancelled samples are
-        scored."""
+        """Return True if the rollout gets a reward: it finished, or it was cancelled and such samples are scored."""
         reason = rollout.finish_reason
         return reason in ("stop", "length") or (self.scores_cancelled and reason == "cancelled")
 
     @abstractmethod
     def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
-        """Start to score a group. The future returns the rewards, None for a rollout without one, or raises the
-        exception of the function. prepare: called first, in the event loop's thread."""
+        """Start to score the wanted rollouts of a group. The future returns a reward for each rollout, None if it has
+        none, or raises the exception of the function. prepare: called first, in the event loop's thread."""
 
     @abstractmethod
     def close(self) -> None:
@@ -73,13 +66,12 @@ class Scorer(GroupScorer):
         Scorer(score)                            # a function or a coroutine function of one rollout
         Scorer(score, batched=True)              # of the list of a group's rollouts; returns as many rewards
         Scorer(score, timeout_s=30, workers=16)
-        Scorer(check, processes=4)               # of a module or file, if Python computes for long
         Scorer(progress, cancelled=True)         # of samples that you cancel, too
 
     A rollout has no reward if the function returns None or a number that is not finite, or takes longer than
     `timeout_s`. Such a rollout takes no part in training and is counted. (A thread cannot be ended: a function that
-    hangs keeps its worker. A process is ended and replaced.) Exceptions of the function are raised to the trainer, and
-    the group is scored again when it is requested again.
+    hangs keeps its worker.) Exceptions are raised to the trainer; the group is scored again when it is requested again.
+    A function that computes in Python for long is best `async` and awaits a process pool (docs/training.md#rewards).
     """
 
     def __init__(
@@ -89,33 +81,23 @@ class Scorer(GroupScorer):
         batched: bool = False,
         workers: int = 64,
         timeout_s: float = 600.0,
-        processes: int = 0,
         cancelled: bool = False,
     ):
-        """workers: simultaneous calls, including coroutines. timeout_s: limit of one call. processes: number of
-        processes that call the function, one call each at a time, instead of threads of one interpreter. They import
-        the function by its name, so that it must be a plain function of a module or of the program's file. 0: threads.
-        cancelled: cancelled samples get a reward too and are trained on, such as samples that a process reward ended
-        early; their finish_reason is "cancelled". False: their groups continue without them. Raises ValueError for
-        numbers out of range and for a function that other processes cannot import."""
+        """workers: simultaneous calls, including coroutines. timeout_s: limit of one call. cancelled: cancelled samples
+        get a reward too and are trained on, such as samples that a process reward ended early; their finish_reason is
+        "cancelled". False: their groups continue without them. Raises ValueError for numbers out of range."""
         if not callable(score):
             raise TypeError(f"score must be a function of a rollout, got {score!r}")
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        if processes < 0:
-            raise ValueError(f"processes must be at least 0, got {processes}")
         self.score: Callable[..., Any] = score
         self.scores_cancelled = cancelled
-        self._batched, self._limit, self._timeout_s = batched, processes or workers, timeout_s
+        self._batched, self._limit, self._timeout_s = batched, workers, timeout_s
         self._is_async = inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(
             getattr(score, "__call__", None)  # noqa: B004  an object may be called as a coroutine function
         )
-        if processes and self._is_async:
-            raise ValueError("an async score function waits rather than computes: leave processes out")
-        self._processes = ScoreProcesses(score, batched=batched, timeout_s=timeout_s) if processes else None
-        self._function: Callable[..., Any] = self._processes or score
         self._workers = _Workers()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -127,14 +109,16 @@ class Scorer(GroupScorer):
 
     def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
         async def rewards() -> list[Reward]:
-            return [None if r is None or math.isnan(r) else r for r in await self._score_group(group, prepare)]
+            return [None if r is None or math.isnan(r) else r for r in await self.part(group, prepare)]
 
         return self.run(rewards())
 
-    def start_part(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
-        """Start one of several score functions on a group. The reward is None for a rollout that the function excludes,
-        and NaN for a number that is not finite or a call that took too long."""
-        return self.run(self._score_group(group, prepare))
+    async def part(self, group: Group, prepare: Prepare) -> list[Reward]:
+        """Score a group as one of several functions. The reward is None for a rollout that is not wanted or that the
+        function excludes, and NaN for a number that is not finite or a call that took too long."""
+        wanted = [rollout for rollout in group if self.wants(rollout)]
+        rewards = iter(await self._score_group(wanted, prepare) if wanted else ())
+        return [next(rewards) if self.wants(rollout) else None for rollout in group]
 
     def run(self, rewards: Coroutine[Any, Any, list[Reward]]) -> "Future[list[Reward]]":
         """Await these rewards in the event loop."""
@@ -145,8 +129,6 @@ class Scorer(GroupScorer):
             loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
-        if self._processes is not None:
-            self._processes.close()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -159,7 +141,7 @@ class Scorer(GroupScorer):
     async def _score_group(self, group: Group, prepare: Prepare) -> list[Reward]:
         prepare(group)
         if self._batched:
-            rewards = await self._call(self._function, group)
+            rewards = await self._call(self.score, group)
             if rewards is None or rewards is _TOO_LATE:
                 return [rewards] * len(group)
             if len(rewards) != len(group):
@@ -176,15 +158,14 @@ class Scorer(GroupScorer):
         return not self._is_async and len(self._seconds) == _REMEMBERED and median(self._seconds) < _QUICK_S
 
     async def _score_in_turn(self, group: Group) -> list[Any]:
-        """Call the function for one rollout after another in one thread. Returns the rewards of all of them, or of
-        those up to the first call that took too long."""
+        """Call the function for one rollout after another in one thread, up to the first call that takes too long."""
         rewards: list[Any] = []
         await self._call(lambda rollouts: rewards.extend(map(self._timed, rollouts)), group)
         return [*rewards, _TOO_LATE][: len(group)]
 
     def _timed(self, rollout: Rollout) -> Any:
         began = perf_counter()
-        reward = self._function(rollout)
+        reward = self.score(rollout)
         self._seconds.append(perf_counter() - began)
         return reward
 
@@ -196,10 +177,9 @@ class Scorer(GroupScorer):
                 call = asyncio.ensure_future(self.score(argument))
             else:
                 call = asyncio.wrap_future(self._workers.start(function, argument))
-            done, _ = await asyncio.wait([call], timeout=None if self._processes else self._timeout_s)
-            with suppress(ProcessTimeout):  # Processes measure the time themselves.
-                if done:
-                    return call.result()
+            done, _ = await asyncio.wait([call], timeout=self._timeout_s)
+            if done:
+                return call.result()
             call.cancel()
             self.num_timeouts += 1
             logger.warning("a score took longer than %g s: its rollouts have no reward", self._timeout_s)
@@ -259,144 +239,3 @@ def _reward(value: Any) -> Reward:
     except (TypeError, ValueError) as error:
         raise TypeError(f"the score function returned {value!r}, expected a number or None") from error
     return reward if math.isfinite(reward) else math.nan
-
-
-@dataclass(slots=True, eq=False)
-class _Scoring:
-    """A group whose scoring is in progress or has ended."""
-
-    record: GroupRecord
-    scorer: GroupScorer
-    done: bool = False
-    error: BaseException | None = None
-    """The exception of the score function."""
-
-    @property
-    def is_last(self) -> bool:
-        """False if another scorer has replaced this one, or the group is not outstanding."""
-        return self.record.scoring is self and self.record.is_finished
-
-
-class GroupScoring:
-    """Scores groups as they finish, with the scorer of the last request. Safe to use from several threads.
-
-    The record of a group keeps its last scoring. prepare: called with a group before it is scored, by the scorer's
-    thread. ready: called with the record of a group whose scoring has ended; returns False if no caller gets the group
-    any more. in_order: call `ready` in the order in which the scorings began, regardless of their durations.
-    """
-
-    def __init__(self, *, prepare: Prepare, ready: Callable[[GroupRecord], bool], in_order: bool = False):
-        self._prepare, self._ready, self._in_order = prepare, ready, in_order
-        self._lock = threading.Lock()
-        self._turn = threading.Lock()
-        """Held while groups that are in order become ready."""
-        self._queue: deque[_Scoring] = deque()
-        """Scorings in the order in which they began, if groups leave in that order."""
-        self._scorer: GroupScorer | None = None
-        """The scorer of the last request."""
-        self._own_scorer: Scorer | None = None
-        """The scorer that was made here from a plain function."""
-        self._busy: set[_Scoring] = set()
-        """Scorings that have not ended."""
-
-    def score_with(self, score: Score | GroupScorer) -> GroupScorer:
-        """Score groups with this from now on as they finish. A group that another scorer is still scoring is scored
-        again. Returns the scorer."""
-        with self._lock:
-            if isinstance(score, GroupScorer):
-                scorer = score
-            elif self._own_scorer is not None and self._own_scorer.score is score:
-                scorer = self._own_scorer
-            else:
-                if self._own_scorer is not None:
-                    self._own_scorer.close()
-                scorer = self._own_scorer = Scorer(score)
-            self._scorer = scorer
-            overtaken = [s.record for s in self._busy if s.is_last and s.scorer is not scorer]
-            scorings = [self._register(record, scorer) for record in overtaken]
-        for scoring in scorings:
-            self._begin(scoring)
-        return scorer
-
-    def start_if_wanted(self, record: GroupRecord) -> bool:
-        """Start scoring a group that has just finished. Returns True if there is nothing to wait for: no caller has
-        requested scores, or the group gets none."""
-        with self._lock:
-            if self._scorer is None or not (self._in_order or to_score(record.rollouts, self._scorer)):
-                return True
-            scoring = self._register(record, self._scorer)
-        self._begin(scoring)
-        return False
-
-    def start(self, record: GroupRecord, scorer: GroupScorer) -> None:
-        """Start scoring a group; `ready` is called at the end."""
-        with self._lock:
-            scoring = self._register(record, scorer)
-        self._begin(scoring)
-
-    def has_rewards(self, record: GroupRecord, scorer: GroupScorer) -> bool:
-        """Return True if the group has the rewards of this scorer, or gets none from any. Raises the exception of the
-        score function once. Later calls treat the group as not scored."""
-        with self._lock:
-            scoring: _Scoring | None = record.scoring
-            if scoring is not None and scoring.error is not None:
-                record.scoring = None
-        if scoring is not None and scoring.scorer is scorer:
-            if scoring.error is not None:
-                raise scoring.error
-            return scoring.done
-        return not to_score(record.rollouts, scorer)
-
-    def close(self) -> None:
-        """End the threads of the scorer that was made here."""
-        with self._lock:
-            scorer, self._own_scorer = self._own_scorer, None
-        if scorer is not None:
-            scorer.close()
-
-    def _register(self, record: GroupRecord, scorer: GroupScorer) -> _Scoring:
-        """Register a new last scoring of the group. Results of earlier ones are ignored."""
-        record.scoring = scoring = _Scoring(record, scorer)
-        self._busy.add(scoring)
-        if self._in_order:
-            self._queue.append(scoring)
-        return scoring
-
-    def _begin(self, scoring: _Scoring) -> None:
-        group = scoring.record.rollouts
-        if scoring.is_last and (members := to_score(group, scoring.scorer)):
-            rewards = scoring.scorer.start(members, prepare=lambda _: self._prepare(group))
-            rewards.add_done_callback(partial(self._end, scoring, members))
-        else:  # The group has no members to score and only waits for its turn.
-            self._make_ready(scoring)
-
-    def _end(self, scoring: _Scoring, members: Group, rewards: "Future[list[Reward]]") -> None:
-        with self._lock:
-            scoring.error = CancelledError() if rewards.cancelled() else rewards.exception()
-            if scoring.is_last and scoring.error is None:
-                for rollout, reward in zip(members, rewards.result(), strict=True):
-                    rollout.reward = reward
-        self._make_ready(scoring)
-
-    def _make_ready(self, scoring: _Scoring) -> None:
-        """Mark this scoring as ended, and pass on its group and the groups whose turn follows."""
-        with self._lock:
-            scoring.done = True
-            self._busy.discard(scoring)
-        if not self._in_order:
-            self._tell(scoring)
-            return
-        with self._turn:
-            while self._queue and self._queue[0].done:
-                self._tell(self._queue.popleft())
-
-    def _tell(self, scoring: _Scoring) -> None:
-        if scoring.is_last:
-            self._ready(scoring.record)
-
-
-def to_score(group: Group, scorer: GroupScorer) -> Group:
-    """Return the members of a group that get a reward: none if it was drawn greedily, or if too few are left to
-    continue."""
-    members = [rollout for rollout in group if scorer.wants(rollout)]
-    return members if len(members) >= min(LEAST_MEMBERS, len(group)) and not group[0].params.greedy else []

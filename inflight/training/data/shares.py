@@ -1,22 +1,21 @@
-"""Splits a batch over the ranks of a data-parallel trainer: whole groups, similar numbers of tokens, a share for every
-rank.
+"""Splits a batch over the ranks of a data-parallel trainer, which averages gradients over ranks.
 
-Trainers of several ranks average gradients over them. The totals of a share are the totals of the whole batch divided
-by the number of ranks. Thus the average of the ranks' losses is the loss of the batch, and its gradient the batch's.
+The totals of a share are the totals of the whole batch divided by the number of ranks. Thus the average of the ranks'
+losses is the loss of the batch, and its gradient the batch's.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import msgspec
-import numpy as np
 import torch
 
 from inflight.core.errors import ProtocolError
 from inflight.core.rollout import Rollout
-from inflight.stream.rollout_codec import RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
+from inflight.stream.rollout_codec import Arrays, RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped
+from inflight.training.objective.aggregation import StepTotals
 
 
 class ShareInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,8 +26,7 @@ class ShareInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_sequences: float
     num_groups: float
     group_tokens: list[int]
-    """Drawn tokens of each group of this share, in order of appearance. Tokens of rollouts that were left out of the
-    batch are included."""
+    """Drawn tokens of each group of this share, in order of appearance, with rollouts left out of the batch."""
     trainer_version: int | None
     is_filler: bool = False
     """True if no group was left for this rank: its rollouts are another rank's, and have no part in the loss."""
@@ -49,30 +47,17 @@ class Share:
 
     info: ShareInfo
     rollouts: list[Rollout]
-    advantages: list[np.ndarray]
-    """f32[T] of each rollout."""
-    drawn: list[np.ndarray]
-    """bool[T] of each rollout, true for tokens that the policy drew."""
-    included: list[np.ndarray] | None
-    """bool[T] of each rollout, true for tokens that take part in the loss; None: all drawn tokens."""
+    columns: list[Arrays]
+    """For each rollout "advantages" f32[T]; "drawn" bool[T], true for tokens that the policy drew; and "included"
+    bool[T], true for tokens in the loss, unless all drawn tokens are."""
 
     def batch(self) -> PackedBatch:
         """Pack the share. A filler has a sequence without a part in the loss, and no rollouts."""
         info = self.info
-        packed = pack(
-            self.rollouts,
-            self.advantages,
-            drawn=self.drawn,
-            included=self.included,
-            trainer_version=info.trainer_version,
-        )
-        packed.totals = replace(
-            packed.totals,
-            num_tokens=info.num_tokens,
-            num_sequences=info.num_sequences,
-            num_groups=info.num_groups,
-            group_tokens=torch.tensor(info.group_tokens),
-        )
+        columns = {name: [of_one[name] for of_one in self.columns] for name in self.columns[0]}
+        packed = pack(self.rollouts, columns.pop("advantages"), **columns, trainer_version=info.trainer_version)
+        groups = torch.tensor(info.group_tokens)
+        packed.totals = StepTotals(info.num_tokens, info.num_sequences, groups, info.num_groups)
         if info.is_filler:
             packed.rollouts = ()
         return packed
@@ -82,9 +67,8 @@ def split(batch: PackedBatch, num_ranks: int, *, last_reward: float = float("nan
     """Split a batch of `RolloutStream.batches` into a share for each rank.
 
     The group with the most tokens is placed first, each with the rank that has the fewest tokens (longest processing
-    time first, Graham 1969). Ranks thus differ at most by the number of tokens of the largest group. Tokens of prompts
-    and answers are counted. With fewer groups than ranks, a rank without one gets the shortest sequence as a filler
-    without a part in the loss: ranks that have collectives in their steps all take every step.
+    time first, Graham 1969). Ranks thus differ at most by the tokens of the largest group. A rank without a group gets
+    the shortest sequence as a filler without a part in the loss: collectives of a step need all ranks.
     """
     lengths = batch.cu_seqlens.diff().tolist()
     groups: dict[int, list[int]] = {}
@@ -125,38 +109,27 @@ def _take(batch: PackedBatch, sequences: Sequence[int], info: ShareInfo) -> Shar
         slice(starts[s] + len(rollout.prompt_token_ids), starts[s + 1])
         for s, rollout in zip(sequences, rollouts, strict=True)
     ]
-    included = [np.zeros(len(r.token_ids), bool) for r in rollouts] if info.is_filler else None
-    if batch.included is not None and not info.is_filler:
-        included = [batch.included[answer].numpy() for answer in answers]
-    return Share(
-        info=info,
-        rollouts=rollouts,
-        advantages=[batch.advantages[answer].numpy() for answer in answers],
-        drawn=[batch.loss_mask[answer].numpy() for answer in answers],
-        included=included,
-    )
+    columns = {"advantages": batch.advantages, "drawn": batch.loss_mask}
+    if info.is_filler:
+        columns["included"] = torch.zeros_like(batch.loss_mask)
+    elif batch.included is not None:
+        columns["included"] = batch.included
+    of_rollouts = [{name: column[answer].numpy() for name, column in columns.items()} for answer in answers]
+    return Share(info, rollouts, of_rollouts)
 
 
 def encode_share(share: Share) -> bytes:
     """Encode a share as one message. Raises InvalidRequestError for metadata that a message cannot hold."""
-    arrays = [arrays_of(rollout) for rollout in share.rollouts]
-    for index, of_one in enumerate(arrays):
-        of_one |= {"advantages": share.advantages[index], "drawn": share.drawn[index]}
-        if share.included is not None:
-            of_one["included"] = share.included[index]
+    arrays = [arrays_of(rollout) | columns for rollout, columns in zip(share.rollouts, share.columns, strict=True)]
     return encode(_ShareHeader(share.info, [header_of(rollout) for rollout in share.rollouts]), arrays)
 
 
 def decode_share(data: bytes) -> Share:
     """Decode a message of `encode_share`. Raises ProtocolError for any other data."""
     header, arrays = decode(data, _ShareHeader, lambda header: len(header.rollouts))
+    names = ["advantages", "drawn", *(["included"] if any("included" in of_one for of_one in arrays) else [])]
     try:
-        return Share(
-            info=header.info,
-            rollouts=[make_rollout(plain, of_one) for plain, of_one in zip(header.rollouts, arrays, strict=True)],
-            advantages=[of_one["advantages"] for of_one in arrays],
-            drawn=[of_one["drawn"] for of_one in arrays],
-            included=[a["included"] for a in arrays] if any("included" in a for a in arrays) else None,
-        )
+        rollouts = [make_rollout(plain, of_one) for plain, of_one in zip(header.rollouts, arrays, strict=True)]
+        return Share(header.info, rollouts, [{name: of_one[name] for name in names} for of_one in arrays])
     except KeyError as error:
         raise ProtocolError(f"a share of a batch lacks {error}") from error

@@ -1,8 +1,5 @@
-"""Rules for tokens that are too old to train on.
-
-Rules that drop rollouts favor short ones, as long ones take longer to draw: see `Dropped.length_bias`. Limiting the
-groups in flight (`GRPOConfig.groups_in_flight`) keeps tokens young without that bias, but idles generators.
-"""
+"""Rules for tokens that are too old to train on. They favor short rollouts, as long ones take longer to draw: see
+`Dropped.length_bias`. `GRPOConfig.groups_in_flight` keeps tokens young without that bias, but idles generators."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from inflight.core.frames import Finish
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.stream.ledger import GroupRecord, Owner, State
+from inflight.training.data.group_scoring import GroupScoring
 from inflight.training.data.scored_groups import Dropped
-from inflight.training.data.scoring import _REMEMBERED, GroupScoring, Scorer
+from inflight.training.data.scoring import _REMEMBERED, Scorer
 
 
 def send_groups(wire, count):
@@ -204,10 +206,6 @@ def test_settings_that_cannot_be(arguments, message):
         Scorer(by_group, **arguments)
     with pytest.raises(TypeError, match="score must be a function of a rollout, got 3"):
         Scorer(3)
-    with pytest.raises(ValueError, match="processes must be at least 0, got -1"):
-        Scorer(by_group, processes=-1)
-    with pytest.raises(ValueError, match="an async score function waits rather than computes"):
-        Scorer(awaited, processes=1)
 
 
 def test_quick_functions_score_a_group_in_one_thread_and_a_slow_call_among_them_costs_one_rollout(wire):
@@ -306,7 +304,8 @@ class SlowAfterwards:
 def test_a_scoring_that_is_cancelled_while_another_scorer_takes_over_does_not_make_its_group_ready():
     ready, never = [], threading.Event()
     group = GroupRecord(0, Owner.TRAINING, State.FINISHED, group_of(0, 1))
-    scoring = GroupScoring(prepare=lambda group: None, ready=lambda record: not ready.append(record.rollouts[0].reward))
+    ledger = SimpleNamespace(ready=lambda record: ready.append(record.rollouts[0].reward))
+    scoring = GroupScoring(ledger, prepare=lambda group: None)
     try:
         scoring.score_with(lambda rollout: never.wait() and -1.0)
         scoring.start_if_wanted(group)

@@ -1,13 +1,12 @@
 """Statistics of ratios are their formulas, for each class of tokens."""
 
 from itertools import pairwise
-from math import exp, inf, isnan, sqrt
+from math import exp, inf, isnan
 
 import pytest
 import torch
 
 from inflight.training.objective.statistics import LARGEST_LOG, RatioStats, ratio_sums
-from inflight.training.step import ess_factor
 
 
 def test_sums_of_each_class_are_their_formulas():
@@ -66,7 +65,6 @@ def test_the_effective_sample_size_is_right_where_no_float_holds_the_ratios(logs
     parts = [RatioStats.of(of[begin:end]) for begin, end in pairwise([0, 1, 1, len(logs)])]
     for order in (parts, parts[::-1]):
         assert sum(order, RatioStats()).ess == pytest.approx(ess, rel=1e-12)
-    assert ess_factor(RatioStats.of(of).ess, 1.0) == pytest.approx(sqrt(ess), rel=1e-12)
 
 
 def test_other_statistics_of_far_ratios_are_not_cut_and_stay_finite():
