@@ -105,6 +105,11 @@ class LoggerError(InflightError, OSError):
     """A logger's library is not installed, or the logger cannot write; the message gives the remedy."""
 
 
+class ScoreError(InflightError):
+    """A score function that runs in processes cannot be imported there, has raised, or has ended its process; the
+    message has the traceback."""
+
+
 class RoutedExpertsError(InflightError, ValueError):
     """Recorded experts cannot be replayed: they belong to another model or pass, or the routers do not accept them."""
 

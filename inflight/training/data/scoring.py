@@ -1,5 +1,5 @@
 """Rewards, computed during generation and training: a separate thread runs an event loop that awaits coroutines, and
-calls other functions in worker threads."""
+calls other functions in worker threads or processes."""
 
 import asyncio
 import inspect
@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from statistics import median
 from time import perf_counter
@@ -19,6 +20,7 @@ from inflight.core.arguments import named
 from inflight.core.rollout import Rollout
 from inflight.core.spans import span
 from inflight.stream.held_groups import Group
+from inflight.training.data.score_processes import ProcessTimeout, ScoreProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +68,13 @@ class Scorer(GroupScorer):
         Scorer(score)                            # a function or a coroutine function of one rollout
         Scorer(score, batched=True)              # of the list of a group's rollouts; returns as many rewards
         Scorer(score, timeout_s=30, workers=16)
+        Scorer(check, processes=4)               # of a module or file, if Python computes for long
         Scorer(progress, cancelled=True)         # of samples that you cancel, too
 
     A rollout has no reward if the function returns None or a number that is not finite, or takes longer than
     `timeout_s`. Such a rollout takes no part in training and is counted. (A thread cannot be ended: a function that
-    hangs keeps its worker.) Exceptions are raised to the trainer; the group is scored again when it is requested again.
-    A function that computes in Python for long is best `async` and awaits a process pool (docs/training.md#rewards).
+    hangs keeps its worker. A process is ended and replaced.) Exceptions are raised to the trainer; the group is scored
+    again when it is requested again.
     """
 
     def __init__(
@@ -81,23 +84,33 @@ class Scorer(GroupScorer):
         batched: bool = False,
         workers: int = 64,
         timeout_s: float = 600.0,
+        processes: int = 0,
         cancelled: bool = False,
     ):
-        """workers: simultaneous calls, including coroutines. timeout_s: limit of one call. cancelled: cancelled samples
-        get a reward too and are trained on, such as samples that a process reward ended early; their finish_reason is
-        "cancelled". False: their groups continue without them. Raises ValueError for numbers out of range."""
+        """workers: simultaneous calls, including coroutines. timeout_s: limit of one call. processes: number of
+        processes that call the function, one call each at a time, instead of threads of one interpreter. They import
+        the function by its name, so that it must be a plain function of a module or of the program's file. 0: threads.
+        cancelled: cancelled samples get a reward too and are trained on, such as samples that a process reward ended
+        early; their finish_reason is "cancelled". False: their groups continue without them. Raises ValueError for
+        numbers out of range and for a function that other processes cannot import."""
         if not callable(score):
             raise TypeError(f"score must be a function of a rollout, got {score!r}")
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        if processes < 0:
+            raise ValueError(f"processes must be at least 0, got {processes}")
         self.score: Callable[..., Any] = score
         self.scores_cancelled = cancelled
-        self._batched, self._limit, self._timeout_s = batched, workers, timeout_s
+        self._batched, self._limit, self._timeout_s = batched, processes or workers, timeout_s
         self._is_async = inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(
             getattr(score, "__call__", None)  # noqa: B004  an object may be called as a coroutine function
         )
+        if processes and self._is_async:
+            raise ValueError("an async score function waits rather than computes: leave processes out")
+        self._processes = ScoreProcesses(score, batched=batched, timeout_s=timeout_s) if processes else None
+        self._function: Callable[..., Any] = self._processes or score
         self._workers = _Workers()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -129,6 +142,8 @@ class Scorer(GroupScorer):
             loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
+        if self._processes is not None:
+            self._processes.close()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -141,7 +156,7 @@ class Scorer(GroupScorer):
     async def _score_group(self, group: Group, prepare: Prepare) -> list[Reward]:
         prepare(group)
         if self._batched:
-            rewards = await self._call(self.score, group)
+            rewards = await self._call(self._function, group)
             if rewards is None or rewards is _TOO_LATE:
                 return [rewards] * len(group)
             if len(rewards) != len(group):
@@ -165,7 +180,7 @@ class Scorer(GroupScorer):
 
     def _timed(self, rollout: Rollout) -> Any:
         began = perf_counter()
-        reward = self.score(rollout)
+        reward = self._function(rollout)
         self._seconds.append(perf_counter() - began)
         return reward
 
@@ -177,9 +192,10 @@ class Scorer(GroupScorer):
                 call = asyncio.ensure_future(self.score(argument))
             else:
                 call = asyncio.wrap_future(self._workers.start(function, argument))
-            done, _ = await asyncio.wait([call], timeout=self._timeout_s)
-            if done:
-                return call.result()
+            done, _ = await asyncio.wait([call], timeout=None if self._processes else self._timeout_s)
+            with suppress(ProcessTimeout):  # Processes measure the time themselves.
+                if done:
+                    return call.result()
             call.cancel()
             self.num_timeouts += 1
             logger.warning("a score took longer than %g s: its rollouts have no reward", self._timeout_s)

@@ -206,6 +206,10 @@ def test_settings_that_cannot_be(arguments, message):
         Scorer(by_group, **arguments)
     with pytest.raises(TypeError, match="score must be a function of a rollout, got 3"):
         Scorer(3)
+    with pytest.raises(ValueError, match="processes must be at least 0, got -1"):
+        Scorer(by_group, processes=-1)
+    with pytest.raises(ValueError, match="an async score function waits rather than computes"):
+        Scorer(awaited, processes=1)
 
 
 def test_quick_functions_score_a_group_in_one_thread_and_a_slow_call_among_them_costs_one_rollout(wire):
