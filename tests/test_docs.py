@@ -1,5 +1,6 @@
 """The docs say what the code says: options with their defaults, links that lead somewhere, names that exist."""
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -17,6 +18,7 @@ from inflight.tools.options_page import filled
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
+CODE = sorted(path for folder in ("inflight", "kernels", "examples") for path in ROOT.glob(f"{folder}/**/*.py"))
 README_WORDS = 900
 REQUIRED = "required"
 
@@ -264,3 +266,83 @@ def test_what_a_page_says_is_tried_by_tests_that_exist(page):
     files = [file for names in named for file in names]
     assert len(files) > 10
     assert [file for file in files if not (ROOT / "tests" / file).exists()] == []
+
+
+# English
+
+HABITS = {
+    "clause as a noun": (0.5, r"what (is|was|are|were|has|have|had|it|they|the|an?|others|comes|came)", "what it drew"),
+    "come, go, stand, lie": (0.8, r"comes?|came|goes|(go|going|went) on|stands?|stood|lies?|lay", "the copy goes on"),
+    "trailing clause": (1.8, r", (which|whose|who|where)", "It has a copy, which is read."),
+    "headless sentence": (
+        0.3,
+        r"(^|[.:;]\s)(What|Who|Whoever|Whether|How (often|many|much|long)) ",
+        "How often it runs.",
+    ),
+    "literal translation": (
+        0.4,
+        r"beside|behind|under way|anew|meanwhile|in turn|thereof|by itself",
+        "the run under way",
+    ),
+    "that of, those of": (0.4, r"(that|those) (of|in|that|which|who)", "a limit like that of the engine"),
+    "program as a person": (
+        0.3,
+        r"((is|are|was|were) told|tells? (how|that|what)|(no|some|every|any)body|whoever)",
+        "the engine is told",
+    ),
+    "may": (1.4, r"may", "The engine may stop."),
+    "no with a noun": (0.5, r"(is|are) no|(no|not any) more|none (is|are|was|of)", "It is no decoder."),
+    "vague amount": (0.2, r"how often|as often|so (many|much|long)|one's own|of (its|their|your) own", "so many"),
+    "private metaphor": (
+        0.2,
+        r"news|kin|heed\w*|homeless|let go|given up|counts? as|hand(s|ed)? (out|over)",
+        "the news",
+    ),
+}
+"""Maps a habit to its limit per 1,000 words, its pattern and an example."""
+
+
+def prose_of(path: Path) -> str:
+    """Sentences of a page without code, headings and tables, or docstrings and comments of a program."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return re.sub(r"^\s*[#|].*$|`[^`]*`", "", without_code(text), flags=re.MULTILINE)
+    literals = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    docstrings = [each.value for each in literals if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return "\n".join([*docstrings, *re.findall(r"(?:^|  )# (.+)", text, flags=re.MULTILINE)])
+
+
+def habits_above_limits(files: list[Path]) -> dict[str, str]:
+    """Maps a habit that is too frequent in the prose of all files to its rate and its first places."""
+    texts = {path: prose_of(path) for path in files}
+    words = sum(len(text.split()) for text in texts.values())
+    above = {}
+    for name, (limit, pattern, _) in HABITS.items():
+        find = re.compile(rf"\b(?:{pattern})\b", re.MULTILINE)
+        places = [f"{path.name}: {found[0]}" for path, text in texts.items() for found in find.finditer(text)]
+        if (rate := 1000 * len(places) / words) > limit:
+            above[name] = f"{rate:.1f} per 1,000 words, at most {limit}; {'; '.join(places[:20])}"
+    return above
+
+
+@pytest.mark.parametrize("files", [PAGES, CODE], ids=["pages", "code"])
+def test_prose_has_few_habits_that_slow_a_reader(files):
+    """CONTRIBUTING.md lists them with better sentences."""
+    assert habits_above_limits(files) == {}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("template", ["{}\n", '"""{}"""\n', "x = 1  # {}\n"], ids=["page", "docstring", "comment"])
+def test_a_planted_habit_is_found(tmp_path, habit, template):
+    planted = tmp_path / ("page.md" if template == "{}\n" else "module.py")
+    sentence = "The engine draws a token and sends it to the trainer. " * 40
+    planted.write_text(template.format(sentence))
+    assert habits_above_limits([planted]) == {}
+    planted.write_text(template.format(f"{sentence}{HABITS[habit][2]}"))
+    assert habits_above_limits([planted]).keys() == {habit}
+
+
+def test_code_and_tables_are_not_prose(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("The engine `may` stop.\n```\nit may\n```\n| it may |\n# It may\n")
+    assert habits_above_limits([page]) == {}

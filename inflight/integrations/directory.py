@@ -79,11 +79,7 @@ class DirectoryTransfer:
         shutil.rmtree(self._directory / f"version-{self._count:08d}", ignore_errors=True)
         self._count += 1
 
-    def resume(self) -> None:
-        """Do nothing."""
-
-    def destroy(self) -> None:
-        """Do nothing: the last version stays, and the servers have read it."""
+    resume = destroy = pause  # The last version stays in the directory.
 
     def _write(self, directory: Path, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors: dict[str, torch.Tensor] = {}

@@ -42,38 +42,32 @@ class EngineRollouts:
     the engine does not support, or would silently ignore, are refused by name. Samples have separate seeds:
     `TrainingArguments.seed` decides the order of the prompts alone.
 
-    Text that begins with the beginning-of-sequence token, as a rendered chat template does, does not get it twice.
+    Text that begins with the beginning-of-sequence token, as a rendered chat template does, does not get it twice. In
+    an engine with adapters the adapter that the trainer trains generates.
 
     TRL's importance sampling correction (`vllm_importance_sampling_correction`, on by default, with its mode and
     bounds) is applied as for vLLM, with the log-probabilities that the engine recorded. It costs TRL a forward pass per
     generation batch; False disables it. Trainers made by `behavior_ratio` do not use it.
 
     ahead: number of further generation batches in flight while the trainer trains on the current one. 0: the engine
-    generates inside the call only. The call waits until the newest published weights are live, so that all completions
-    use them; the engine idles while the trainer trains. With 1 or more it never stops, and completions are up to that
-    many batches old. A sampler like the trainer's own, with the same shuffling, predicts the next prompts. So `ahead`
-    needs a dataset with a length, and one process.
-
-    adapter: the LoRA adapter that generates, in an engine launched with `lora_rank`. None: the adapter that the trainer
-    trains; in an engine without adapters the weights alone, into which PEFT's adapters are merged at publishing.
+    generates inside the call only, with the newest published weights, and idles while the trainer trains. With 1 or
+    more it never stops, and completions are up to that many batches old. A sampler like the trainer's own predicts the
+    next prompts. So `ahead` needs a dataset with a length, and one process.
     """
 
-    def __init__(self, engine: Engine, *, ahead: int = 0, adapter: str | None = None):
+    def __init__(self, engine: Engine, *, ahead: int = 0):
         if ahead < 0:
             raise ValueError(f"ahead must be at least 0, got {ahead}")
         self._engine = engine
         self._ahead = ahead
-        self._adapter = adapter
         self._planned: deque[tuple[list[Prompt], list[int]]] = deque()
         self._upcoming: Iterator[list[Prompt]] | None = None
         self._warned = False
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
-        """Return one completion for each entry of `prompts`, in its order; TRL repeats a prompt once per completion.
-
-        Returns lists of len(prompts): prompt_ids, completion_ids, logprobs (one per completion token), and for the
-        reward functions weight_versions (one per completion token) and finish_reason.
-        """
+        """Return one completion for each of `prompts`, which repeat a prompt once per completion: lists of prompt_ids,
+        completion_ids, logprobs (one per completion token), and for the reward functions weight_versions (one per
+        completion token) and finish_reason."""
         _refuse_unsupported_settings(trainer)
         _enable_trl_correction(trainer)
         training = trainer.model.training
@@ -94,8 +88,8 @@ class EngineRollouts:
         }
 
     def _planned_groups(self, prompts: list[Prompt]) -> list[int] | None:
-        """Return the groups that were submitted ahead for this batch; None if there are none. Then (in a resumed run)
-        all groups submitted ahead are cancelled."""
+        """Return the groups that were submitted ahead for this batch, or None. If it is another batch than planned, as
+        in a resumed run, all groups submitted ahead are cancelled."""
         if not self._planned:
             return None
         expected, group_ids = self._planned.popleft()
@@ -113,7 +107,7 @@ class EngineRollouts:
         params = _sampling_params(trainer)
         if not self._warned:
             self._warned = warn_of_bias(params)
-        adapter = self._adapter or trained_adapter(self._engine, trainer.model)
+        adapter = _trained_adapter(self._engine, trainer.model)
         runs = [(prompt, len(list(run))) for prompt, run in groupby(prompts)]
         texts = [prompt for prompt, _ in runs]
         kwargs = trainer.chat_template_kwargs
@@ -189,33 +183,29 @@ def _refuse_unsupported_settings(trainer: Any) -> None:
             raise InvalidRequestError(f"{name} is for generation by others than the engine; leave it unset")
 
 
-_TRANSFORMERS_NAMES = {"stop_strings": "stop", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-_FILTERS = ("top_k", "top_p", "min_p")
-_STOPPING = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
-_GENERATION_KWARGS = ("max_tokens", *_FILTERS, *_STOPPING, "repetition_penalty", "logit_bias")
+_FILTERS = ("top_k", "top_p", "min_p", "repetition_penalty")
+_STOPPING = ("max_tokens", "stop", "stop_token_ids", "min_tokens", "ignore_eos")
+_GENERATION_KWARGS = {name: name for name in (*_STOPPING, *_FILTERS, "logit_bias")} | {
+    "stop_strings": "stop", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens",
+}  # fmt: skip
+"""Maps the supported `generation_kwargs`, also under Transformers' names, to fields of `SamplingParams`."""
 
 
 def _sampling_params(trainer: Any) -> SamplingParams:
-    settings: dict[str, Any] = {
-        name: getattr(trainer, name) for name in ("temperature", *_FILTERS, "repetition_penalty")
-    }
+    settings: dict[str, Any] = {name: getattr(trainer, name) for name in ("temperature", *_FILTERS)}
     settings |= {"max_tokens": trainer.max_completion_length, "stop_token_ids": trainer.eos_token_ids}
     for name, value in (trainer.args.generation_kwargs or {}).items():
-        ours = _TRANSFORMERS_NAMES.get(name, name)
-        if ours not in _GENERATION_KWARGS:
+        ours = _GENERATION_KWARGS.get(name)
+        if ours is None:
             raise InvalidRequestError(
                 f"generation_kwargs has {name!r}, which the engine does not take from there; it takes "
-                f"{', '.join([*_GENERATION_KWARGS, *_TRANSFORMERS_NAMES])}"
+                f"{', '.join(_GENERATION_KWARGS)}"
             )
         if ours == "stop_token_ids":
             value = [*trainer.eos_token_ids, *value]
         settings[ours] = [value] if ours == "stop" and isinstance(value, str) else value
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, (list, set)) else value
-        for name, value in settings.items()
-        if value is not None
-    }
-    return SamplingParams(**given)
+    given = {name: value for name, value in settings.items() if value is not None}
+    return SamplingParams(**{k: tuple(v) if isinstance(v, (list, set)) else v for k, v in given.items()})
 
 
 def check_ended(rollouts: list[Rollout]) -> None:
@@ -262,7 +252,7 @@ def warn_of_bias(params: SamplingParams) -> bool:
     return biased
 
 
-def trained_adapter(engine: Engine, model: Any) -> str | None:
+def _trained_adapter(engine: Engine, model: Any) -> str | None:
     """Return the adapter that a PEFT model trains, if the engine has adapters: a publisher sends nothing else."""
     if engine.info.adapter_layout is None or not is_peft(model):
         return None
@@ -271,9 +261,8 @@ def trained_adapter(engine: Engine, model: Any) -> str | None:
 
 
 def _batches_after(prompts: list[Prompt], trainer: Any) -> Iterator[list[Prompt]]:
-    """Yield the generation batches after this one, epoch after epoch, from a sampler like the trainer's: each batch
-    once for every time that the trainer trains on it. If the sampler does not yield this batch, yield none and log a
-    warning."""
+    """Yield the generation batches after this one, epoch after epoch, from a sampler like the trainer's. If the sampler
+    does not yield this batch, yield none and log a warning."""
     args, dataset = trainer.args, trainer.train_dataset
     if trainer.accelerator.num_processes > 1 or not hasattr(dataset, "__len__"):
         raise ValueError("ahead needs a dataset with a length and a single process")

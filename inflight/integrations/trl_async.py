@@ -35,6 +35,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.fleet.engine import Engine
 from inflight.integrations.trl import check_ended, encode, warn_of_bias
 from inflight.training.data.advantages import group_advantages
+from inflight.training.data.rewards import Rewards
 from inflight.training.data.scoring import Scorer
 from inflight.weights.trainer.publisher import Publisher
 from inflight.weights.transports.base import Transport
@@ -78,11 +79,9 @@ class EngineWorker:
         that generates. timeout_s: for one call of a reward function; a group that takes longer has no reward, and
         advantages of 0."""
         functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-        if not functions:
-            raise ValueError("reward_funcs is empty: the samples would have no reward")
         self._engine, self._dataset, self._args, self._adapter = engine, dataset, args, adapter
-        self._scorers = {_name(function): _scorer(function, timeout_s) for function in functions}
-        if len(self._scorers) < len(functions):
+        self._rewards = Rewards({_name(function): _scorer(function, timeout_s) for function in functions})
+        if len(self._rewards.weights) < len(functions):
             raise ValueError("two reward functions have the same name; their rewards could not be told apart")
         if engine.tokenizer is None:
             raise ValueError("the engine's model has no tokenizer, which the prompts of a dataset need")
@@ -122,8 +121,7 @@ class EngineWorker:
             thread.join(_STOP_S)
             if thread.is_alive():
                 logger.warning("the thread that draws has not ended after %g s; it ends with this process", _STOP_S)
-        for scorer in self._scorers.values():
-            scorer.close()
+        self._rewards.close()
 
     def update_model_version(self, model_version: int) -> None:
         """Receive the trainer's number of the last published version."""
@@ -140,8 +138,6 @@ class EngineWorker:
             raise InflightError(
                 f"the worker's event loop has not run for {silent_s:.0f} s: a call in the dataset's iterator blocks it"
             )
-
-    # ---- in the worker's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -195,28 +191,18 @@ class EngineWorker:
         check_ended(group)
         for rollout in group:
             rollout.metadata = dict(row)
-        scores = {
-            name: await asyncio.wrap_future(future)
-            for name, future in [(name, scorer.start_part(group)) for name, scorer in self._scorers.items()]
-        }
-        for sample in self._samples(group_id, group, scores):
+        rewards = await asyncio.wrap_future(self._rewards.start(group))
+        for sample in self._samples(group_id, group, rewards):
             self.rollout_buffer.put(sample)
             self._num_pending -= 1
         self._tell(group)
 
-    def _samples(
-        self, group_id: int, group: list[Rollout], scores: dict[str, list[float | None]]
-    ) -> list[RolloutSample]:
-        """scores: None if a function returns no reward for a sample, NaN if it did not return a number in time."""
-        asked = np.array([[part is not None for part in parts] for parts in scores.values()])
-        table = np.array([[math.nan if part is None else part for part in parts] for parts in scores.values()])
-        without = (asked & np.isnan(table)).any(axis=0) | ~asked.any(axis=0)
-        rewards = np.where(without, np.nan, np.nansum(table, axis=0))
-        scored = rewards[~without]
+    def _samples(self, group_id: int, group: list[Rollout], rewards: list[float | None]) -> list[RolloutSample]:
+        scored = [reward for reward in rewards if reward is not None]
         advantages = np.zeros(len(group))
-        if len(scored):
-            advantages[~without] = group_advantages([scored.tolist()], eps=_EPS)
-        spread, named = float(scored.std()) if len(scored) else math.nan, dict(zip(scores, table, strict=True))
+        if scored:
+            advantages[[reward is not None for reward in rewards]] = group_advantages([scored], eps=_EPS)
+        spread = float(np.std(scored)) if scored else math.nan
         return [
             RolloutSample(
                 prompt=rollout.metadata["prompt"],
@@ -227,8 +213,8 @@ class EngineWorker:
                 advantage=float(advantage),
                 model_version=int(rollout.weight_versions.min()) + self._version_offset,
                 group_id=group_id,
-                metrics={"reward": float(reward), "reward_std": spread}
-                | {f"rewards/{name}": float(of_group[rollout.sample]) for name, of_group in named.items()},
+                metrics={"reward": math.nan if reward is None else reward, "reward_std": spread}
+                | {f"rewards/{name}": rollout.rewards.get(name, math.nan) for name in self._rewards.weights},
                 enqueued_at=time.time(),
             )
             for rollout, reward, advantage in zip(group, rewards, advantages, strict=True)
@@ -266,10 +252,9 @@ class EngineTransfer:
     `lora_rank`, call `adapters_of(trainer.model)` once the trainer is made, and name the adapter to the EngineWorker.
     """
 
-    def __init__(self, engine: Engine, *, transport: Transport | None = None, check_finite: bool = False):
-        """transport: needed for an engine that another process launched. check_finite: refuse NaN and infinite
-        weights."""
-        self._engine, self._transport, self._check_finite = engine, transport, check_finite
+    def __init__(self, engine: Engine, *, transport: Transport | None = None):
+        """transport: needed for an engine that another process launched."""
+        self._engine, self._transport = engine, transport
         self._model: torch.nn.Module | None = None
         self._publisher: Publisher | None = None
 
@@ -282,12 +267,7 @@ class EngineTransfer:
 
     def init_weight_transfer(self) -> None:
         """Attach to the engine. Raises the errors of `engine.publisher`."""
-        self._publisher = self._engine.publisher(
-            self._model, transport=self._transport, check_finite=self._check_finite
-        )
-
-    def pause(self) -> None:
-        """Do nothing: the engine continues to generate."""
+        self._publisher = self._engine.publisher(self._model, transport=self._transport)
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish the weights. They go live between two forward passes, soon after this returns."""
@@ -299,8 +279,10 @@ class EngineTransfer:
             pass
         self._publisher.publish()
 
-    def resume(self) -> None:
-        """Do nothing."""
+    def pause(self) -> None:
+        """Do nothing: the engine continues to generate."""
+
+    resume = pause
 
     def destroy(self) -> None:
         """Detach from the engine. Safe to call twice."""
@@ -312,12 +294,10 @@ def _scorer(function: RewardFunction, timeout_s: float) -> Scorer:
     async def score_async(group: Any) -> Any:
         return await function(**_arguments(group))
 
-    def score(group: Any) -> Any:
-        return function(**_arguments(group))
-
     called: Any = getattr(function, "__call__", None)  # noqa: B004  an object can be called as a coroutine function
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
-    return Scorer(score_async if is_async else score, batched=True, timeout_s=timeout_s)
+    score = score_async if is_async else lambda group: function(**_arguments(group))
+    return Scorer(score, batched=True, timeout_s=timeout_s)
 
 
 def _arguments(group: list[Rollout]) -> dict[str, list[Any]]:

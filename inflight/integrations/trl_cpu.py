@@ -6,8 +6,7 @@ GPU.
     run_on_cpu()              # once, before the trainer is made
     AsyncGRPOTrainer(…, args=AsyncGRPOConfig(use_cpu=True, bf16=False, …))
 
-Two functions are replaced, and all else is TRL's own. The first is attention in a packed tree, for which TRL downloads
-FlashAttention 3. The second is the peak of the device, which TRL requests from CUDA and divides its speed by.
+They are attention in a packed tree, for which TRL downloads FlashAttention 3, and the peak speed of the device.
 """
 
 from itertools import pairwise
@@ -30,24 +29,24 @@ def varlen_attention(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
+    *max_seqlens: int,
+    causal: bool,
     softmax_scale: float | None = None,
-    causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Replace FlashAttention's function of that name, one sequence at a time: q [Tq, H, D] with k and v [Tk, Hkv, D] →
-    [Tq, H, D]. The last query of a sequence is aligned with its last key. Raises NotImplementedError for a softcap."""
+    """Replace FlashAttention's function of that name for causal attention, one sequence at a time: q [Tq, H, D] with k
+    and v [Tk, Hkv, D] → [Tq, H, D]. The last query of a sequence is aligned with its last key. Raises
+    NotImplementedError for a softcap."""
+    assert causal
     if softcap:
-        raise NotImplementedError("attention with a softcap is not there on a CPU")
+        raise NotImplementedError("attention with a softcap is not implemented on a CPU")
     parts = []
     bounds = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
     for (q_begin, q_end), (k_begin, k_end) in bounds:
         num_keys, num_queries = k_end - k_begin, q_end - q_begin
         distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
-        mask = (distance >= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
+        mask = distance >= 0
         if window_size[0] >= 0:
             mask &= distance <= window_size[0]
         heads = (x.transpose(0, 1)[None] for x in (q[q_begin:q_end], k[k_begin:k_end], v[k_begin:k_end]))

@@ -192,7 +192,7 @@ def test_a_sample_has_the_version_of_its_oldest_token(engine):
     [group] = engine.generate([[3, 4]], inflight.SamplingParams(n=2, max_tokens=3, ignore_eos=True))
     for rollout, versions in zip(group, ([7, 7, 9], [8, 9, 9]), strict=True):
         rollout.weight_versions, rollout.metadata = np.array(versions), ROWS[0]
-    samples = worker._samples(0, group, {"reward": [0.0, 1.0]})
+    samples = worker._samples(0, group, [0.0, 1.0])
     assert [sample.model_version for sample in samples] == [17, 18]
 
 
@@ -291,7 +291,7 @@ def test_a_worker_can_be_stopped_and_started_again(engine):
 
 
 def test_mistakes_are_told(engine):
-    with pytest.raises(ValueError, match="reward_funcs is empty"):
+    with pytest.raises(ValueError, match="needs at least one score function"):
         EngineWorker(engine, ROWS, [], config())
     with pytest.raises(ValueError, match="the same name"):
         EngineWorker(engine, ROWS, [odd_tokens, odd_tokens], config())

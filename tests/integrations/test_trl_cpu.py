@@ -51,4 +51,4 @@ def test_a_window_and_a_softcap():
     torch.testing.assert_close(inside[3:], last_two)
     assert not torch.allclose(varlen_attention(q, k, v, ends, ends, 4, 4, causal=True)[3:], last_two)
     with pytest.raises(NotImplementedError, match="softcap"):
-        varlen_attention(q, k, v, ends, ends, 4, 4, softcap=30.0)
+        varlen_attention(q, k, v, ends, ends, 4, 4, causal=True, softcap=30.0)

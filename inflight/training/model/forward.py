@@ -4,8 +4,7 @@ n drawn tokens, V vocabulary.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,7 +20,7 @@ from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward_mode import Way, scoring_way
 from inflight.training.model.head import plain_head, scoring_head
 from inflight.training.model.packing import is_packable, pack_input, packed_attention
-from inflight.training.model.replay import checkpoints, replay_routed_experts
+from inflight.training.model.replay import replay_routed_experts
 from inflight.training.model.sampling_mask import is_banned
 from inflight.weights.tensors import unwrap
 
@@ -77,16 +76,15 @@ def _score(model: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way, ent
     if packed is None:
         logits_nV = _logits_in_rows(model, batch) if way == "rows" else _logits_one_by_one(model, batch)
         return _score_logits(logits_nV, batch, entropy)
-    head = plain_head(inner) if way == "fused" else None
+    head, experts = plain_head(inner) if way == "fused" else None, batch.routed_experts
     with (
         packed_attention(inner) as packed_in_backward_too,
-        _replaying(model, batch, packed.source) as stay_until_backward,
+        nullcontext() if experts is None else replay_routed_experts(model, experts[packed.source]),
         scoring_head(inner, head, batch, packed, entropy=entropy) if head else nullcontext(),
     ):
         out = model(
             input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed=packed
         ).logits[0]
-        stay_until_backward(out)
         packed_in_backward_too(out)
     if head is None:
         return _score_logits(out[packed.predicting], batch, entropy)
@@ -137,31 +135,6 @@ def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) ->
         return TokenScores(logprobs, None)
     log_nV = torch.log_softmax(logits_nV.float() / temperatures[:, None], -1)
     return TokenScores(logprobs, -(log_nV.exp() * log_nV.masked_fill(log_nV == -torch.inf, 0.0)).sum(-1))
-
-
-_left_open: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
-
-
-@contextmanager
-def _replaying(model: nn.Module, batch: PackedBatch, source: torch.Tensor) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Replay a batch's routed experts, if it has any, during the forward pass. The yielded function takes the output.
-    With activation checkpointing it extends the replay until backward is done, because backward runs the routers
-    again."""
-    if model in _left_open:  # It belongs to a loss without a backward pass.
-        _left_open.pop(model).close()
-    with ExitStack() as stack:
-        if batch.routed_experts is not None:
-            stack.enter_context(replay_routed_experts(model, batch.routed_experts[source]))
-
-        def stay_until_backward(out: torch.Tensor) -> None:
-            if batch.routed_experts is None or not out.requires_grad or not checkpoints(model):
-                return
-            left_open = _left_open[model] = stack.pop_all()
-            engine = torch.autograd.Variable._execution_engine
-            # The hook is called when backward begins, and its queued callback when backward ends.
-            out.register_hook(lambda _: engine.queue_callback(left_open.close))
-
-        yield stay_until_backward
 
 
 def _transformers_model(model: nn.Module) -> nn.Module:

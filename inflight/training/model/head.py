@@ -36,10 +36,8 @@ _found: WeakKeyDictionary[nn.Module, PlainHead | None] = WeakKeyDictionary()
 
 
 def plain_head(model: Any) -> PlainHead | None:
-    """Return the scale and softcap that the model applies to its head's output. None if it does anything else.
-
-    Tried once per model on a few tokens; some models do other things, and some heads are not `nn.Linear`.
-    """
+    """Return the scale and softcap that the model applies to its head's output. None if it does anything else. Tried
+    once per model on a few tokens."""
     get_head = getattr(model, "get_output_embeddings", None)
     head: Any = get_head() if get_head else None
     if head is None:

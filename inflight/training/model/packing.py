@@ -59,36 +59,31 @@ class Bucket:
     prefixes: torch.Tensor
     """i64[n], tokens before the first query."""
     has_prefixes: bool
-    _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
-    _biases: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, torch.dtype | None], torch.Tensor | None] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
+    def mask(self, window: int | None, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Return bool[n, 1, Q, K] for layers with this sliding window, or None for plain causality. Then only padded
-        queries see keys after a segment's end."""
-        if window in self._masks:
-            return self._masks[window]
-        mask, (q, k), device = None, (self.queries.shape[1], self.keys.shape[1]), self.queries.device
-        if self.has_prefixes or (window is not None and k > window):
-            q_nQ1 = (self.prefixes[:, None] + torch.arange(q, device=device))[:, :, None]
-            k_11K = torch.arange(k, device=device)[None, None]
-            seen = k_11K <= q_nQ1
-            if window is not None:
-                seen &= q_nQ1 - k_11K < window
-            mask = (seen | ~self.is_query[:, :, None])[:, None]  # Padded queries see all keys, so that no row is NaN.
-        self._masks[window] = mask
-        return mask
+        queries see keys after a segment's end. dtype: return 0 or −∞ to add to scores instead, with a row stride that
+        is a multiple of 16. Fused attention on a GPU would convert any other mask in every layer."""
+        if (window, dtype) not in self._masks:
+            mask = self._make_mask(window) if dtype is None else self.mask(window)
+            if mask is not None and dtype is not None:
+                n, _, q, k = mask.shape
+                bias = mask.new_zeros((n, 1, q, -(-k // 16) * 16), dtype=dtype)[..., :k]
+                mask = bias.masked_fill_(~mask, float("-inf"))
+            self._masks[window, dtype] = mask
+        return self._masks[window, dtype]
 
-    def bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the mask as numbers to add to scores, 0 or −∞ [n, 1, Q, K], with a row stride that is a multiple of 16
-        numbers. Fused attention on a GPU reads this layout directly; it would convert any other mask in every layer."""
-        mask = self.mask(window)
-        if mask is None:
+    def _make_mask(self, window: int | None) -> torch.Tensor | None:
+        (q, k), device = (self.queries.shape[1], self.keys.shape[1]), self.queries.device
+        if not self.has_prefixes and (window is None or k <= window):
             return None
-        if (window, dtype) not in self._biases:
-            n, _, q, k = mask.shape
-            bias = mask.new_zeros((n, 1, q, -(-k // 16) * 16), dtype=dtype)[..., :k]
-            self._biases[window, dtype] = bias.masked_fill_(~mask, float("-inf"))
-        return self._biases[window, dtype]
+        q_nQ1 = (self.prefixes[:, None] + torch.arange(q, device=device))[:, :, None]
+        k_11K = torch.arange(k, device=device)[None, None]
+        seen = k_11K <= q_nQ1
+        if window is not None:
+            seen &= q_nQ1 - k_11K < window
+        return (seen | ~self.is_query[:, :, None])[:, None]  # Padded queries see all keys, so that no row is NaN.
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +103,7 @@ class PackedInput:
     """i64[F], index of each fed token among the queries of all buckets, padding included."""
 
 
-def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, share_prompts: bool = True) -> PackedInput:
+def pack_input(batch: PackedBatch, device: torch.device | str = "cpu") -> PackedInput:
     """Lay out a batch, on any device, for a packed forward pass on a device. A prompt that samples of a group have in
     common is fed once."""
     drawn, ids = batch.loss_mask.cpu().numpy(), batch.input_ids.cpu().numpy()
@@ -129,7 +124,7 @@ def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, share_
 
     prompts = [int(next(iter(np.flatnonzero(drawn[start:end]) + start), end)) for start, end in pairwise(bounds)]
     keys = [(groups[s], ids[start : prompts[s]].tobytes()) for s, start in enumerate(bounds[:-1])]
-    shared = {key for key, count in Counter(keys).items() if count > 1 and key[1] and share_prompts}
+    shared = {key for key, count in Counter(keys).items() if count > 1 and key[1]}
     first_row: dict[tuple[int, bytes], int] = {}
     for (start, end), prompt, key in zip(pairwise(bounds), prompts, keys, strict=True):
         if key not in shared:
@@ -180,8 +175,8 @@ def _bucket(segments: list[Segment], device: torch.device | str) -> tuple[tuple[
 
 
 def is_packable(model: nn.Module) -> bool:
-    """Return True if the model declares that only attention through Transformers' interface mixes its tokens. `ways.py`
-    tests the declaration."""
+    """Return True if the model declares that only attention through Transformers' interface mixes its tokens.
+    `scoring_way` tests the declaration."""
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig) or not getattr(model, "_supports_attention_backend", False):
         return False
@@ -278,7 +273,7 @@ def attend(
             for tensor, rows in ((q_FHD, bucket.queries), (k_FHD, bucket.keys), (v_FHD, bucket.keys))
         )
         by_sdpa = softcap is None and sinks_H is None
-        mask = bucket.bias(window, query.dtype) if query.is_cuda and by_sdpa else bucket.mask(window)
+        mask = bucket.mask(window, query.dtype if query.is_cuda and by_sdpa else None)
         out_nHQD = _attention(q_nHQD, k_nHKD, v_nHKD, mask, mask is None, scale, dropout, softcap, sinks_H)
         parts.append(out_nHQD.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).index_select(0, packed.order)[None], None

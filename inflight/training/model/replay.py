@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,98 +25,100 @@ from inflight.core.rollout import Rollout
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_router_classes")
 _TOP_K = ("top_k", "num_experts_per_tok", "top_k_experts")
+_in_backward: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+"""Ends the replay of a backward pass in progress, by the first router of the model."""
 _PEFT_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)$")
 
 
 @contextmanager
-def replay_routed_experts(model: nn.Module, routed_experts: torch.Tensor) -> Iterator["RoutingReplay"]:
+def replay_routed_experts(model: nn.Module, routed_experts: torch.Tensor) -> Iterator[None]:
     """Make every router of `model` take the recorded experts within the context instead of its top k.
 
     routed_experts: i16, i32 or i64 [T, layers, k], for the T tokens in the order of the model's flattened input; for a
     row of −1, the router of that layer selects. Each pass through the model within the context replays all of it.
 
-    With activation checkpointing, backward runs routers again: keep the context open until backward is done. A later
-    backward raises. Without checkpointing the context can end before backward. Of nested contexts the innermost counts.
-    Under torch.compile the routers run uncompiled.
+    A backward pass through the model's outputs replays, too, because activation checkpointing runs routers again there.
+    Of nested contexts the innermost has effect. Under torch.compile the routers run uncompiled.
 
     Raises RoutedExpertsError if the model has no routers or the routed experts are not of this model; in the pass, if
     the number of tokens differs or a router selects in another way than by torch.topk; at the end, if no router ran.
     """
     layers = _routers(model)
-    replay = RoutingReplay([routers[0] for routers in layers.values()], routed_experts)
-    first = next(iter(layers))  # The module that contains it sees each backward pass.
-    watch = cast(Callable[..., None], torch.compiler.disable(replay._watch))
+    replay = _Replay(list(layers.values()), routed_experts)
+    _end_backward(replay.first)  # It has failed if it has not ended.
+    watch = cast(Callable[..., None], torch.compiler.disable(replay.watch))
     with ExitStack() as stack:
-        stack.callback(setattr, replay, "_closed", True)
-        for layer, routers in enumerate(layers.values()):
-            for router in routers:
-                stack.callback(_patch(router, replay, layer))
-        above = first.split(".")[:-1]
+        stack.callback(replay.install())
+        above = next(iter(layers)).split(".")[:-1]  # The modules that contain the first router see each backward pass.
         for depth in range(len(above) + 1):
             module = model.get_submodule(".".join(above[:depth]))
             stack.callback(module.register_forward_hook(watch).remove)
-        yield replay
-    if not replay._changed:
+        yield
+    if not replay.has_run:
         raise RoutedExpertsError(
             "no router ran while routed experts were replayed: run the forward pass of this model within the context"
         )
 
 
-class RoutingReplay:
-    """Counts of a replay, from the last pass within the context."""
+def _end_backward(first_router: nn.Module) -> None:
+    if (restore := _in_backward.pop(first_router, None)) is not None:
+        restore()
 
-    def __init__(self, routers: Sequence[nn.Module], routed_experts: torch.Tensor):
+
+class _Replay:
+    """The recorded experts, and the routers of each layer that take them."""
+
+    def __init__(self, layers: Sequence[Sequence[nn.Module]], routed_experts: torch.Tensor):
+        routers = [copies[0] for copies in layers]
         parameter = next(routers[0].parameters(), None)
         if parameter is not None and not parameter.is_meta:
             routed_experts = routed_experts.to(parameter.device)
         _check(routers, routed_experts)
-        self._experts = routed_experts
+        self._layers, self._experts = layers, routed_experts
         self._num_experts = [_sizes(router, _NUM_EXPERTS) for router in routers]
         self._replayed_TL = routed_experts[..., 0] >= 0
-        self._changed: dict[int, torch.Tensor] = {}
-        self._ran_without_grad = False  # True once a router of the current pass ran without gradient.
-        self._checkpointed = False
-        self._closed = False
+        self.first = routers[0]
+        self.has_run = False
+        self._is_installed = False
 
-    @property
-    def num_replayed(self) -> int:
-        """Token-layer pairs that took the recorded experts."""
-        return int(self._replayed_TL[:, list(self._changed)].sum())
+    def install(self) -> Callable[[], None]:
+        """Make all routers replay. Returns a function that restores them."""
+        restores = [_patch(router, self, layer) for layer, copies in enumerate(self._layers) for router in copies]
+        self._is_installed = True
 
-    @property
-    def num_changed(self) -> int:
-        """Replayed token-layer pairs for which the router alone would have chosen another set of experts."""
-        return sum(int(changed) for changed in self._changed.values())
+        def restore() -> None:
+            self._is_installed = False
+            for restore_router in restores:
+                restore_router()
 
-    def _run(self, router: nn.Module, bare: Callable[..., Any], layer: int, args: tuple, kwargs: dict) -> Any:
+        return restore
+
+    def run(self, router: nn.Module, bare: Callable[..., Any], layer: int, args: tuple, kwargs: dict) -> Any:
         """Return the output of `bare`, the router's own forward, with the recorded experts."""
         with _Selection(self._experts[:, layer], self._replayed_TL[:, layer], self._num_experts[layer]) as selection:
             output = bare(*args, **kwargs)
-        if selection.num_changed is None:
+        if not selection.has_selected:
             sizes = " or ".join(map(str, sorted(set(self._num_experts[layer]))))
             calls = f" (it takes {', '.join(selection.calls)})" if selection.calls else ""
             raise RoutedExpertsError(
                 f"{type(router).__name__} does not select {self._experts.shape[-1]} of {sizes} experts by torch.topk"
                 f"{calls}; its routed experts cannot be replayed"
             )
-        self._changed[layer] = selection.num_changed
-        self._ran_without_grad = not torch.is_grad_enabled() or (layer > 0 and self._ran_without_grad)
+        self.has_run = True
         return output
 
-    def _watch(self, module: nn.Module, _: object, output: object) -> None:
-        """Check in the backward pass through a module's output that the replay is still open."""
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        # Reentrant checkpointing runs the layers without gradient though their output has one.
-        self._checkpointed |= bool(tensors) and (self._ran_without_grad or checkpoints(module))
-        for tensor in tensors:
-            tensor.register_hook(self._before_backward)
+    def watch(self, module: nn.Module, _: object, output: object) -> None:
+        """Replay in the backward pass through a module's output, if this replay is the innermost."""
+        if getattr(self.first.forward, "_replay", None) is self:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(self._begin_backward)
 
-    def _before_backward(self, _: torch.Tensor) -> None:
-        if self._closed and self._checkpointed:
-            raise RoutedExpertsError(
-                "backward came after the end of replay_routed_experts, and activation checkpointing would now run the "
-                "routers again without the replay; call backward within the context"
-            )
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        if not self._is_installed:
+            _end_backward(self.first)  # Of another pass through the model, whose part of this backward pass is done.
+            _in_backward[self.first] = self.install()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_end_backward, self.first))
 
 
 class _Selection(TorchFunctionMode):
@@ -125,8 +128,7 @@ class _Selection(TorchFunctionMode):
         self._recorded_Tk, self._replayed_T, self._num_experts = recorded_Tk, replayed_T, num_experts
         self._unmasked: tuple[torch.Tensor, torch.Tensor] | None = None
         self.calls: list[str] = []
-        self.num_changed: torch.Tensor | None = None
-        """i64[], tokens for which the router alone chose another set; None before it selects."""
+        self.has_selected = False
 
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -152,15 +154,14 @@ class _Selection(TorchFunctionMode):
             )
         recorded = self._recorded_Tk.to(input.device, torch.int64).reshape(own.indices.shape)
         replayed = self._replayed_T.to(input.device).reshape(*own.indices.shape[:-1], 1)
-        other = (recorded.sort(-1).values != own.indices.sort(-1).values).any(-1, keepdim=True)
-        self.num_changed = (other & replayed).sum()
+        self.has_selected = True
         # Use its unmasked score: a recorded expert can be outside of the groups that the router would choose now.
         scores = self._unmasked[1] if self._unmasked is not None and self._unmasked[0] is input else input
         values = torch.where(replayed, scores.gather(-1, recorded.clamp(min=0)), own.values)
         return torch.return_types.topk((values, torch.where(replayed, recorded, own.indices)))
 
 
-def _patch(router: nn.Module, replay: RoutingReplay, layer: int) -> Callable[[], None]:
+def _patch(router: nn.Module, replay: _Replay, layer: int) -> Callable[[], None]:
     """Make a router replay. Returns a function that restores the router."""
     before = vars(router).get("forward")
     # This is the router's own forward even if an outer replay has replaced it.
@@ -168,9 +169,9 @@ def _patch(router: nn.Module, replay: RoutingReplay, layer: int) -> Callable[[],
 
     @torch.compiler.disable  # torch.compile would trace the selection with the replay applied to itself.
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return replay._run(router, bare, layer, args, kwargs)
+        return replay.run(router, bare, layer, args, kwargs)
 
-    setattr(forward, "_bare", bare)  # noqa: B010
+    vars(forward).update(_bare=bare, _replay=replay)
     router.forward = forward
     return partial(delattr, router, "forward") if before is None else partial(setattr, router, "forward", before)
 
@@ -185,14 +186,6 @@ def _routers(model: nn.Module) -> dict[str, list[nn.Module]]:
     if not layers:
         raise RoutedExpertsError(f"{type(model).__name__} has no routers that could replay routed experts")
     return layers
-
-
-def checkpoints(module: nn.Module) -> bool:
-    """Return True if a layer is under activation checkpointing, by Transformers or torch."""
-    return any(
-        type(child).__name__ == "CheckpointWrapper" or (child.training and getattr(child, "gradient_checkpointing", 0))
-        for child in module.modules()
-    )
 
 
 def _sizes(router: nn.Module, names: Sequence[str]) -> list[int]:

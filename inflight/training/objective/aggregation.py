@@ -27,8 +27,7 @@ class StepTotals:
 
     def across_ranks(self, group: dist.ProcessGroup | None = None) -> "StepTotals":
         """Return totals for trainers that average gradients over the ranks of a group, each with different groups of
-        samples. With them the average of the ranks' losses is the loss of all their tokens together, however the tokens
-        are spread over ranks. It is a collective call."""
+        samples: the average of the ranks' losses is the loss of all their tokens together. A collective call."""
         own = [self.num_tokens, self.num_sequences, self.num_groups or len(self.group_tokens)]
         sums = torch.tensor(own, dtype=torch.float64, device=self.group_tokens.device)
         dist.all_reduce(sums, group=group)
@@ -50,7 +49,7 @@ def token_weights(
     sequences of their means, as in GRPO (arXiv 2402.03300, eq. 3). group: 1 / (G · tokens of the group), the mean over
     prompts of the means over their tokens. constant: 1 / (S · max_tokens), independent of the length. It removes the
     bias towards short right and long wrong answers (Dr. GRPO, arXiv 2503.20783, §3.1); it needs `max_tokens`, the
-    length that the generator allows. Raises ValueError for another kind.
+    length that the generator allows.
     """
     if kind == "token":
         return torch.full_like(lengths, 1 / max(totals.num_tokens, 1), dtype=torch.float32)
@@ -58,8 +57,5 @@ def token_weights(
         return 1 / (totals.num_sequences * lengths.clamp(min=1).float())
     if kind == "group":
         return 1 / ((totals.num_groups or len(totals.group_tokens)) * totals.group_tokens[groups].clamp(min=1).float())
-    if kind == "constant":
-        if not max_tokens:
-            raise ValueError("aggregation 'constant' needs max_tokens, the length that it divides by")
-        return torch.full_like(lengths, 1 / (totals.num_sequences * max_tokens), dtype=torch.float32)
-    raise ValueError(f"unknown aggregation {kind!r}; choose token, sequence, group or constant")
+    assert max_tokens, "Objective refuses other settings"
+    return torch.full_like(lengths, 1 / (totals.num_sequences * max_tokens), dtype=torch.float32)

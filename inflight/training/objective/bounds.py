@@ -2,15 +2,14 @@
 
 The attribute `open_form` of a function is the same function without its bounds. A token is clipped if its gradient
 differs from the gradient of the open form. `bounded` and `unbounded` set that attribute; a callable object can define a
-method with this name instead. `soft` marks functions without bounds that weaken gradients smoothly. Without any
-declaration the clipped tokens of a function are unknown.
+method with this name instead. Without a declaration the clipped tokens of a function are unknown.
 """
 
 from collections.abc import Callable
 from functools import partial
 from math import inf
 from types import MethodType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,8 +19,7 @@ TokenFunction = Callable[[DrawnTokens], torch.Tensor]
 """A part of an objective: it takes n drawn tokens and returns f[n], or bool[n] if it is a trust region."""
 
 F = TypeVar("F", bound=Callable[..., torch.Tensor])
-Clips = Literal["hard", "soft", "unknown"]
-_OPEN_FORM, _SOFT = "open_form", "clips_softly"
+_OPEN_FORM = "open_form"
 
 
 def bounded(**wide: Any) -> Callable[[F], F]:
@@ -30,8 +28,7 @@ def bounded(**wide: Any) -> Callable[[F], F]:
         @bounded(cap=inf, floor=0.0)
         def token_truncate(tokens, *, cap=2.0, floor=0.0): ...
 
-    The arguments must be passed by name. `Objective` calls functions that declare their bounds once without any tokens,
-    so that meaningless bounds are refused when it is made.
+    The arguments must be passed by name.
     """
 
     def declare(function: F) -> F:
@@ -50,24 +47,9 @@ def unbounded(function: F) -> F:
     return function
 
 
-def soft(function: F) -> F:
-    """Declare that a function weakens the gradients of all tokens smoothly: no token is counted as clipped."""
-    setattr(function, _SOFT, function)
-    return function
-
-
-def clips(function: Callable[..., torch.Tensor]) -> Clips:
-    """Return the kind of clipping of a function: "hard" at declared bounds, "soft", or "unknown"."""
-    if open_form(function) is not None:
-        return "hard"
-    while isinstance(function, partial | MethodType):
-        function = function.func if isinstance(function, partial) else function.__func__
-    return "soft" if getattr(function, _SOFT, None) is function else "unknown"  # functools.wraps copies the attribute.
-
-
 def open_form(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor] | None:
-    """Return the same function without its bounds, or None if it does not declare them. A `functools.partial` has the
-    open form of the function in it with the same arguments, unless it declares its own."""
+    """Return the same function without its bounds, or None if it does not declare them. A partial without a declaration
+    has the open form of its function with the same arguments."""
     if isinstance(function, MethodType):
         form = open_form(function.__func__)
         return None if form is None else MethodType(form, function.__self__)
@@ -81,8 +63,7 @@ def open_form(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def check_interval(**bounds: float) -> None:
-    """Raise ValueError, naming the two bounds, if a ratio of probabilities cannot lie between them: no token of a batch
-    would then be trained."""
+    """Raise ValueError, naming the two bounds, if no ratio of probabilities can be between them."""
     (low_name, low), (high_name, high) = bounds.items()
     if not (low <= high and low < inf and high > 0):
         raise ValueError(

@@ -118,8 +118,7 @@ def _drawn_tokens(
         advantages=batch.advantages[rows].to(logprobs.dtype),
         sequences=sequences,
         num_sequences=batch.num_sequences,
-        proximal_is_current=objective.proximal == "current",
-        proximal_is_behavior=objective.proximal == "behavior",
+        proximal_policy=objective.proximal,
     )
 
 

@@ -7,7 +7,7 @@ correction's, m_t 1 if every trust region includes the token, else 0, and L_t th
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
@@ -16,11 +16,9 @@ from inflight.core.by_name import resolve_by_name
 from inflight.training.objective import corrections, surrogates
 from inflight.training.objective import trust_regions as regions
 from inflight.training.objective.aggregation import Aggregation
-from inflight.training.objective.bounds import Clips, TokenFunction, clips, open_form
+from inflight.training.objective.bounds import TokenFunction, open_form
 from inflight.training.objective.kl import KLEstimator
-from inflight.training.objective.tokens import DrawnTokens
-
-Proximal = Literal["current", "behavior", "recomputed", "loglinear"]
+from inflight.training.objective.tokens import DrawnTokens, Proximal
 
 
 @named({"beta": "kl_weight", "kl_coef": "kl_weight", "entropy_coef": "entropy_weight", "loss": "surrogate"})
@@ -31,8 +29,8 @@ class Objective:
     `Objective()` is "ppo_clip", the default: the clipped ratio to the policy that drew each token. Weights of tokens
     instead of a clipped ratio: surrogate=reinforce, proximal="current" and a correction.
 
-    Raises ValueError for meaningless settings: bounds without a value between them, clipping that never clips, names
-    that do not exist. `LossStats.clipped` is None unless `clips` is "hard".
+    Each function is called once without tokens. Raises ValueError for meaningless settings: bounds without a value
+    between them, clipping that never clips, names that do not exist.
     """
 
     correction: TokenFunction = corrections.token_truncate
@@ -64,17 +62,11 @@ class Objective:
     def __post_init__(self) -> None:
         none, where = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
         columns = {"logprobs": none, "behavior": none, "proximal": none, "advantages": none, "sequences": where}
-        nothing = DrawnTokens(
-            **columns,
-            num_sequences=0,
-            proximal_is_current=self.proximal == "current",
-            proximal_is_behavior=self.proximal == "behavior",
-        )
+        nothing = DrawnTokens(**columns, num_sequences=0, proximal_policy=self.proximal)
         for function in (self.correction, self.surrogate, *self.trust_regions):
-            if clips(function) != "unknown":  # The call raises if the arguments are meaningless.
-                function(nothing)
-            if (form := open_form(function)) is not None:
-                form(nothing)
+            for form in (function, open_form(function)):
+                if form is not None:
+                    form(nothing)  # It raises if the arguments are meaningless.
         for what, name, names in (
             ("aggregation", self.aggregation, get_args(Aggregation)),
             ("KL estimator", self.kl, get_args(KLEstimator)),
@@ -108,14 +100,6 @@ class Objective:
             )
         if not isfinite(self.entropy_weight):
             raise ValueError(f"entropy_weight must be finite, got {self.entropy_weight}")
-
-    @property
-    def clips(self) -> Clips:
-        """Kind of clipping of correction and surrogate. hard: both declare their bounds (`bounds.bounded`), so that
-        clipped tokens are counted. soft: one of them weakens the gradients of all tokens (`bounds.soft`). unknown: one
-        of them declares neither."""
-        kinds = {clips(self.correction), clips(self.surrogate)}
-        return next(kind for kind in ("unknown", "soft", "hard") if kind in kinds)
 
     @property
     def is_about_rewards_alone(self) -> bool:

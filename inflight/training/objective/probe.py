@@ -20,15 +20,11 @@ from inflight.weights.tensors import unwrap
 
 @dataclass(frozen=True, slots=True)
 class RatioCauses:
-    """Ratios of the tokens whose version the probe remembers. Token by token, the log-ratios of the two causes add up
-    to the log-ratio of `total`."""
+    """Ratios of the tokens whose version the probe remembers: π_v / π_b, π_θ / π_v and π_θ / π_b."""
 
     mismatch: RatioStats
-    """Ratios π_v / π_b."""
     staleness: RatioStats
-    """Ratios π_θ / π_v."""
     total: RatioStats
-    """Ratios π_θ / π_b."""
 
 
 class VersionProbe:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 LARGEST_LOG = 690.0
-"""A mean, maximum or KL beyond e^690 is reported as about that, so that it stays finite. No other statistic is cut."""
+"""Bound of reported means, maxima and KLs, as a logarithm, so that they are finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class RatioStats:
     max_log: float = -inf
     """log ρ_max"""
     sum_kl: float = 0.0
+    """Σ(ρ − 1 − log ρ)"""
     sum_abs_log: float = 0.0
 
     @property
@@ -64,7 +65,7 @@ class RatioStats:
         return self.sum_abs_log / self.num_tokens if self.num_tokens else nan
 
     def as_dict(self, name: str) -> dict[str, float]:
-        """Return numbers under flat names, "{name}/mean" and so on, or nothing if there are no tokens."""
+        """Return the numbers as "{name}/mean" and so on, or nothing without tokens."""
         if not self.num_tokens:
             return {}
         names = ("num_tokens", "mean", "ess", "min", "max", "kl", "logprob_diff")
@@ -102,23 +103,21 @@ class LossStats:
     ratios: RatioStats
     """Ratios of the drawn tokens that take part in the loss."""
     mismatch: RatioStats
-    """Ratios of the tokens that the trainer's present weights drew; none if the batch has no trainer_version. If
-    several optimizer steps are taken on a batch, it contains the drift of the later ones."""
+    """Ratios of the tokens that the trainer's present weights drew; none if the batch has no trainer_version. With
+    several optimizer steps on a batch it contains their drift."""
     stale: RatioStats
     """Ratios of the tokens that older weights drew: older versions, and the last version if the trainer has taken
     optimizer steps since its publish."""
     num_clipped: int | None
-    """Tokens with an advantage that were truncated, clipped or left out. None if the objective clips softly,
-    or does not declare how it clips (`Objective.clips`)."""
+    """Tokens with an advantage that were truncated, clipped or left out. None if the correction or the surrogate does
+    not declare its bounds (`bounds.bounded`), or has none but weakens gradients smoothly (`sapo`)."""
     sum_entropy: float | None = None
-    """None without an entropy bonus, as entropies are only computed for one. `score_tokens(entropy=True)` gives them
-    without it."""
+    """None without an entropy bonus. `score_tokens(entropy=True)` returns entropies in any case."""
     sum_reference_kl: float | None = None
     """None without a KL penalty."""
     sequences: RatioStats = RatioStats()
-    """Ratios of the sequences that have a token with an advantage in the loss: the product over their tokens in it.
-    Sequences without an advantage do not count, so that the effective sample size does not depend on whether groups of
-    equal rewards were skipped."""
+    """Products of the ratios of a sequence's tokens in the loss, for sequences with an advantage alone, so that the
+    effective sample size does not depend on skipped groups of equal rewards."""
 
     @property
     def num_tokens(self) -> int:
@@ -134,7 +133,7 @@ class LossStats:
 
     @property
     def clipped(self) -> float | None:
-        """Share of tokens that have an advantage and were truncated, clipped or left out; None as in `num_clipped`."""
+        """`num_clipped` as a share of tokens."""
         return None if self.num_clipped is None else self.num_clipped / max(self.num_tokens, 1)
 
     @property
@@ -154,8 +153,8 @@ class LossStats:
 
     def as_dict(self) -> dict[str, float]:
         """Return all statistics as numbers under flat names, for any logger: "loss", "num_tokens", "clipped",
-        "entropy", "reference_kl", for each of "ratio" (all tokens), "mismatch" and "stale" "…/num_tokens", "/mean",
-        "/ess", "/min", "/max", "/kl" and "/logprob_diff", and "sequence/ess". Values of None or NaN are left out."""
+        "entropy", "reference_kl", "sequence/ess", and `RatioStats.as_dict` of "ratio" (all tokens), "mismatch" and
+        "stale". Values of None or NaN are left out."""
         names = ("loss", "num_tokens", "clipped", "entropy", "reference_kl")
         numbers: dict[str, float | None] = {name: getattr(self, name) for name in names}
         for name, of_tokens in (("ratio", self.ratios), ("mismatch", self.mismatch), ("stale", self.stale)):
@@ -171,9 +170,7 @@ def known(numbers: Mapping[str, float | None]) -> dict[str, float]:
 def ratio_sums(log_ratios: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """Return sums f64[3, 7] over the tokens of each class, from log ρ f[n] and classes i64[n] from 0 to 2.
 
-    The columns are the number of tokens, Σρ / ρ_max, Σρ² / ρ_max², min log ρ, max log ρ, Σ(ρ − 1 − log ρ) and Σ|log ρ|,
-    where ρ_max is the largest ratio of the class. A class without tokens has min inf and max −inf. They are in float64,
-    as ρ − 1 − log ρ cancels in float32 for ratios next to 1.
+    The columns are the fields of `RatioStats`. In float32 ρ − 1 − log ρ would cancel for ratios next to 1.
     """
     logs = log_ratios.double()
     least = logs.new_full((3,), inf).scatter_reduce(0, classes, logs, "amin")

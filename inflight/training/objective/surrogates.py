@@ -9,7 +9,7 @@ from math import inf
 
 import torch
 
-from inflight.training.objective.bounds import bounded, check_interval, soft, unbounded
+from inflight.training.objective.bounds import bounded, check_interval, unbounded
 from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 
 
@@ -48,7 +48,6 @@ def cispo(tokens: DrawnTokens, *, cap: float = 5.0, floor: float = 0.0) -> torch
     return -exp_ratio(tokens.log_ratios.detach()).clamp(floor, cap) * tokens.advantages * tokens.logprobs
 
 
-@soft
 def sapo(tokens: DrawnTokens, *, positive: float = 1.0, negative: float = 1.05) -> torch.Tensor:
     """Return −(4 / τ) σ(τ (u − 1)) A, where τ is `positive` for A > 0 and `negative` otherwise: the gradient of a token
     fades smoothly with the distance of u from 1. At u = 1 it equals the gradient of −u A.
@@ -88,7 +87,7 @@ def _check_distances(low: float, high: float) -> None:
 
 
 def _check_that_u_varies(tokens: DrawnTokens, name: str) -> None:
-    if tokens.proximal_is_current:
+    if tokens.proximal_policy == "current":
         raise ValueError(
             f"{name} bounds π_θ / π_p, which is always 1 with proximal='current', so that it would never clip. Set "
             "proximal='behavior' to clip π_θ / π_b, or proximal='recomputed' for several optimizer steps on a batch, "

@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
+
+Proximal = Literal["current", "behavior", "recomputed", "loglinear"]
 
 LOG_RATIO_BOUND = 20.0
 
 
 def exp_ratio(log_ratios: torch.Tensor) -> torch.Tensor:
-    """Return the ratio f[n] of a log-ratio f[n]. The log-ratio is clamped to ±20 so that the ratio is finite (as verl
-    does)."""
+    """Return ratios f[n] of log-ratios f[n], which are clamped to ±20 so that ratios are finite (as verl does)."""
     return log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
@@ -30,10 +32,9 @@ class DrawnTokens:
     sequences: torch.Tensor
     """i64[n], the sequence of each token, in ascending order."""
     num_sequences: int
-    proximal_is_current: bool = False
-    """True if π_p is π_θ itself, so that u = π_θ / π_p is always 1 and bounds on it bound nothing."""
-    proximal_is_behavior: bool = False
-    """True if π_p is π_b, so that w = π_p / π_b is always 1 and bounds on it bound nothing."""
+    proximal_policy: Proximal = "recomputed"
+    """The kind of π_p. current: u = π_θ / π_p is always 1, so that bounds on u have no effect. behavior: w = π_p / π_b
+    is always 1, so that bounds on w have no effect."""
 
     @cached_property
     def log_ratios(self) -> torch.Tensor:

@@ -23,9 +23,9 @@ def geometric_mask(tokens: DrawnTokens, *, low: float = 0.99, high: float = 1.01
     untruncated token weights it is its seq-mask-tis.
     """
     check_interval(low=low, high=high)
-    logs = tokens.log_behavior_ratios if tokens.proximal_is_behavior else tokens.log_weights
-    log_means = tokens.sequence_means(logs)
-    return ((log_means.exp() >= low) & (log_means.exp() <= high))[tokens.sequences]
+    is_behavior = tokens.proximal_policy == "behavior"
+    means = tokens.sequence_means(tokens.log_behavior_ratios if is_behavior else tokens.log_weights).exp()
+    return ((means >= low) & (means <= high))[tokens.sequences]
 
 
 @bounded(delta=inf)
@@ -54,10 +54,9 @@ def opsm_mask(tokens: DrawnTokens, *, delta: float = 1e-4) -> torch.Tensor:
 
 @bounded(bound=inf)
 def m2po_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
-    """Leave out tokens with the largest (log ρ)², ρ = π_θ / π_b, among those that moved in the direction of their
+    """Leave out tokens with the largest (log ρ)², ρ = π_θ / π_b, among tokens that moved in the direction of their
     advantage: A > 0 and ρ > 1, or A < 0 and ρ < 1. The fewest tokens are left out that reduce the mean over the rest of
-    them to `bound` or below. All other tokens stay, regardless of their ratio. Tokens are ranked within the given
-    batch, so that each micro-batch is ranked separately.
+    them to `bound` or below. Each micro-batch is ranked separately.
 
     Source: M2PO, arXiv 2510.01161, Algorithm 1. The authors' code (Infini-AI-Lab/M2PO) selects the same tokens. It
     clips their ratios at the resulting bound where the paper masks them. `second_moment_mask` ranks all tokens.
@@ -73,8 +72,7 @@ def m2po_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
 @bounded(bound=inf)
 def second_moment_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
     """Leave out the tokens with the largest (log ρ)², ρ = π_θ / π_b, in either direction. The fewest tokens are left
-    out that reduce the mean over the remaining tokens to `bound` or below. Tokens are ranked within the given batch, so
-    that each micro-batch is ranked separately.
+    out that reduce the mean over the remaining tokens to `bound` or below. Each micro-batch is ranked separately.
 
     Source: AReaL's `m2_threshold`, under the name M2PO; `m2po_mask` is the paper's.
     """

@@ -152,7 +152,8 @@ def test_a_prompt_that_samples_have_in_common_is_fed_once():
     packed = pack_input(batch)
     drawn = batch.num_drawn
     assert packed.input_ids.shape[1] == drawn + 12 + 5 + 30 + 1
-    assert pack_input(batch, share_prompts=False).input_ids.shape[1] == drawn + 3 * 12 + 5 + 4 * 30 + 2
+    batch.groups = torch.arange(batch.num_sequences)
+    assert pack_input(batch).input_ids.shape[1] == drawn + 3 * 12 + 5 + 4 * 30 + 2
 
 
 @settings(max_examples=40)
@@ -163,7 +164,9 @@ def test_a_prompt_that_samples_have_in_common_is_fed_once():
 )
 def test_every_token_sees_its_own_sequence_in_order(shape, seed, share):
     batch = make_batch(seed, tuple(shape))
-    packed = pack_input(batch, share_prompts=share)
+    if not share:
+        batch.groups = torch.arange(batch.num_sequences)
+    packed = pack_input(batch)
     ids, positions = packed.input_ids[0], packed.position_ids[0]
     seen: dict[int, list[int]] = {}
     for bucket in packed.buckets:

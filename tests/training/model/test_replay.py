@@ -106,17 +106,15 @@ def test_replay_brings_the_trainer_closer_to_a_bf16_engine(make_engine, name, dt
     moved = (taken.stacked.sort(-1).values != routing.sort(-1).values).any(-1)[recorded]
     assert moved.any(), "no token takes another expert; the comparison would show nothing"
 
-    with TakenExperts(model) as taken, replay_routed_experts(model, routing) as replay:
+    with TakenExperts(model) as taken, replay_routed_experts(model, routing):
         replayed = errors_of(model, rollouts)
     assert torch.equal(taken.stacked[recorded], routing[recorded].long())
-    assert replay.num_replayed == moved.numel()
-    assert replay.num_changed > 0
     assert replayed.mean() < without.mean()
     assert replayed.max() < without.max()
     print(
         f"{name} trained in {dtype}: error of log π, mean (max), {without.mean():.3f} ({without.max():.2f}) without "
         f"replay, {replayed.mean():.3f} ({replayed.max():.2f}) with; of {moved.numel()} token-layer pairs "
-        f"{moved.sum()} would take other experts without, {replay.num_changed} of the routers with replay"
+        f"{moved.sum()} would take other experts without"
     )
 
 
@@ -127,12 +125,13 @@ def test_each_token_replays_the_weights_that_drew_it(make_engine):
     assert versions[0] != versions[-1]
     before = len(rollouts[0].prompt_token_ids) + int((versions == versions[0]).sum()) - 1
     routing = routed_experts_column(rollouts)
-    with TakenExperts(new) as taken, replay_routed_experts(new, routing) as replay, torch.no_grad():
+    with TakenExperts(new) as taken, replay_routed_experts(new, routing), torch.no_grad():
         logits_of(new, rows(rollouts))
     length = rows(rollouts).shape[1]
     recorded = routing.unflatten(0, (-1, length))
     assert torch.equal(taken.stacked.unflatten(0, (-1, length))[:, :-1], recorded[:, :-1].long())
-    assert replay.num_changed > 0
+    by_new = own_routing(new, rows(rollouts)).unflatten(0, (-1, length))
+    assert not torch.equal(by_new[:, :before], recorded[:, :before])
     by_old = own_routing(old, rows(rollouts)).unflatten(0, (-1, length))
     assert torch.equal(by_old[:, :before], recorded[:, :before])
     assert not torch.equal(by_old[:, before:-1], recorded[:, before:-1])
@@ -145,31 +144,26 @@ def test_replaying_a_models_own_choice_changes_no_bit(name):
     plain = logits_of(model, ids)
     plain.square().mean().backward()
     expected = gradients(model)
-    with replay_routed_experts(model, routing) as replay:
+    with replay_routed_experts(model, routing):
         replayed = logits_of(model, ids)
     replayed.square().mean().backward()  # without checkpointing the context may have ended
     assert torch.equal(plain, replayed)
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, expected[name], msg=name)
-    assert (replay.num_changed, replay.num_replayed) == (0, 40 * 3)
+    assert_same(gradients(model), expected)
 
 
 def test_rows_of_minus_one_are_left_to_the_router():
     model, ids = make_model("qwen3-moe"), random_ids()
     routing = random_routing()
     routing[5:], routing[2, 1] = -1, -1
-    with TakenExperts(model) as taken, replay_routed_experts(model, routing) as replay:
+    with TakenExperts(model) as taken, replay_routed_experts(model, routing):
         logits = logits_of(model, ids)
     assert torch.equal(taken.stacked[routing >= 0], routing[routing >= 0].long())
-    assert replay.num_replayed == 5 * 3 - 1
     own = taken.stacked.short()
-    with replay_routed_experts(model, own) as replay:
+    with replay_routed_experts(model, own):
         assert torch.equal(logits, logits_of(model, ids))
-    assert replay.num_replayed == NUM_TOKENS * 3
 
-    with replay_routed_experts(model, torch.full_like(routing, -1)) as replay:
+    with replay_routed_experts(model, torch.full_like(routing, -1)):
         assert torch.equal(logits_of(model, ids), logits_of(make_model("qwen3-moe"), ids))
-    assert (replay.num_replayed, replay.num_changed) == (0, 0)
 
 
 def qwen3_moe_block(block: nn.Module, x_TH: torch.Tensor, experts_Tk: torch.Tensor) -> torch.Tensor:
@@ -207,10 +201,20 @@ def test_the_gate_learns_at_the_recorded_experts(normalised):
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
+def replaying_routers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if name.endswith("gate") and "forward" in vars(module)]
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
 def replayed_gradients(model: nn.Module, routing: torch.Tensor) -> dict[str, torch.Tensor]:
-    with replay_routed_experts(model, routing) as replay:
+    with TakenExperts(model) as taken, replay_routed_experts(model, routing):
         logits_of(model, random_ids()).square().mean().backward()
-    assert replay.num_replayed == routing.shape[0] * routing.shape[1]
+    assert torch.equal(taken.stacked, routing.long())
     return gradients(model)
 
 
@@ -222,44 +226,75 @@ def test_checkpointing_recomputes_with_the_replay(name, reentrant):
     expected = replayed_gradients(model, routing)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    with replay_routed_experts(model, routing) as replay:
-        loss = logits_of(model, random_ids()).square().mean()
-        changed = replay.num_changed
-        loss.backward()
-        assert replay.num_changed == changed  # the second run of the routers is not another one
-    found = gradients(model)
-    assert found.keys() == expected.keys()
-    for key, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[key], msg=key)
+    with replay_routed_experts(model, routing):
+        logits_of(model, random_ids()).square().mean().backward()
+    assert_same(gradients(model), expected)
 
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_backward_of_a_checkpointed_model_after_the_replay_is_refused(reentrant, inner):
+def test_backward_of_a_checkpointed_model_after_the_replay_replays_too(reentrant, inner):
+    def loss(model: nn.Module) -> torch.Tensor:
+        if inner:  # as losses do that never build all logits
+            return model.model(input_ids=random_ids(), use_cache=False).last_hidden_state.square().mean()
+        return logits_of(model, random_ids()).square().mean()
+
     model = make_model("qwen3-moe").train()
+    with replay_routed_experts(model, random_routing()):
+        loss(model).backward()
+    expected = gradients(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    with replay_routed_experts(model, random_routing()):
-        if inner:  # as losses do that never build all logits
-            loss = model.model(input_ids=random_ids(), use_cache=False).last_hidden_state.square().mean()
-        else:
-            loss = logits_of(model, random_ids()).square().mean()
-    with pytest.raises(RoutedExpertsError, match="call backward within the context"):
-        loss.backward()
+    with replay_routed_experts(model, random_routing().roll(1, 0)):
+        loss(model)
+        with replay_routed_experts(model, random_routing()):
+            found = loss(model)
+    found.backward()
+    assert_same(gradients(model), expected)
+    assert not replaying_routers(model)
 
 
-@pytest.mark.parametrize(
-    ("reentrant", "error"), [(False, torch.utils.checkpoint.CheckpointError), (True, RoutedExpertsError)]
-)
-def test_backward_after_the_replay_is_refused_under_checkpointing_by_hand(reentrant, error):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_backward_after_the_replay_replays_under_checkpointing_by_hand(reentrant):
     model = make_model("qwen3-moe").train()
+    expected = replayed_gradients(model, random_routing())
     block = model.model.layers[1].mlp
     bare = block.forward
     block.forward = lambda x: checkpoint(bare, x, use_reentrant=reentrant)
     with replay_routed_experts(model, random_routing()):
         loss = logits_of(model, random_ids()).square().mean()
-    with pytest.raises(error):
-        loss.backward()
+    loss.backward()
+    assert_same(gradients(model), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_one_backward_through_two_passes_replays_each(reentrant):
+    model, routings = make_model("qwen3-moe").train(), (random_routing(), random_routing().roll(1, 0))
+    parts = [replayed_gradients(model, routing) for routing in routings]
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    losses = []
+    for routing in routings:
+        with replay_routed_experts(model, routing):
+            losses.append(logits_of(model, random_ids()).square().mean())
+    sum(losses).backward()
+    assert_same(gradients(model), {name: parts[0][name] + parts[1][name] for name in parts[0]})
+    assert not replaying_routers(model)
+
+
+def test_a_backward_that_failed_leaves_no_replay_to_the_next_loss():
+    model = make_model("qwen3-moe").train()
+    expected = replayed_gradients(model, random_routing())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with replay_routed_experts(model, random_routing().roll(1, 0)):
+        hidden = model.model(input_ids=random_ids(), use_cache=False, output_hidden_states=True)
+    hidden.hidden_states[0].register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hidden.last_hidden_state.square().mean().backward()
+    gradients(model)
+    model.gradient_checkpointing_disable()
+    assert_same(replayed_gradients(model, random_routing()), expected)
+    assert not replaying_routers(model)
 
 
 def test_a_pass_without_gradient_under_checkpointing_needs_no_backward():
@@ -284,10 +319,9 @@ def test_a_pass_without_gradient_under_checkpointing_needs_no_backward():
 def test_a_model_wrapped_by_peft_replays(config, trains_gates):
     model = get_peft_model(make_model("qwen3-moe"), LoraConfig(r=4, init_lora_weights=False, **config))
     routing = random_routing()
-    with TakenExperts(model) as taken, replay_routed_experts(model, routing) as replay:
+    with TakenExperts(model) as taken, replay_routed_experts(model, routing):
         logits_of(model, random_ids()).square().mean().backward()
     assert torch.equal(taken.stacked, routing.long())
-    assert replay.num_replayed == routing.shape[0] * 3
     found = gradients(model)
     assert all(gradient.abs().max() > 0 for gradient in found.values())
     assert any(".mlp.gate." in name for name in found) == trains_gates
@@ -312,14 +346,11 @@ def test_replay_leaves_the_model_as_it_was():
 def test_of_nested_replays_the_innermost_counts():
     model, ids = make_model("qwen3-moe"), random_ids()
     state, inner_routing = state_of(model), random_routing().roll(1, 0)
-    with replay_routed_experts(model, random_routing()) as outer:
+    with replay_routed_experts(model, random_routing()):
         before = logits_of(model, ids)
-        num_changed = outer.num_changed
-        with replay_routed_experts(model, inner_routing) as inner, TakenExperts(model) as taken:
+        with replay_routed_experts(model, inner_routing), TakenExperts(model) as taken:
             logits_of(model, ids)
         assert torch.equal(taken.stacked, inner_routing.long())
-        assert inner.num_changed > 0
-        assert outer.num_changed == num_changed
         assert torch.equal(logits_of(model, ids), before)
     assert state_of(model) == state
 
@@ -355,18 +386,16 @@ def test_routers_of_other_families(name):
     model = nn.Sequential(router)
     routing = random_routing(num_layers=1)
     logits, own_weights, own = model(x)
-    with replay_routed_experts(model, routing) as replay:
+    with replay_routed_experts(model, routing):
         _, weights, indices = model(x)
-    changed = (own.sort(-1).values != routing[:, 0].long().sort(-1).values).any(-1)
-    assert replay.num_changed == changed.sum() > 0
+    assert (own.sort(-1).values != routing[:, 0].long().sort(-1).values).any()
     assert torch.equal(indices, routing[:, 0].long())
     # Between the weights of a token's experts are those of the scores, also outside of the groups chosen now.
     scores = logits.sigmoid() if "v3" in name or "glm" in name else logits.softmax(-1)
     chosen = scores.gather(-1, indices)
     torch.testing.assert_close(weights[:, 0] / weights[:, 1], chosen[:, 0] / chosen[:, 1])
-    with replay_routed_experts(model, own[:, None].short()) as replay:
+    with replay_routed_experts(model, own[:, None].short()):
         assert torch.equal(model(x)[1], own_weights)
-    assert replay.num_changed == 0
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

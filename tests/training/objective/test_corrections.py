@@ -1,7 +1,7 @@
 """Corrections, surrogates, trust regions, aggregations and KL estimates are their formulas (plain_objectives.py)."""
 
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from math import inf
 
 import plain_objectives as plain
@@ -11,7 +11,7 @@ from loss_batches import TRAINER_VERSION, Case, make_case
 from plain_objectives import PLAIN_PRESETS, Plain, Sequence, Token
 
 from inflight.training.objective import corrections, surrogates, trust_regions
-from inflight.training.objective.aggregation import StepTotals, token_weights
+from inflight.training.objective.aggregation import token_weights
 from inflight.training.objective.kl import kl_estimate
 from inflight.training.objective.loss import loss_of_scores
 from inflight.training.objective.objective import PRESETS, Objective, loglinear_proximal
@@ -207,6 +207,11 @@ def test_the_loglinear_proximal_policy_is_one_version_older_than_the_trainers():
     assert torch.equal(ours[newest], batch.behavior_logprobs[drawn][newest])
 
 
+def is_counted(objective: Objective) -> bool:
+    """Return True if clipped tokens are counted: sapo alone has no bounds, and weakens all gradients smoothly."""
+    return getattr(objective.surrogate, "func", objective.surrogate) is not surrogates.sapo
+
+
 def compare(objective: Objective, expected: Plain, case: Case) -> LossStats:
     scores = case.scores()
     loss, stats = loss_of_scores(objective, case.batch, scores)
@@ -216,7 +221,7 @@ def compare(objective: Objective, expected: Plain, case: Case) -> LossStats:
     assert loss.item() == pytest.approx(result.loss, rel=1e-6, abs=1e-9)
     assert close(scores.logprobs.grad, flat(result.gradient), rel=2e-6)
     assert stats.loss == loss.item()
-    assert stats.num_clipped == (result.num_clipped if objective.clips == "hard" else None)
+    assert stats.num_clipped == (result.num_clipped if is_counted(objective) else None)
     if objective.entropy_weight:
         of_entropies = [
             -plain.aggregation_weight(expected.aggregation, sequences, case.batch.groups.tolist(), s, MAX_TOKENS)
@@ -236,16 +241,11 @@ def test_every_preset_has_a_restatement():
 def test_presets_are_their_formulas(name):
     for seed in SEEDS:
         stats = compare(PRESETS[name], PLAIN_PRESETS[name], make_case(seed, copies=6))
-        if PRESETS[name].clips == "hard":
+        if is_counted(PRESETS[name]):
             assert (stats.clipped == 0) if name == "none" else (0 < stats.clipped < 1)
 
 
-def test_sapo_alone_clips_softly():
-    assert [name for name, objective in PRESETS.items() if objective.clips != "hard"] == ["sapo"]
-    assert PRESETS["sapo"].clips == "soft"
-    assert Objective(surrogate=partial(surrogates.sapo, positive=2.0)).clips == "soft"
-    assert Objective(surrogate=lambda tokens: tokens.logprobs).clips == "unknown"
-    assert Objective(surrogate=wraps(surrogates.sapo)(lambda tokens: tokens.logprobs)).clips == "unknown"
+def test_meaningless_settings_of_sapo_are_refused():
     with pytest.raises(ValueError, match=r"positive and negative must be finite and above 0, got 1\.0 and -1"):
         Objective(surrogate=partial(surrogates.sapo, negative=-1))
     with pytest.raises(ValueError, match="sapo bounds π_θ / π_p, which is always 1"):
@@ -265,7 +265,6 @@ def test_the_gradient_of_sapo_fades_with_distance(advantage):
         advantages=torch.full((4,), advantage, dtype=torch.float64),
         sequences=torch.zeros(4, dtype=torch.int64),
         num_sequences=1,
-        proximal_is_current=False,
     )
     surrogates.sapo(tokens).sum().backward()
     weights = -tokens.logprobs.grad / advantage / log_ratios.exp()
@@ -389,7 +388,7 @@ def test_a_batch_in_which_no_advantage_differs_from_0_has_no_gradient(name):
     loss.backward()
     assert loss.item() == 0
     assert not scores.logprobs.grad.any()
-    assert stats.num_clipped == (0 if PRESETS[name].clips == "hard" else None)
+    assert stats.num_clipped == (0 if is_counted(PRESETS[name]) else None)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -403,7 +402,7 @@ def test_a_micro_batch_without_a_drawn_token_adds_nothing(name, aggregation):
     objective = replace(PRESETS[name], aggregation=aggregation, max_tokens=MAX_TOKENS, kl_weight=0.1)
     loss, stats = loss_of_scores(objective, empty, scores)
     loss.backward()
-    assert (loss.item(), stats.num_tokens, stats.clipped) == (0, 0, 0 if objective.clips == "hard" else None)
+    assert (loss.item(), stats.num_tokens, stats.clipped) == (0, 0, 0 if is_counted(objective) else None)
 
 
 def test_bounds_are_inside():
@@ -439,9 +438,9 @@ def test_a_ratio_of_exactly_one_keeps_its_gradient(room):
     ("make", "message"),
     [
         (lambda: surrogates.ppo_clip(make_case(0).tokens(), dual=1.0), "dual must be greater than 1, got 1.0"),
-        (lambda: kl_estimate("k4", torch.zeros(1), torch.zeros(1)), "unknown KL estimator 'k4'"),
-        (lambda: token_weights("mean", torch.ones(1), torch.zeros(1), totals()), "unknown aggregation 'mean'"),
-        (lambda: token_weights("constant", torch.ones(1), torch.zeros(1), totals()), "needs max_tokens"),
+        (lambda: Objective(kl="k4"), "unknown KL estimator 'k4'"),
+        (lambda: Objective(aggregation="mean"), "unknown aggregation 'mean'"),
+        (lambda: Objective(aggregation="constant"), "needs max_tokens"),
         (lambda: Objective(correction=corrections.token_mask), "nothing is left to correct.*proximal='current'"),
         (lambda: Objective(surrogate=surrogates.reinforce), "nothing corrects for tokens of older.*proximal='current'"),
         (lambda: Objective(proximal="old"), "unknown proximal policy 'old'"),
@@ -452,10 +451,6 @@ def test_a_ratio_of_exactly_one_keeps_its_gradient(room):
 def test_what_cannot_be_computed_is_said(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def totals() -> StepTotals:
-    return StepTotals(num_tokens=1, num_sequences=1, group_tokens=torch.ones(1, dtype=torch.int64))
 
 
 def without_column(name: str, preset: str) -> None:

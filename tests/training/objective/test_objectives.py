@@ -225,7 +225,7 @@ def test_a_geometric_mask_masks_where_the_clipped_ratio_is_the_whole_one():
     _, masked = loss_of_scores(Objective(trust_regions=(region,)), case.batch, case.scores())
     _, plain = loss_of_scores(Objective(), case.batch, case.scores())
     assert masked.num_clipped > plain.num_clipped
-    behavior = replace(case.tokens(), proximal=case.tokens().behavior, proximal_is_behavior=True)
+    behavior = replace(case.tokens(), proximal=case.tokens().behavior, proximal_policy="behavior")
     current = replace(case.tokens(), proximal=case.logprobs)
     assert torch.equal(region(behavior), region(current))
     assert 0 < region(behavior).sum() < len(case.logprobs)
