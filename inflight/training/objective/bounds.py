@@ -2,14 +2,15 @@
 
 The attribute `open_form` of a function is the same function without its bounds. A token is clipped if its gradient
 differs from the gradient of the open form. `bounded` and `unbounded` set that attribute; a callable object can define a
-method with this name instead. Without a declaration the clipped tokens of a function are unknown.
+method with this name instead. `soft` marks functions without bounds that weaken gradients smoothly. Without any
+declaration the clipped tokens of a function are unknown.
 """
 
 from collections.abc import Callable
 from functools import partial
 from math import inf
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -19,7 +20,8 @@ TokenFunction = Callable[[DrawnTokens], torch.Tensor]
 """A part of an objective: it takes n drawn tokens and returns f[n], or bool[n] if it is a trust region."""
 
 F = TypeVar("F", bound=Callable[..., torch.Tensor])
-_OPEN_FORM = "open_form"
+Clips = Literal["hard", "soft", "unknown"]
+_OPEN_FORM, _SOFT = "open_form", "clips_softly"
 
 
 def bounded(**wide: Any) -> Callable[[F], F]:
@@ -28,7 +30,8 @@ def bounded(**wide: Any) -> Callable[[F], F]:
         @bounded(cap=inf, floor=0.0)
         def token_truncate(tokens, *, cap=2.0, floor=0.0): ...
 
-    The arguments must be passed by name.
+    The arguments must be passed by name. `Objective` calls functions that declare their bounds once without any tokens,
+    so that meaningless bounds are refused when it is made.
     """
 
     def declare(function: F) -> F:
@@ -45,6 +48,21 @@ def unbounded(function: F) -> F:
     """Declare that a function has no bounds: none of its results is counted as clipped."""
     setattr(function, _OPEN_FORM, function)
     return function
+
+
+def soft(function: F) -> F:
+    """Declare that a function weakens the gradients of all tokens smoothly: no token is counted as clipped."""
+    setattr(function, _SOFT, function)
+    return function
+
+
+def clips(function: Callable[..., torch.Tensor]) -> Clips:
+    """Return the kind of clipping of a function: "hard" at declared bounds, "soft", or "unknown"."""
+    if open_form(function) is not None:
+        return "hard"
+    while isinstance(function, partial | MethodType):
+        function = function.func if isinstance(function, partial) else function.__func__
+    return "soft" if getattr(function, _SOFT, None) is function else "unknown"  # functools.wraps copies the attribute.
 
 
 def open_form(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor] | None:

@@ -16,7 +16,7 @@ from inflight.core.by_name import resolve_by_name
 from inflight.training.objective import corrections, surrogates
 from inflight.training.objective import trust_regions as regions
 from inflight.training.objective.aggregation import Aggregation
-from inflight.training.objective.bounds import TokenFunction, open_form
+from inflight.training.objective.bounds import Clips, TokenFunction, clips, open_form
 from inflight.training.objective.kl import KLEstimator
 from inflight.training.objective.tokens import DrawnTokens, Proximal
 
@@ -29,8 +29,8 @@ class Objective:
     `Objective()` is "ppo_clip", the default: the clipped ratio to the policy that drew each token. Weights of tokens
     instead of a clipped ratio: surrogate=reinforce, proximal="current" and a correction.
 
-    Each function is called once without tokens. Raises ValueError for meaningless settings: bounds without a value
-    between them, clipping that never clips, names that do not exist.
+    Raises ValueError for meaningless settings: bounds without a value between them, clipping that never clips, names
+    that do not exist. `LossStats.clipped` is None unless `clips` is "hard".
     """
 
     correction: TokenFunction = corrections.token_truncate
@@ -64,9 +64,10 @@ class Objective:
         columns = {"logprobs": none, "behavior": none, "proximal": none, "advantages": none, "sequences": where}
         nothing = DrawnTokens(**columns, num_sequences=0, proximal_policy=self.proximal)
         for function in (self.correction, self.surrogate, *self.trust_regions):
-            for form in (function, open_form(function)):
-                if form is not None:
-                    form(nothing)  # It raises if the arguments are meaningless.
+            if clips(function) != "unknown":  # The call raises if the arguments are meaningless.
+                function(nothing)
+            if (form := open_form(function)) is not None:
+                form(nothing)
         for what, name, names in (
             ("aggregation", self.aggregation, get_args(Aggregation)),
             ("KL estimator", self.kl, get_args(KLEstimator)),
@@ -100,6 +101,14 @@ class Objective:
             )
         if not isfinite(self.entropy_weight):
             raise ValueError(f"entropy_weight must be finite, got {self.entropy_weight}")
+
+    @property
+    def clips(self) -> Clips:
+        """Kind of clipping of correction and surrogate. hard: both declare their bounds (`bounds.bounded`), so that
+        clipped tokens are counted. soft: one of them weakens the gradients of all tokens (`bounds.soft`). unknown: one
+        of them declares neither."""
+        kinds = {clips(self.correction), clips(self.surrogate)}
+        return next(kind for kind in ("unknown", "soft", "hard") if kind in kinds)
 
     @property
     def is_about_rewards_alone(self) -> bool:

@@ -109,8 +109,8 @@ class LossStats:
     """Ratios of the tokens that older weights drew: older versions, and the last version if the trainer has taken
     optimizer steps since its publish."""
     num_clipped: int | None
-    """Tokens with an advantage that were truncated, clipped or left out. None if the correction or the surrogate does
-    not declare its bounds (`bounds.bounded`), or has none but weakens gradients smoothly (`sapo`)."""
+    """Tokens with an advantage that were truncated, clipped or left out. None if the objective clips softly,
+    or does not declare how it clips (`Objective.clips`)."""
     sum_entropy: float | None = None
     """None without an entropy bonus. `score_tokens(entropy=True)` returns entropies in any case."""
     sum_reference_kl: float | None = None

@@ -9,7 +9,7 @@ from math import inf
 
 import torch
 
-from inflight.training.objective.bounds import bounded, check_interval, unbounded
+from inflight.training.objective.bounds import bounded, check_interval, soft, unbounded
 from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 
 
@@ -48,6 +48,7 @@ def cispo(tokens: DrawnTokens, *, cap: float = 5.0, floor: float = 0.0) -> torch
     return -exp_ratio(tokens.log_ratios.detach()).clamp(floor, cap) * tokens.advantages * tokens.logprobs
 
 
+@soft
 def sapo(tokens: DrawnTokens, *, positive: float = 1.0, negative: float = 1.05) -> torch.Tensor:
     """Return −(4 / τ) σ(τ (u − 1)) A, where τ is `positive` for A > 0 and `negative` otherwise: the gradient of a token
     fades smoothly with the distance of u from 1. At u = 1 it equals the gradient of −u A.

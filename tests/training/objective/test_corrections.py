@@ -1,7 +1,7 @@
 """Corrections, surrogates, trust regions, aggregations and KL estimates are their formulas (plain_objectives.py)."""
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from math import inf
 
 import plain_objectives as plain
@@ -207,11 +207,6 @@ def test_the_loglinear_proximal_policy_is_one_version_older_than_the_trainers():
     assert torch.equal(ours[newest], batch.behavior_logprobs[drawn][newest])
 
 
-def is_counted(objective: Objective) -> bool:
-    """Return True if clipped tokens are counted: sapo alone has no bounds, and weakens all gradients smoothly."""
-    return getattr(objective.surrogate, "func", objective.surrogate) is not surrogates.sapo
-
-
 def compare(objective: Objective, expected: Plain, case: Case) -> LossStats:
     scores = case.scores()
     loss, stats = loss_of_scores(objective, case.batch, scores)
@@ -221,7 +216,7 @@ def compare(objective: Objective, expected: Plain, case: Case) -> LossStats:
     assert loss.item() == pytest.approx(result.loss, rel=1e-6, abs=1e-9)
     assert close(scores.logprobs.grad, flat(result.gradient), rel=2e-6)
     assert stats.loss == loss.item()
-    assert stats.num_clipped == (result.num_clipped if is_counted(objective) else None)
+    assert stats.num_clipped == (result.num_clipped if objective.clips == "hard" else None)
     if objective.entropy_weight:
         of_entropies = [
             -plain.aggregation_weight(expected.aggregation, sequences, case.batch.groups.tolist(), s, MAX_TOKENS)
@@ -241,11 +236,16 @@ def test_every_preset_has_a_restatement():
 def test_presets_are_their_formulas(name):
     for seed in SEEDS:
         stats = compare(PRESETS[name], PLAIN_PRESETS[name], make_case(seed, copies=6))
-        if is_counted(PRESETS[name]):
+        if PRESETS[name].clips == "hard":
             assert (stats.clipped == 0) if name == "none" else (0 < stats.clipped < 1)
 
 
-def test_meaningless_settings_of_sapo_are_refused():
+def test_sapo_alone_clips_softly():
+    assert [name for name, objective in PRESETS.items() if objective.clips != "hard"] == ["sapo"]
+    assert PRESETS["sapo"].clips == "soft"
+    assert Objective(surrogate=partial(surrogates.sapo, positive=2.0)).clips == "soft"
+    assert Objective(surrogate=lambda tokens: tokens.logprobs).clips == "unknown"
+    assert Objective(surrogate=wraps(surrogates.sapo)(lambda tokens: tokens.logprobs)).clips == "unknown"
     with pytest.raises(ValueError, match=r"positive and negative must be finite and above 0, got 1\.0 and -1"):
         Objective(surrogate=partial(surrogates.sapo, negative=-1))
     with pytest.raises(ValueError, match="sapo bounds π_θ / π_p, which is always 1"):
@@ -388,7 +388,7 @@ def test_a_batch_in_which_no_advantage_differs_from_0_has_no_gradient(name):
     loss.backward()
     assert loss.item() == 0
     assert not scores.logprobs.grad.any()
-    assert stats.num_clipped == (0 if is_counted(PRESETS[name]) else None)
+    assert stats.num_clipped == (0 if PRESETS[name].clips == "hard" else None)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -402,7 +402,7 @@ def test_a_micro_batch_without_a_drawn_token_adds_nothing(name, aggregation):
     objective = replace(PRESETS[name], aggregation=aggregation, max_tokens=MAX_TOKENS, kl_weight=0.1)
     loss, stats = loss_of_scores(objective, empty, scores)
     loss.backward()
-    assert (loss.item(), stats.num_tokens, stats.clipped) == (0, 0, 0 if is_counted(objective) else None)
+    assert (loss.item(), stats.num_tokens, stats.clipped) == (0, 0, 0 if objective.clips == "hard" else None)
 
 
 def test_bounds_are_inside():
