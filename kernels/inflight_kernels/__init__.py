@@ -3,6 +3,7 @@
 Importing this package needs no GPU, no Triton and no compiler.
 """
 
+from inflight_kernels._norm import Norm
 from inflight_kernels.attention import paged_attention
 from inflight_kernels.copy import BlockCopies, ScaledCopies, copy_all
 from inflight_kernels.linear_logprob import linear_logprobs, linear_logprobs_reference
@@ -11,7 +12,7 @@ from inflight_kernels.page_lists import list_pages
 from inflight_kernels.rotary import rope_and_cache
 from inflight_kernels.sampling import draw, uniforms
 from inflight_kernels.selective_logprob import selective_logprobs, selective_logprobs_reference
-from inflight_kernels.tokenwise import Norm, add_rms_norm, gated_activation, linear, rms_norm, unrounded_linear
+from inflight_kernels.tokenwise import add_rms_norm, gated_activation, linear, rms_norm, unrounded_linear
 
 __all__ = [
     "BlockCopies",

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inflight_kernels._norm import Norm
 from inflight_kernels._tokenwise_triton import weigh
-from inflight_kernels.tokenwise import Norm
 
 next_power_of_2: Any = triton.next_power_of_2  # of an int or a constant of a kernel
 

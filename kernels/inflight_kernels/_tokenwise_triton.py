@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inflight_kernels.tokenwise import Norm
+from inflight_kernels._norm import Norm
 
 BLOCK: Any = 1024
 

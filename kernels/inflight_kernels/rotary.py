@@ -9,8 +9,9 @@ T tokens, Hq query heads, Hk KV heads, D head dimension, R of them rotated, P po
 import torch
 
 from inflight_kernels import _cpu
+from inflight_kernels._norm import Norm
 from inflight_kernels.attention import is_layout_for_cpu
-from inflight_kernels.tokenwise import Norm, rms_norm_reference
+from inflight_kernels.tokenwise import rms_norm_reference
 
 
 def rope_and_cache(

@@ -8,26 +8,15 @@ Transformers.
 T tokens, I intermediate, D hidden.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from inflight_kernels import _cpu
+from inflight_kernels._norm import Norm
 
 Activation = Literal["silu", "gelu_tanh"]
-
-
-class Norm(NamedTuple):
-    """The parameters of an RMSNorm."""
-
-    weight: torch.Tensor
-    """[D] of any float dtype."""
-    eps: float
-    offset: float = 0.0
-    """1 in Gemma, 0 in OLMo 2 and gpt-oss."""
-    cast_first: bool = True
-    """True if n is rounded to the dtype of x before the product too, as in Llama and Qwen."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
