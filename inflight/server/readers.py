@@ -120,7 +120,8 @@ class Reader:
         for event in self._regions.feed(text) + (self._regions.finalize()[1] if last else []):
             self._add(event)
         calls = self._calls() if last and self._before is not None else []
-        if last and not calls and (self._before is not None or not (self._reasoning or self._content)):
+        is_lost = self._trim and not (self._reasoning or self._content)  # No region of the template has opened.
+        if last and not calls and (self._before is not None or is_lost):
             self._content = self._without_calls() or self._text
         reasoning, content = self._reasoning.strip(), self._content
         if not last or (calls and not self._trim):
