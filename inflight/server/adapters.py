@@ -4,8 +4,8 @@ import asyncio
 from dataclasses import dataclass
 
 from inflight.server.engine import ServedEngine
-from inflight.server.errors import ApiError
 from inflight.server.options import PLACE
+from inflight.server.responses import ApiError
 from inflight.server.updates import Updates
 
 
@@ -16,7 +16,8 @@ class Adapter:
     name: str
     path: str
     place: str
-    """Name of its slot in the engine, one of the adapter names that the engine was launched with."""
+    """Name of its slot in the engine, one of the adapter names that the engine was launched with. Empty: the weights
+    alone."""
     version: int = 0
     """Weight version that loaded it."""
     num_using: int = 0

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from inflight.core.rollout import Rollout, SamplingMask
-from inflight.server.errors import ApiError
+from inflight.server.responses import ApiError
 from inflight.server.text import TextDecoder
 
+Name = Callable[[int], str]
+"""Returns the text of a token, or its id as text."""
 _LEAST_LOGPROB = -9999.0
 """Number that vLLM writes for −inf, since JSON has no −inf."""
 _FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "": None}
@@ -31,16 +33,8 @@ def finish_reason(reason: str) -> str | None:
     return _FINISH_REASONS[reason]
 
 
-def usage(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Count the tokens of whole samples. A prompt counts once for all its samples."""
-    firsts = [rollout for rollout in rollouts if rollout.sample == 0]
-    drawn = sum(len(rollout.token_ids) for rollout in rollouts)
-    cached = sum(rollout.prefix_tokens for rollout in firsts)
-    return usage_of(sum(len(rollout.prompt_token_ids) for rollout in firsts), drawn, cached)
-
-
-def usage_of(prompt_tokens: int, drawn: int, cached: int = 0) -> dict[str, Any]:
-    """Return the `usage` object."""
+def usage(prompt_tokens: int, drawn: int, cached: int) -> dict[str, Any]:
+    """Return the `usage` object. A prompt counts once for all its samples."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": drawn,
@@ -59,10 +53,9 @@ def version_spans(versions: Sequence[int], labels: Mapping[int, str]) -> list[di
     return spans
 
 
-def completion_logprobs(rollout: Rollout, decoder: TextDecoder, *, as_ids: bool, offset: int) -> dict[str, Any]:
+def completion_logprobs(rollout: Rollout, name: Name, *, offset: int) -> dict[str, list[Any]]:
     """Return the `logprobs` object of /v1/completions: the requested most likely tokens, and always the drawn token.
     offset: number of characters before these tokens."""
-    name = token_id_name if as_ids else decoder.token
     return _named_logprobs(rollout.token_ids, _finite(rollout.logprobs.tolist()), _tops(rollout), name, offset)
 
 
@@ -87,7 +80,7 @@ def prompt_logprobs(rollout: Rollout, decoder: TextDecoder, top: int) -> list[di
     return told
 
 
-def echoed_logprobs(rollout: Rollout, decoder: TextDecoder, top: int, *, as_ids: bool) -> dict[str, list[Any]]:
+def echoed_logprobs(rollout: Rollout, name: Name, top: int) -> dict[str, list[Any]]:
     """Return the object of `completion_logprobs` for prompt tokens. The entry of the first token is None. So are all
     entries if the sample was cancelled before its prompt was computed."""
     logprobs: list[float | None] = [None] * len(rollout.prompt_token_ids)
@@ -95,14 +88,14 @@ def echoed_logprobs(rollout: Rollout, decoder: TextDecoder, top: int, *, as_ids:
     if (scores := rollout.prompt_scores) is not None:
         logprobs[1:] = _finite(scores.logprobs.tolist())
         tops[1:] = [likeliest[:top] for likeliest in _rows(scores.top_token_ids, scores.top_logprobs)]
-    return _named_logprobs(rollout.prompt_token_ids, logprobs, tops, token_id_name if as_ids else decoder.token, 0)
+    return _named_logprobs(rollout.prompt_token_ids, logprobs, tops, name, 0)
 
 
 def _named_logprobs(
     token_ids: np.ndarray,
     logprobs: list[float] | list[float | None],
     tops: Iterable[list[tuple[int, float]]],
-    name: Callable[[int], str],
+    name: Name,
     offset: int,
 ) -> dict[str, list[Any]]:
     tokens = [name(i) for i in token_ids.tolist()]
@@ -114,12 +107,12 @@ def _named_logprobs(
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets}
 
 
-def chat_logprobs(rollout: Rollout, decoder: TextDecoder, *, as_ids: bool) -> dict[str, Any]:
+def chat_logprobs(rollout: Rollout, name: Name) -> dict[str, Any]:
     """Return the `logprobs` object of /v1/chat/completions. Each entry has the id of the token, and its text or
     name."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        token = token_id_name(token_id) if as_ids else decoder.token(token_id)
+        token = name(token_id)
         return {"token": token, "token_id": token_id, "logprob": logprob, "bytes": list(token.encode())}
 
     drawn = zip(rollout.token_ids.tolist(), _finite(rollout.logprobs.tolist()), _tops(rollout), strict=True)

@@ -1,10 +1,12 @@
 """The application: the endpoint of each path, and its access check."""
 
+import ipaddress
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from enum import Enum
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,10 +16,8 @@ from starlette.routing import Route
 
 from inflight.core.messages import shorten
 from inflight.core.version import __version__
-from inflight.server import control, dialects, models, serving
-from inflight.server.bodies import always
-from inflight.server.connections import is_loopback
-from inflight.server.errors import ApiError, as_api_error
+from inflight.server import control, models, serving
+from inflight.server.responses import ApiError, always, as_api_error
 from inflight.server.served import Endpoint, Served
 
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
@@ -56,9 +56,38 @@ ENDPOINTS: Mapping[Access, Mapping[str, Endpoint]] = {
         "GET /weight_info": control.weight_info,
         "GET /is_paused": control.is_paused,
         "GET /is_sleeping": control.is_sleeping,
-        **dialects.DRAWING,
+        "POST /skyrl/v1/generate": partial(serving.generate, experts_as_lists=True),
     },
-    Access.CONTROL: {**control.ENDPOINTS, **dialects.STEERING, **dialects.REFUSED},
+    Access.CONTROL: {
+        "POST /pause": control.pause,
+        "POST /resume": control.resume,
+        "POST /abort_requests": control.abort_requests,
+        "POST /sleep": control.sleep,
+        "POST /wake_up": control.wake_up,
+        # A cached prefix serves only the weights that computed it.
+        "POST /reset_prefix_cache": always({"success": True}),
+        "POST /init_weight_transfer_engine": control.init_weight_transfer,
+        "POST /shutdown_weight_transfer_engine": control.shut_down_transfer,
+        "POST /start_weight_update": control.start_update,
+        "POST /update_weights": control.update_weights,
+        "POST /finish_weight_update": control.finish_update,
+        "POST /update_weight_version": control.update_version,
+        "POST /weight_checker": control.weight_checker,
+        "POST /v1/load_lora_adapter": control.load_adapter,
+        "POST /v1/unload_lora_adapter": control.unload_adapter,
+        "POST /areal_pause_generation": control.pause,
+        "POST /areal_continue_generation": control.resume,
+        "POST /areal_update_weights": control.update_weights,
+        # vLLM refuses a second adapter of one name. prime-rl and SkyRL replace the first.
+        "POST /load_lora_adapter": partial(control.load_adapter, replace=True),
+        "POST /unload_lora_adapter": control.unload_adapter,
+        "POST /skyrl/v1/load_lora_adapter": partial(control.load_adapter, replace=True),
+        # AReaL's and SkyRL's own ways to send tensors over NCCL.
+        "POST /collective_rpc": control.refuse,
+        "POST /areal_init_weights_update_group": control.refuse,
+        "POST /areal_set_update_weight_meta{lora:path}": control.refuse,
+        "POST /areal_update_weights_{way:path}": control.refuse,
+    },
 }
 """Maps methods and paths to their endpoints."""
 
@@ -90,11 +119,8 @@ def make_app(served: Served) -> Starlette:
 
 def _guarded(served: Served, path: str, endpoint: Endpoint, access: Access) -> Callable[[Request], Awaitable[Response]]:
     async def guarded(request: Request) -> Response:
-        began_s, reason, most = time.monotonic(), "", served.connections.most
-        is_crowded = served.connections.num_open > most
+        began_s, reason = time.monotonic(), ""
         try:
-            if is_crowded:
-                raise ApiError(503, f"the server has {most} connections, as many as it takes; come back later")
             _check_access(served, request, access)
             response = await endpoint(served, request)
         except ClientDisconnect:
@@ -103,8 +129,6 @@ def _guarded(served: Served, path: str, endpoint: Endpoint, access: Access) -> C
         except Exception as error:
             told = as_api_error(error, f"a request for {path}")
             response, reason = told.response(), told.message
-        if is_crowded:
-            response.headers["Connection"] = "close"
         _log(served, request, path, response.status_code, time.monotonic() - began_s, reason)
         served.metrics.requests.labels(path, response.status_code).inc()
         return response
@@ -137,4 +161,8 @@ def _is_local(request: Request) -> bool:
     """Return whether a request is from a program on this machine that does not forward it."""
     if request.client is None or any(name in request.headers for name in _FORWARDED):
         return False
-    return is_loopback(request.client.host)
+    try:
+        address = ipaddress.ip_address(request.client.host.partition("%")[0])
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -14,8 +14,8 @@ import torch
 
 from inflight.core.errors import BroadcastError, InvalidRequestError
 from inflight.server.engine import ServedEngine
-from inflight.server.errors import ApiError
 from inflight.server.requests import read_fields
+from inflight.server.responses import ApiError
 from inflight.server.updates import Updates
 from inflight.weights.cuda_ipc import number_of
 from inflight.weights.nccl.group import NcclGroup, TensorList

@@ -7,18 +7,17 @@ live.
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight.server.bodies import always, answer
-from inflight.server.errors import ApiError, as_api_error
-from inflight.server.requests import read_body, read_fields
-from inflight.server.served import Endpoint, Served
+from inflight.server.requests import read_body, read_fields, read_request
+from inflight.server.responses import ApiError, answer, as_api_error
+from inflight.server.served import Served
 from inflight.weights.nccl.library import why_not
 from inflight.weights.nccl.rendezvous import Rendezvous
 
@@ -32,26 +31,20 @@ _OTHER_WAYS = (
     "directory (POST /v1/load_lora_adapter), or publish from the trainer's own process (engine.publisher(model) beside "
     "engine.serve())"
 )
-NO_NCCL = f"no tensors come over NCCL here, where no trainer was met in vLLM's way; {_OTHER_WAYS}"
+_NO_NCCL = f"no tensors come over NCCL here, where no trainer was met in vLLM's way; {_OTHER_WAYS}"
 
 
 class _Pause(msgspec.Struct):
     mode: str | None = None
 
 
-class _InitInfo(msgspec.Struct):
+class _Update(msgspec.Struct):
     init_info: dict[str, Any] = {}
-
-
-class _Version(msgspec.Struct):
-    weight_version: str | None = None
-    """Name of the new version in spans."""
-
-
-class _Update(_Version):
     weight_dir: str | None = None
     model_path: str | None = None
     update_info: dict[str, Any] | None = None
+    weight_version: str | None = None
+    """Name of the new version in spans."""
 
 
 class _NewVersion(msgspec.Struct):
@@ -59,8 +52,7 @@ class _NewVersion(msgspec.Struct):
 
 
 class _Checker(msgspec.Struct):
-    action: Literal["checksum", "compare", "reset"]
-    baseline: dict[str, str] | None = None
+    action: str
 
 
 class _Abort(msgspec.Struct):
@@ -83,7 +75,7 @@ class _Load(_Unload):
 
 async def init_weight_transfer(served: Served, request: Request) -> Response:
     """Meet a trainer that sends tensors by NCCL, unless it sends directories."""
-    fields = await _fields(request, _InitInfo)
+    fields = await read_request(request, _Update, _MOST_BYTES)
     served.broadcasts.give_up()  # An earlier client did not finish its update.
     if not fields.init_info or fields.init_info.get("backend") == "directory":
         return _done("weights come from directories")
@@ -113,7 +105,7 @@ async def update_weights(served: Served, request: Request) -> Response:
     they can publish even if a client that began an update has ended. While tensors arrive, other updates wait until
     finish, or for two minutes without a message.
     """
-    fields = await _fields(request, _Update, _MOST_NAMES_BYTES)
+    fields = await read_request(request, _Update, _MOST_NAMES_BYTES)
     info = fields.update_info or {}
     if "names" in info and served.broadcasts.met:
         with _never_sent_again():
@@ -122,7 +114,7 @@ async def update_weights(served: Served, request: Request) -> Response:
     at_once = fields.weight_dir or fields.model_path
     directory = at_once or info.get("weight_dir") or info.get("path")
     if not isinstance(directory, str):
-        raise ApiError(501 if fields.update_info else 400, NO_NCCL, param="weight_dir")
+        raise ApiError(501 if fields.update_info else 400, _NO_NCCL, param="weight_dir")
     if not at_once and served.broadcasts.begun is not None:
         served.broadcasts.begun.directories.append(directory)
         return _done("noted; /finish_weight_update publishes it")
@@ -145,12 +137,12 @@ def _never_sent_again() -> Iterator[None]:
 
 async def finish_update(served: Served, request: Request) -> Response:
     """Publish the update that was begun."""
-    fields = await _fields(request, _Version)
+    fields = await read_request(request, _Update, _MOST_BYTES)
     update = served.broadcasts.take_begun()
     with _never_sent_again():
         are_tensors = await update.publish_tensors(fields.weight_version)
     if not are_tensors and not update.directories and fields.weight_version is not None:
-        served.updates.label(await _live_version(served), fields.weight_version)
+        served.updates.labels.note(await _live_version(served), fields.weight_version)
     for directory in update.directories:
         await served.updates.publish_directory(directory, fields.weight_version)
     return _done("the weights are live", **_version(served, await _live_version(served)))
@@ -158,9 +150,9 @@ async def finish_update(served: Served, request: Request) -> Response:
 
 async def update_version(served: Served, request: Request) -> Response:
     """Name the live version."""
-    fields = await _fields(request, _NewVersion)
+    fields = await read_request(request, _NewVersion, _MOST_BYTES)
     version = await _live_version(served)
-    served.updates.label(version, fields.new_version)
+    served.updates.labels.note(version, fields.new_version)
     return _done(f"version {version} is called {fields.new_version}", **_version(served, version))
 
 
@@ -170,22 +162,17 @@ async def weight_info(served: Served, request: Request) -> Response:
 
 
 async def weight_checker(served: Served, request: Request) -> Response:
-    """Run an action on the live weights. checksum: SHA-256 of every live tensor under its Hugging Face name. compare:
-    names of the tensors that differ from a baseline. reset: publish zeros, so that a compare after the next update
-    shows that it has arrived."""
-    fields = await _fields(request, _Checker, _MOST_NAMES_BYTES)
-    if fields.action == "reset":
-        return answer({"status": "reset", "version": await served.updates.publish_zeros()})
-    baseline = fields.baseline
-    if fields.action == "compare" and baseline is None:
-        raise ApiError(400, "compare needs a baseline: the checksums that this server told before", param="baseline")
+    """Return the SHA-256 of every live tensor under its Hugging Face name."""
+    fields = await read_request(request, _Checker, _MOST_BYTES)
+    if fields.action != "checksum":
+        raise ApiError(400, f'action must be "checksum", got {fields.action[:100]!r}', param="action")
     found = await asyncio.to_thread(served.engine.digests)
-    version = _version(served, found.version)
-    if fields.action == "checksum" or baseline is None:
-        return answer({"checksums": found.tensors, **version})
-    names = found.tensors.keys() | baseline.keys()
-    mismatches = sorted(name for name in names if found.tensors.get(name) != baseline.get(name))
-    return answer({"match": not mismatches, "mismatches": mismatches, **version})
+    return answer({"checksums": found.tensors, **_version(served, found.version)})
+
+
+async def refuse(served: Served, request: Request) -> Response:
+    """Refuse another way to send tensors, and name the ways that work."""
+    raise ApiError(501, _NO_NCCL)
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
@@ -193,7 +180,7 @@ async def weight_checker(served: Served, request: Request) -> Response:
 
 async def load_adapter(served: Served, request: Request, *, replace: bool = False) -> Response:
     """Load an adapter. An adapter of the same name is an error unless `load_inplace` or replace."""
-    fields = await _fields(request, _Load)
+    fields = await read_request(request, _Load, _MOST_BYTES)
     in_place = replace or bool(fields.load_inplace)
     adapter = await served.adapters.load(
         fields.lora_name, fields.lora_path, in_place=in_place, label=fields.weight_version
@@ -203,7 +190,7 @@ async def load_adapter(served: Served, request: Request, *, replace: bool = Fals
 
 async def unload_adapter(served: Served, request: Request) -> Response:
     """Unload an adapter. Its requests in progress continue."""
-    fields = await _fields(request, _Unload)
+    fields = await read_request(request, _Unload, _MOST_BYTES)
     served.adapters.unload(fields.lora_name)
     return _done(f"the adapter {fields.lora_name} is not loaded any more")
 
@@ -261,30 +248,9 @@ async def is_sleeping(served: Served, request: Request) -> Response:
 
 async def abort_requests(served: Served, request: Request) -> Response:
     """Cancel requests by their ids, or all. Their clients receive the tokens so far, with finish_reason "abort"."""
-    fields = await _fields(request, _Abort)
+    fields = await read_request(request, _Abort, _MOST_BYTES)
     ids = None if fields.abort_all or fields.request_ids is None else fields.request_ids
     return answer({"status": "aborted", "num_aborted": await served.abort(ids)})
-
-
-ENDPOINTS: Mapping[str, Endpoint] = {
-    "POST /pause": pause,
-    "POST /resume": resume,
-    "POST /abort_requests": abort_requests,
-    "POST /sleep": sleep,
-    "POST /wake_up": wake_up,
-    # A cached prefix serves only the weights that computed it.
-    "POST /reset_prefix_cache": always({"success": True}),
-    "POST /init_weight_transfer_engine": init_weight_transfer,
-    "POST /shutdown_weight_transfer_engine": shut_down_transfer,
-    "POST /start_weight_update": start_update,
-    "POST /update_weights": update_weights,
-    "POST /finish_weight_update": finish_update,
-    "POST /update_weight_version": update_version,
-    "POST /weight_checker": weight_checker,
-    "POST /v1/load_lora_adapter": load_adapter,
-    "POST /v1/unload_lora_adapter": unload_adapter,
-}
-"""Maps methods and paths to their endpoints."""
 
 
 async def _live_version(served: Served) -> int:
@@ -292,11 +258,7 @@ async def _live_version(served: Served) -> int:
 
 
 def _version(served: Served, version: int) -> dict[str, Any]:
-    return {"weight_version": served.updates.name_of(version), "version": version}
-
-
-async def _fields(request: Request, kind: type[Any], most_bytes: int = _MOST_BYTES) -> Any:
-    return read_fields(await read_body(request, most_bytes), kind)
+    return {"weight_version": served.updates.labels.of(version), "version": version}
 
 
 def _done(message: str, **more: Any) -> Response:

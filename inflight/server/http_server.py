@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import threading
@@ -17,6 +18,9 @@ from inflight.server.served import Served
 
 logger = logging.getLogger("inflight.server")
 
+OTHER_FILES = 512
+"""Open files of a process with a server, without its connections."""
+_FEWEST = 16
 _CHECK_S = 0.2
 _DRAIN_CHECK_S = 0.02
 _GRACE_S = 5
@@ -36,16 +40,16 @@ class HttpServer(HttpThread):
             logger.warning("whoever reaches port %d may change the weights: there is no token", options.port)
         listening = listening or listen(options.host, options.port)
         self._served = Served(engine, options)
-        connections = self._served.connections
-        if connections.most < options.max_connections:
-            logger.info("the server takes %d connections, because this process can open few files", connections.most)
+        most = most_connections(options.max_connections)
+        if most < options.max_connections:
+            logger.info("the server takes %d connections, because this process can open few files", most)
         super().__init__(
             listening,
             make_app(self._served),
             host=options.host,
             name="inflight-server",
             grace_s=_GRACE_S,
-            http=connections.protocol(),
+            limit_concurrency=most + 1,  # It counts the connection of the request.
             lifespan="on",
             log_level="error",  # Messages that are not HTTP could fill a log.
             proxy_headers=False,  # A header must not turn a client into a peer on the loopback.
@@ -53,41 +57,35 @@ class HttpServer(HttpThread):
             backlog=2048,
         )
 
-    @property
-    def running(self) -> bool:
-        """True until it is closed."""
-        return self._thread.is_alive()
-
     def close(self) -> None:
         """End the requests in progress and the server. Clients receive the tokens so far. Safe to call twice."""
         self._served.ending = True
-        if self._served.num_open and self._thread.is_alive():
-            self._abort()
+        if self._is_busy:
+            try:
+                asyncio.run_coroutine_threadsafe(self._served.abort(None), self._served.loop).result(_GRACE_S)
+            except (InflightError, RuntimeError, TimeoutError) as error:
+                logger.info("the requests in progress could not be cancelled: %s", error)
+            self._wait_until_answered(_GRACE_S)
         super().close()
 
     def drain(self, hurry: threading.Event | None = None) -> None:
         """Refuse new requests, and return when all others have ended, or after `drain_timeout_s`. hurry: is set to
         return earlier."""
         self._served.ending = True
+        self._wait_until_answered(self.options.drain_timeout_s, hurry)
+        if self._is_busy:
+            logger.warning("%d requests are cancelled, as the server ends", self._served.num_open)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._served.num_open > 0 and self._thread.is_alive()
+
+    def _wait_until_answered(self, most_s: float, hurry: threading.Event | None = None) -> None:
         wait = Wait()
-        while self._served.num_open and self._thread.is_alive():
-            if wait.waited_s > self.options.drain_timeout_s or (hurry is not None and hurry.is_set()):
-                logger.warning("%d requests are cancelled, as the server ends", self._served.num_open)
-                return
+        while self._is_busy and wait.waited_s <= most_s and not (hurry is not None and hurry.is_set()):
             time.sleep(_DRAIN_CHECK_S)
             wait.tick()
             wait.tell(f"the server ends once {self._served.num_open} requests are answered")
-
-    def _abort(self) -> None:
-        """Cancel the requests in progress. Replies end with the tokens so far. The engine might have ended already."""
-        try:
-            asyncio.run_coroutine_threadsafe(self._served.abort(None), self._served.loop).result(_GRACE_S)
-        except (InflightError, RuntimeError, TimeoutError) as error:
-            logger.info("the requests in progress could not be cancelled: %s", error)
-        wait = Wait()
-        while self._served.num_open and self._thread.is_alive() and wait.waited_s < _GRACE_S:
-            time.sleep(_DRAIN_CHECK_S)
-            wait.tick()
 
     def wait(self) -> None:
         """Return when it is closed, or after SIGTERM when the requests in progress have ended (`drain`). A second
@@ -102,3 +100,9 @@ class HttpServer(HttpThread):
                 self.drain(second)
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def most_connections(wanted: int) -> int:
+    """Return the number of connections that leaves the process files for other uses, at most `wanted`."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(_FEWEST, soft - OTHER_FILES))

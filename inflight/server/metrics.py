@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from inflight.core.errors import InflightError
 from inflight.core.messages import Status
@@ -30,15 +30,9 @@ class Metrics:
         self.answer_s = Histogram(
             "vllm:e2e_request_latency_seconds", "From request to last token.", buckets=_SECONDS, registry=registry
         )
-        self._gauges = {name: Gauge(name, text, registry=registry) for name, (text, _) in _GAUGES.items()}
         self._status: Status | None = None
-        """The engine's last answer. `collect` exports its counters."""
+        """The engine's last answer."""
         registry.register(self)
-        self._quantiles = {
-            measure: Gauge(name, text, ["quantile"], registry=registry)
-            for measure, (name, text) in _OF_STALENESS.items()
-        }
-        self._up = Gauge("inflight_up", "Whether the engine answers.", registry=registry)
 
     def count_reply(self, usage: Mapping[str, Any], began_s: float) -> None:
         """Count a whole reply. usage: its `usage` object. began_s: arrival time of its request."""
@@ -48,33 +42,33 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return the metrics in the exposition format. Waits for the engine's counters."""
-        try:
-            status = self._engine.status()
-        except InflightError:
-            self._up.set(0)
-        else:
-            self._up.set(1)
-            self._status = status
-            for name, (_, value) in _GAUGES.items():
-                self._gauges[name].set(value(status))
-        for measure, gauge in self._quantiles.items():
-            for point, ms in self._engine.staleness.summary()[measure].items():
-                gauge.labels(f"0.{point[1:].rstrip('0')}").set(ms / 1e3)
         return generate_latest(self._registry)
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yield the engine's counters, as prometheus_client asks a collector for them."""
-        if self._status is None:
-            return
-        for name, (text, value) in _COUNTERS.items():
-            yield CounterMetricFamily(name, text, value=value(self._status))
-        states = CounterMetricFamily("inflight_state_seconds", "Seconds in each state of the engine.", labels=["state"])
-        for state, seconds in self._status.seconds_by_state.items():
-            states.add_metric([state], seconds)
-        yield states
+    def collect(self) -> Iterator[Metric]:
+        """Yield the engine's numbers, as prometheus_client asks a collector for them."""
+        is_up = True
+        try:
+            self._status = self._engine.status()
+        except InflightError:
+            is_up = False
+        yield GaugeMetricFamily("inflight_up", "Whether the engine answers.", value=is_up)
+        if self._status is not None:
+            for name, (kind, text, value) in _OF_STATUS.items():
+                yield kind(name, text, value=value(self._status))
+            states = CounterMetricFamily(
+                "inflight_state_seconds", "Seconds in each state of the engine.", labels=["state"]
+            )
+            for state, seconds in self._status.seconds_by_state.items():
+                states.add_metric([state], seconds)
+            yield states
+        for measure, (name, text) in _OF_STALENESS.items():
+            quantiles = GaugeMetricFamily(name, text, labels=["quantile"])
+            for point, ms in self._engine.staleness.summary()[measure].items():
+                quantiles.add_metric([f"0.{point[1:].rstrip('0')}"], ms / 1e3)
+            yield quantiles
 
-    def describe(self) -> list[CounterMetricFamily]:
-        """Return no names: they are there after the first scrape."""
+    def describe(self) -> list[Metric]:
+        """Return no names, so that `collect` is not called before the first scrape."""
         return []
 
 
@@ -83,19 +77,28 @@ _OF_STALENESS = {
     "stall_ms": ("inflight_stall_seconds", "Work and no forward pass because of a swap, since the start."),
 }
 """Maps measures of swaps to names and meanings of their quantiles."""
-_GAUGES = {
-    "inflight_weight_version": ("The version of the weights that is live.", lambda s: s.version),
-    "vllm:num_requests_running": ("Sequences that decode, of everybody.", lambda s: s.num_running),
-    "vllm:num_requests_waiting": ("Sequences that wait, of everybody.", lambda s: s.num_waiting),
-    "vllm:kv_cache_usage_perc": ("Share of the KV cache.", lambda s: s.kv_blocks_used / max(1, s.kv_blocks)),
+_OF_STATUS = {
+    "inflight_weight_version": (GaugeMetricFamily, "The version of the weights that is live.", lambda s: s.version),
+    "vllm:num_requests_running": (GaugeMetricFamily, "Sequences that decode, of everybody.", lambda s: s.num_running),
+    "vllm:num_requests_waiting": (GaugeMetricFamily, "Sequences that wait, of everybody.", lambda s: s.num_waiting),
+    "vllm:kv_cache_usage_perc": (
+        GaugeMetricFamily,
+        "Share of the KV cache.",
+        lambda s: s.kv_blocks_used / max(1, s.kv_blocks),
+    ),
+    "inflight_tokens": (CounterMetricFamily, "Tokens drawn by the engine, for everybody.", lambda s: s.num_tokens),
+    "inflight_steps": (CounterMetricFamily, "Forward passes.", lambda s: s.step),
+    "inflight_swaps": (CounterMetricFamily, "Swaps of the weights.", lambda s: s.num_swaps),
+    "inflight_swaps_in_flight": (
+        CounterMetricFamily,
+        "Swaps of the weights with running sequences.",
+        lambda s: s.num_swaps_in_flight,
+    ),
+    "inflight_reused_tokens": (
+        CounterMetricFamily,
+        "Prompt tokens that the prefix cache spared.",
+        lambda s: s.num_reused_tokens,
+    ),
+    "vllm:num_preemptions": (CounterMetricFamily, "Preemptions.", lambda s: s.num_preemptions),
 }
-"""Maps gauges to their help and to their value in a Status."""
-_COUNTERS = {
-    "inflight_tokens": ("Tokens drawn by the engine, for everybody.", lambda s: s.num_tokens),
-    "inflight_steps": ("Forward passes.", lambda s: s.step),
-    "inflight_swaps": ("Swaps of the weights.", lambda s: s.num_swaps),
-    "inflight_swaps_in_flight": ("Swaps of the weights with running sequences.", lambda s: s.num_swaps_in_flight),
-    "inflight_reused_tokens": ("Prompt tokens that the prefix cache spared.", lambda s: s.num_reused_tokens),
-    "vllm:num_preemptions": ("Preemptions.", lambda s: s.num_preemptions),
-}
-"""Maps counters to their help and to their value in a Status. Prometheus sees them with the suffix `_total`."""
+"""Maps numbers of a Status to their kind, help and value. Prometheus sees counters with the suffix `_total`."""

@@ -6,11 +6,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight.core.version import __version__
-from inflight.server.bodies import answer
-from inflight.server.errors import ApiError
 from inflight.server.prompts import chat_prompt
-from inflight.server.requests import DetokenizeRequest, TokenizeRequest, read_body, read_fields
+from inflight.server.requests import DetokenizeRequest, TokenizeRequest, read_request
+from inflight.server.responses import ApiError, answer
 from inflight.server.served import Served
 from inflight.weights.nccl.library import why_not
 
@@ -83,22 +81,13 @@ async def server_info(served: Served, request: Request) -> Response:
                 "lora_config": lora,
                 "weight_transfer_config": None if why_not(info.device) else {"backend": "nccl"},
             },
-            "inflight": {
-                "version": __version__,
-                "device": info.device,
-                "attention": info.attention,
-                "fused": info.fused,
-                "max_sequences": info.max_sequences,
-                "num_slots": info.num_slots,
-                "vocab_size": info.vocab_size,
-            },
         }
     )
 
 
 async def tokenize(served: Served, request: Request) -> Response:
     """Return token ids of text or of a conversation."""
-    fields = read_fields(await read_body(request, served.max_body_bytes), TokenizeRequest)
+    fields = await read_request(request, TokenizeRequest, served.max_body_bytes)
     served.adapter_of(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError(400, "tokenize takes either prompt or messages", param="prompt")
@@ -113,7 +102,7 @@ async def tokenize(served: Served, request: Request) -> Response:
 
 async def detokenize(served: Served, request: Request) -> Response:
     """Return the text of token ids, special ones included."""
-    fields = read_fields(await read_body(request, served.max_body_bytes), DetokenizeRequest)
+    fields = await read_request(request, DetokenizeRequest, served.max_body_bytes)
     served.adapter_of(fields.model)
     bad = next((i for i in fields.tokens if not 0 <= i < served.engine.info.vocab_size), None)
     if bad is not None:

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from inflight.core.errors import InvalidRequestError
 from inflight.engine.prompts import encode_prompts
-from inflight.server.errors import ApiError
 from inflight.server.requests import ChatRequest, TokenizeRequest
+from inflight.server.responses import ApiError
 
 _OURS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 """Parameters that a request cannot set by chat_template_kwargs."""

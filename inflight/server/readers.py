@@ -1,27 +1,46 @@
 """Split the text of a chat's reply into reasoning, content and tool calls, at once or part by part.
 
-Transformers' parser reads the text if the tokenizer has a response template (`tokenizer.response_template`), and the
-channels of gpt-oss. `tools.py` and `reasoning.py` read the formats of checkpoints without a template. They read JSON up
-to its own end; a template ends a call at its closing mark, also inside of a JSON string.
+Transformers' parser reads the text by a response template: the tokenizer's own, or one of `reply_templates.py`.
 """
 
 import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import ResponseParser, parse_response
-from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from inflight.server.reasoning import Thinking, thinking_marks
+from inflight.server.reply_templates import (
+    CALLS,
+    KEPT_THOUGHT,
+    REASONING,
+    Template,
+    known_calls,
+    known_template,
+    own_template,
+    thinking_marks,
+    with_fields,
+)
 from inflight.server.text import TextDecoder
-from inflight.server.tools import ToolCall, ToolFormat, Tools, tool_format
 
-Template = Mapping[str, Any]
-"""A response template."""
+Tools = Sequence[Mapping[str, Any]]
+"""The tools of a request, as the OpenAI API has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function by a model."""
+
+    name: str
+    arguments: str
+    """JSON."""
+    id: str = field(default_factory=lambda: f"chatcmpl-tool-{uuid.uuid4().hex}")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(slots=True)
@@ -34,177 +53,116 @@ class Read:
     """All calls, with the last part."""
 
 
-class Reader(ABC):
-    """Reads one reply."""
-
-    def __init__(self, hidden: re.Pattern[str]):
-        """hidden: text that stays in arguments of tools alone."""
-        self._hidden = hidden
-
-    def feed(self, text: str, *, last: bool) -> Read:
-        """Take more text, with special tokens, and return the parts that are certain. last: no text follows."""
-        read = self._feed(text, last=last)
-        read.content, read.reasoning = (self._hidden.sub("", part) for part in (read.content, read.reasoning))
-        return read
-
-    @abstractmethod
-    def _feed(self, text: str, *, last: bool) -> Read: ...
-
-
 class ReplyReaders:
     """Makes readers for the replies of one model."""
 
     def __init__(self, decoder: TextDecoder, *, split_reasoning: bool):
         self._decoder, self._split_reasoning = decoder, split_reasoning
-        self._template = _response_template(decoder.tokenizer)
-        self._tools = None if self._template is not None else tool_format(decoder.tokenizer)
+        self._own = own_template(decoder.tokenizer)
+        self._calls = known_calls(decoder.tokenizer)
         self._marks = thinking_marks(decoder.tokenizer)
 
     @property
     def reads_tools(self) -> bool:
         """The format of tool calls is known."""
-        return self._tools is not None or "tool_calls" in (self._template or {}).get("fields", {})
+        return bool(self._calls) if self._own is None else CALLS in self._own["fields"]
 
     def of(
         self, prompt: list[int], continued: object, tools: Tools, *, skip_special_tokens: bool = True
-    ) -> Callable[[], Reader] | None:
+    ) -> "Callable[[], Reader] | None":
         """Return a function that makes a reader for a reply to a prompt; None: the text is the content. continued: the
         content of a message that the reply continues. tools: the tools that can be called. skip_special_tokens: only
         the marks of the format stay text."""
-        form = self._tools if tools else None
-        if self._template is not None:
-            template = _with_fields(self._template, reasoning=self._split_reasoning, tools=bool(tools))
-            if template is None:
-                return None
-            hidden = self._hidden(str(template).replace("\\", ""), skip_special_tokens)
-            prefix = self._decoder.decode(prompt, skip_special_tokens=False)
-            return lambda: TemplateReader(hidden, template, prefix, tools)
-        if form is None and not self._split_reasoning:
+        template: Template | None = None
+        if self._own is not None:
+            template = with_fields(self._own, reasoning=self._split_reasoning, tools=bool(tools))
+        elif tools or self._split_reasoning:
+            calls = self._calls if tools else {}
+            template = known_template(calls, self._marks, split_reasoning=self._split_reasoning)
+        if template is None:
             return None
-        marks = (form.marks if form is not None else "") + "".join(self._marks if self._split_reasoning else ())
-        hidden = self._hidden(marks, skip_special_tokens)
-        thinking = Thinking.after(self._decoder.end_of(prompt), continued, self._marks)
-        return lambda: MarkReader(hidden, thinking, form, tools, split_reasoning=self._split_reasoning)
+        marks = str([field for name, field in template["fields"].items() if name != KEPT_THOUGHT]).replace("\\", "")
+        hidden = self._decoder.special_besides(marks) if skip_special_tokens else re.compile(r"(?!)")
+        prefix = self._prefix(prompt, continued)
+        return lambda: Reader(template, prefix, tools, hidden, trim=self._own is not None)
 
-    def _hidden(self, marks: str, skip_special_tokens: bool) -> re.Pattern[str]:
-        return self._decoder.special_besides(marks) if skip_special_tokens else re.compile(r"(?!)")
+    def _prefix(self, prompt: list[int], continued: object) -> str:
+        """Return the beginning of the reply in the prompt: many templates end it with the mark that opens reasoning."""
+        if self._own is not None:
+            return self._decoder.decode(prompt, skip_special_tokens=False)
+        opening, closing = self._marks
+        message = continued if isinstance(continued, str) else ""
+        opened = self._decoder.end_of(prompt).rstrip().endswith(opening)
+        return opening if opened or message.rfind(opening) > message.rfind(closing) else ""
 
 
-class MarkReader(Reader):
-    """Reads reasoning and tool calls by the marks around them."""
+class Reader:
+    """Reads one reply. Tool calls follow at the end: a reply with a call that cannot be read is content."""
 
-    def __init__(
-        self,
-        hidden: re.Pattern[str],
-        thinking: Thinking,
-        tool_format: ToolFormat | None,
-        tools: Tools,
-        *,
-        split_reasoning: bool,
-    ):
-        """tool_format: None if the reply is not searched for tool calls. split_reasoning: False if the reasoning stays
-        content."""
-        super().__init__(hidden)
-        self._thinking, self._format, self._tools = thinking, tool_format, tools
-        self._split_reasoning = split_reasoning
-        self._text = ""
+    def __init__(self, template: Template, prefix: str, tools: Tools, hidden: re.Pattern[str], *, trim: bool):
+        """prefix: text before the reply. hidden: text that stays in arguments of tools alone. trim: the content
+        includes the text after calls, in separate lines, without white space around it. Otherwise it is the text before
+        the first call."""
+        self._template, self._prefix, self._hidden, self._trim = template, prefix, hidden, trim
+        self._tools: list[Any] = [dict(tool) for tool in tools]
+        # The parser forgets the text around a call that it cannot read, so that calls are text here.
+        fields = {name: _as_text(field) for name, field in template["fields"].items()}
+        self._regions = ResponseParser({**template, "fields": fields}, prefix=prefix)
+        self._text = self._reasoning = self._content = ""
         self._given = 0, 0
         """Characters of the reasoning and of the content that were given."""
+        self._before: int | None = None
+        """Characters of the content before the first call."""
 
-    def _feed(self, text: str, *, last: bool) -> Read:
+    def feed(self, text: str, *, last: bool) -> Read:
+        """Take more text, with special tokens, and return the parts that are certain. last: no text follows."""
         self._text += text
-        reasoning, content, calls, after = "", self._text, [], 0
-        if self._split_reasoning:
-            reasoning, content = self._thinking.split(content, whole=last)
-        else:  # A thought can mention calls.
-            after = self._thinking.end(content)
-        if self._format is not None and last:
-            content, calls = self._format.split(content, self._tools, after)
-        elif self._format is not None:
-            content = content[: self._format.sure(content, after)]
+        for event in self._regions.feed(text) + (self._regions.finalize()[1] if last else []):
+            self._add(event)
+        calls = self._calls() if last and self._before is not None else []
+        is_lost = self._trim and not (self._reasoning or self._content)  # No region of the template has opened.
+        if last and not calls and (self._before is not None or is_lost):
+            self._content = self._without_calls() or self._text
+        reasoning, content = self._reasoning.strip(), self._content
+        if not last or (calls and not self._trim):
+            content = content[: self._before].rstrip()
+        if self._trim:
+            content = content.strip()
         thought, said = self._given
         self._given = max(thought, len(reasoning)), max(said, len(content))
-        return Read(reasoning[thought:], content[said:], calls)
+        return Read(self._hidden.sub("", reasoning[thought:]), self._hidden.sub("", content[said:]), calls)
 
+    def _add(self, event: Mapping[str, Any]) -> None:
+        name = event["field"]
+        if name.startswith(CALLS):
+            self._before = len(self._content) if self._before is None else self._before
+        elif name in REASONING:
+            self._reasoning = self._joined(self._reasoning, event)
+        elif name in ("content", KEPT_THOUGHT):
+            self._content = self._joined(self._content, event)
 
-class TemplateReader(Reader):
-    """Reads a reply by a response template of Transformers. Text after the first tool call follows at the end: if a
-    call cannot be read, the reply is content from the first call on."""
-
-    def __init__(self, hidden: re.Pattern[str], template: Template, prompt: str, tools: Tools):
-        super().__init__(hidden)
-        self._template, self._prompt = template, prompt
-        self._tools: list[Any] = [dict(tool) for tool in tools]
-        # Calls are read at the end: the parser forgets the text around a call that it cannot read.
-        fields = {name: _as_text(field) for name, field in template["fields"].items()}
-        regions = load_response_template({**template, "fields": fields})
-        self._opening = regions.fields["tool_calls"].open_re if "tool_calls" in fields else None
-        self._regions = ResponseParser(regions, prefix=prompt)
-        self._reasoning, self._content = _Trimmed(), _Trimmed()
-        self._text = self._gap = ""
-        """All text, and the white space before the first call."""
-        self._called = False
-
-    def _feed(self, text: str, *, last: bool) -> Read:
-        self._text += text
-        events = self._regions.feed(text) + (self._regions.finalize()[1] if last else [])
-        read = Read()
-        for event in events:
-            if event["field"] == "tool_calls" and not self._called:
-                self._called, read.content = True, self._content.take()
-                self._gap = self._content.waiting
-            elif event["field"] in _REASONING:
-                self._reasoning.add(event)
-            elif event["field"] == "content":
-                self._content.add(event)
-        read.reasoning = self._reasoning.take()
-        if not self._called:
-            read.content = self._content.take()
-        if last and self._called:
-            read.calls = self._calls()
-            rest = self._content.take() if read.calls else self._gap + self._text[self._first_call() :]
-            read.content += rest
-        elif last and not (self._reasoning.said or self._content.said):
-            read.content = self._text
-        return read
+    def _joined(self, text: str, event: Mapping[str, Any]) -> str:
+        if event["type"] == "region_chunk":
+            return text + event["text"]
+        is_next = event["type"] == "region_open" and self._trim and text.strip()
+        return text.rstrip() + "\n" if is_next else text
 
     def _calls(self) -> list[ToolCall]:
         """Return all calls of the reply; no calls if one cannot be read."""
         try:
-            message = parse_response(self._text, dict(self._template), prefix=self._prompt, tools=self._tools)
-            found = [
-                each for value in message["tool_calls"] for each in (value if isinstance(value, list) else [value])
-            ]
-            return [_call_of(each) for each in found]
-        except (ValueError, TypeError, KeyError):
+            message = parse_response(self._text, dict(self._template), prefix=self._prefix, tools=self._tools)
+            return [call for name, value in message.items() if name.startswith(CALLS) for call in _calls_of(value)]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return []
 
-    def _first_call(self) -> int:
-        found = self._opening.search(self._text) if self._opening is not None else None
-        return found.start() if found else 0
-
-
-class _Trimmed:
-    """Text that arrives in parts, without white space around it."""
-
-    def __init__(self) -> None:
-        self.said = False
-        self.waiting = ""
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Take an event of the parser. A line break separates regions."""
-        if event["type"] == "region_chunk":
-            self.waiting += event["text"]
-        elif event["type"] == "region_open" and self.said:
-            self.waiting = "\n"
-
-    def take(self) -> str:
-        """Return the new text without white space that might be its end."""
-        new = self.waiting if self.said else self.waiting.lstrip()
-        given = new.rstrip()
-        self.waiting = new[len(given) :]
-        self.said = self.said or bool(given)
-        return given
+    def _without_calls(self) -> str:
+        """Return the content of the reply if nothing in it is a call."""
+        fields = {name: field for name, field in self._template["fields"].items() if not name.startswith(CALLS)}
+        if len(fields) == len(self._template["fields"]) or not fields:
+            return ""
+        reader = Reader({**self._template, "fields": fields}, self._prefix, (), self._hidden, trim=self._trim)
+        reader.feed(self._text, last=True)
+        return reader._content
 
 
 def _as_text(field: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,59 +171,32 @@ def _as_text(field: Mapping[str, Any]) -> dict[str, Any]:
     return {**marks, "repeats": True, "transform": "{content}"}
 
 
-def _call_of(value: Any) -> ToolCall:
-    """Convert a value to a tool call. Raises KeyError, TypeError or ValueError for other values."""
-    function = value["function"]
-    name, arguments = function["name"], function.get("arguments") or {}
+def _calls_of(value: Any) -> list[ToolCall]:
+    """Convert a value, or JSON text of values, to tool calls. Raises KeyError, TypeError or ValueError if it has
+    none."""
+    if isinstance(value, str):
+        value = _json_values(value)
+    if isinstance(value, list):
+        return [call for each in value for call in _calls_of(each)]
+    function = value.get("function", value)
+    name, arguments = function["name"], function.get("arguments") or function.get("parameters") or {}
     if not isinstance(name, str):
         raise TypeError(f"the name of a tool is {name!r}")
-    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    call = ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    (call.name + call.arguments).encode()  # A lone surrogate cannot be sent.
+    return [call]
 
 
-def _response_template(tokenizer: PreTrainedTokenizerBase | None) -> Template | None:
-    if tokenizer is None:
-        return None
-    template = str(tokenizer.chat_template or "")
-    own = getattr(tokenizer, "response_template", None)
-    return own or (_HARMONY if "<|channel|>" in template and "<|message|>" in template else None)
+def _json_values(text: str) -> list[Any]:
+    """Decode JSON values with semicolons between them."""
+    values = []
+    while text:
+        value, end = _DECODER.raw_decode(text)
+        values.append(value)
+        text = text[end:].lstrip("; \n\r\t")
+    return values
 
 
-def _with_fields(template: Template, *, reasoning: bool, tools: bool) -> Template | None:
-    """Return the template with these fields alone; None if only the text itself remains. Reasoning stays a field if the
-    content is marked, too."""
-    fields = template["fields"]
-    content = fields.get("content", {})
-    marked = "open" in content or "open_pattern" in content
-    left = {
-        name: field
-        for name, field in fields.items()
-        if (name not in _REASONING or reasoning or marked) and (name != "tool_calls" or tools)
-    }
-    return {**template, "fields": left} if marked or left.keys() - {"content"} else None
-
-
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_HARMONY: Template = {
-    "start_anchor": "<|start|>assistant",
-    "fields": {
-        "reasoning_content": {
-            "open_pattern": r"<\|channel\|>analysis<\|message\|>",
-            "close_pattern": r"<\|end\|>",
-            "repeats": True,
-        },
-        "tool_calls": {
-            "open_pattern": r"(?:<\|channel\|>commentary\s+to=functions\.(?P<name>[^\s<]+)|"
-            r"to=functions\.(?P<name>[^\s<]+)<\|channel\|>commentary)\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>",
-            "close_pattern": r"<\|call\|>|<\|end\|>",
-            "content": "json",
-            "repeats": True,
-            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
-        },
-        "content": {
-            "open_pattern": r"<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>",
-            "close_pattern": r"<\|return\|>|<\|end\|>",
-            "repeats": True,
-        },
-    },
-}
-"""The channels of gpt-oss: calls before or after the channel's name."""
+_DECODER = json.JSONDecoder()

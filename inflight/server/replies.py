@@ -14,24 +14,11 @@ from starlette.responses import StreamingResponse
 
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.server.answers import (
-    chat_logprobs,
-    completion_logprobs,
-    echoed_logprobs,
-    finish_reason,
-    kept_tokens,
-    new_id,
-    npy,
-    prompt_logprobs,
-    usage,
-    usage_of,
-    version_spans,
-)
-from inflight.server.bodies import LAST_EVENT, event
-from inflight.server.errors import ApiError, as_api_error
+from inflight.server import answers
 from inflight.server.generation import Generation
 from inflight.server.readers import Read, Reader
 from inflight.server.requests import GenerateRequest, OpenAIFields, StreamOptions
+from inflight.server.responses import ApiError, as_api_error, encode
 from inflight.server.served import Served
 from inflight.server.text import SampleText
 
@@ -46,12 +33,12 @@ class Choice:
     rollout: Rollout
     """The new tokens."""
     finish_reason: str | None
-    text: str
-    """The new text."""
+    read: Read
+    """The new text, by its parts."""
 
     def __init__(self, reply: "Reply", index: int):
         self.index, self.prompt = index, reply.prompts[index // reply.params.n]
-        self.reader = None if reply.reader is None else reply.reader()
+        self._reader = None if reply.reader is None else reply.reader()
         self._sample_text = SampleText(
             reply.served.decoder,
             reply.params,
@@ -60,35 +47,35 @@ class Choice:
             skip_special_tokens=reply.skip_special_tokens,
         )
         self._versions: list[int] = []
-        self.num_parts = 0
+        self._num_parts = 0
         self.num_characters = 0
         """Length of the texts of the tokens in earlier parts of a completion."""
 
     @property
     def is_first(self) -> bool:
-        return self.num_parts == 1
+        return self._num_parts == 1
 
     def push(self, rollout: Rollout) -> None:
         """Take the next part of the sample. Raises ApiError for a sample that failed."""
-        self.num_parts += 1
-        self.rollout, self.finish_reason = rollout, finish_reason(rollout.finish_reason)
-        self.text = self._sample_text.push(rollout.token_ids.tolist(), rollout.finish_reason)
+        self._num_parts += 1
+        self.rollout, self.finish_reason = rollout, answers.finish_reason(rollout.finish_reason)
+        text = self._sample_text.push(rollout.token_ids.tolist(), rollout.finish_reason)
+        self.read = self._reader.feed(text, last=bool(rollout.finish_reason)) if self._reader else Read(content=text)
         self._versions += rollout.weight_versions.tolist()
 
     def chat_logprobs(self, reply: "Reply") -> dict[str, Any] | None:
-        return chat_logprobs(self.rollout, reply.served.decoder, as_ids=reply.as_ids) if reply.with_logprobs else None
+        if not reply.with_logprobs:
+            return None
+        return answers.chat_logprobs(self.rollout, reply.token_name)
 
     def fields(self, reply: "Reply") -> dict[str, Any]:
         """Return the fields that the choices of all endpoints have."""
-        fields: dict[str, Any] = {
-            "finish_reason": self.finish_reason,
-            "stop_reason": self._sample_text.stop_reason,
-        }
+        fields: dict[str, Any] = {"finish_reason": self.finish_reason, "stop_reason": self._sample_text.stop_reason}
         if reply.with_versions and self.finish_reason is not None:
-            fields["weight_versions"] = version_spans(self._versions, reply.served.updates.labels)
+            fields["weight_versions"] = answers.version_spans(self._versions, reply.served.updates.labels)
         if reply.with_ids:
             fields["token_ids"] = self.rollout.token_ids.tolist()
-        mask = kept_tokens(self.rollout.sampling_mask)
+        mask = answers.kept_tokens(self.rollout.sampling_mask)
         return fields if mask is None else fields | {"sampling_mask": mask}
 
 
@@ -114,16 +101,16 @@ class Reply(ABC):
     ):
         self.served, self.request, self.params, self.prompts = served, fields, params, prompts
         sampling = fields.sampling_params if isinstance(fields, GenerateRequest) else fields
-        self.include_stop, self.skip_special_tokens = (
-            bool(sampling.include_stop_str_in_output),
-            params.skip_special_tokens,
-        )
+        self.include_stop = bool(sampling.include_stop_str_in_output)
+        self.skip_special_tokens = params.skip_special_tokens
         self.reader: Callable[[], Reader] | None = None
-        self.with_logprobs, self.with_ids, self.with_versions, self.as_ids = logprobs, True, True, True
+        self.with_logprobs, self.with_ids, self.with_versions = logprobs, True, True
+        self.token_name = answers.token_id_name
         if isinstance(fields, OpenAIFields):
             self.with_ids = bool(fields.return_token_ids)
             self.with_versions = bool(fields.return_weight_versions)
-            self.as_ids = served.options.tokens_as_ids or bool(fields.return_tokens_as_token_ids)
+            if not (served.options.tokens_as_ids or fields.return_tokens_as_token_ids):
+                self.token_name = served.decoder.token
         self.num_likely = sampling.prompt_logprobs
         """Number of likeliest tokens at each token of the prompt; None: the prompt is not scored."""
         self.prompt_ids = {"prompt_token_ids": prompts[0]} if self.with_ids else {}
@@ -144,9 +131,14 @@ class Reply(ABC):
         yield from ()
 
     def check(self) -> None:
-        """Raise ApiError for a reply that would contain too much of its prompts."""
+        """Raise ApiError for a reply that would contain too much of its prompts, or in a form that has no place for
+        them."""
         if (top := self.params.prompt_logprobs) is None:
             return
+        if self.request.stream:
+            raise ApiError(
+                400, "prompt_logprobs, and echo with logprobs, are there without stream alone", param="stream"
+            )
         entries = (self.params.n if self.scores_choices else 1) * (top + 1) * sum(map(len, self.prompts))
         if entries > _MOST_ENTRIES:
             raise ApiError(
@@ -160,20 +152,18 @@ class Reply(ABC):
         """Submit the prompts. header_id: the request's X-Request-Id. The caller ends the generation. Raises the
         engine's errors."""
         fields = self.request
-        if fields.stream and self.params.prompt_logprobs is not None:
-            raise ApiError(
-                400, "prompt_logprobs, and echo with logprobs, are there without stream alone", param="stream"
-            )
-        adapter = self.served.adapter_of(fields.model)
-        self.id = new_id(self.kind, fields.request_id or header_id)
         self.check()
+        adapter = self.served.adapter_of(fields.model)
+        self.id = answers.new_id(self.kind, fields.request_id or header_id)
         self.began_s = time.monotonic()
         return await self.served.begin(self.prompts, self.params, adapter, request_id=self.id, priority=fields.priority)
 
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         """Return the JSON of the reply, of all samples."""
         choices = [self.choice(self._pushed(index, rollout)) for index, rollout in enumerate(rollouts)]
-        used = usage(rollouts)
+        drawn = sum(len(rollout.token_ids) for rollout in rollouts)
+        cached = sum(rollout.prefix_tokens for rollout in rollouts if rollout.sample == 0)
+        used = answers.usage(sum(map(len, self.prompts)), drawn, cached)
         self.served.metrics.count_reply(used, self.began_s)
         whole = self._head(self.object) | {"choices": choices, "usage": used}
         if self.scores_choices:  # and each choice has its prompt
@@ -186,7 +176,7 @@ class Reply(ABC):
         num_prompt, drawn, cached = sum(map(len, self.prompts)), 0, {}
         try:
             for beginning in self.beginning():
-                yield event(head | beginning)
+                yield _event(head | beginning)
             async for index, rollout in generation.parts():
                 if not drawn:
                     self.served.metrics.first_token_s.observe(time.monotonic() - self.began_s)
@@ -196,15 +186,15 @@ class Reply(ABC):
                     continue
                 chunk = head | {"choices": [delta]}
                 if options.continuous_usage_stats:
-                    chunk["usage"] = usage_of(num_prompt, drawn, sum(cached.values()))
-                yield event(chunk)
-            used = usage_of(num_prompt, drawn, sum(cached.values()))
+                    chunk["usage"] = answers.usage(num_prompt, drawn, sum(cached.values()))
+                yield _event(chunk)
+            used = answers.usage(num_prompt, drawn, sum(cached.values()))
             self.served.metrics.count_reply(used, self.began_s)
             if options.include_usage:
-                yield event(head | {"choices": [], "usage": used})
+                yield _event(head | {"choices": [], "usage": used})
         except Exception as error:
-            yield event(as_api_error(error, "a streamed answer").body)
-        yield LAST_EVENT
+            yield _event(as_api_error(error, "a streamed answer").body)
+        yield b"data: [DONE]\n\n"
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
@@ -219,11 +209,16 @@ class Reply(ABC):
         return {"id": self.id, "request_id": self.id, "object": object, "created": int(time.time()), "model": model}
 
 
+def _event(value: object) -> bytes:
+    """Return a part of a streamed response, as a server-sent event."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
 def _scores(reply: Reply, rollout: Rollout) -> dict[str, Any]:
     """Return the log-probabilities of a sample's prompt, if they were requested."""
     if reply.num_likely is None:
         return {}
-    return {"prompt_logprobs": prompt_logprobs(rollout, reply.served.decoder, reply.num_likely)}
+    return {"prompt_logprobs": answers.prompt_logprobs(rollout, reply.served.decoder, reply.num_likely)}
 
 
 class CompletionReply(Reply):
@@ -238,16 +233,16 @@ class CompletionReply(Reply):
         self._echo, self._top = echo, top
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        text, decoder = choice.text, self.served.decoder
+        text, skip = choice.read.content, self.params.skip_special_tokens
         if self._echo and choice.is_first:
-            text = decoder.decode(choice.prompt, skip_special_tokens=self.params.skip_special_tokens) + text
+            text = self.served.decoder.decode(choice.prompt, skip_special_tokens=skip) + text
         json = {"index": choice.index, "text": text, "logprobs": None} | choice.fields(self)
         if self.with_logprobs:
             before: dict[str, list[Any]] = {}
             if self._echo:  # A request with echo and logprobs has one part.
-                before = echoed_logprobs(choice.rollout, decoder, self._top, as_ids=self.as_ids)
+                before = answers.echoed_logprobs(choice.rollout, self.token_name, self._top)
                 choice.num_characters = sum(map(len, before["tokens"]))
-            drawn = completion_logprobs(choice.rollout, decoder, as_ids=self.as_ids, offset=choice.num_characters)
+            drawn = answers.completion_logprobs(choice.rollout, self.token_name, offset=choice.num_characters)
             choice.num_characters += sum(map(len, drawn["tokens"]))
             json["logprobs"] = {name: [*before.get(name, ()), *values] for name, values in drawn.items()}
         if self.with_ids and choice.is_first:
@@ -273,12 +268,12 @@ class ChatReply(Reply):
         self.reader, self.skip_special_tokens = reader, self.skip_special_tokens and reader is None
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        read = self._read(choice)
+        read = choice.read
         message: dict[str, Any] = {"role": "assistant", "content": read.content or (None if read.calls else "")}
         message |= _reasoned(read.reasoning)
         if read.calls:
             message["tool_calls"] = [call.body for call in read.calls]
-        return self._json(choice, "message", message, read)
+        return self._json(choice, "message", message)
 
     def beginning(self) -> Iterator[dict[str, Any]]:
         for index in range(self.params.n):
@@ -287,23 +282,17 @@ class ChatReply(Reply):
             yield {"choices": [choice]} | self.prompt_ids
 
     def delta(self, choice: Choice) -> dict[str, Any] | None:
-        read = self._read(choice)
+        read = choice.read
         delta: dict[str, Any] = _reasoned(read.reasoning) | ({"content": read.content} if read.content else {})
         if read.calls:
             delta["tool_calls"] = [call.body | {"index": i} for i, call in enumerate(read.calls)]
         if not delta and choice.finish_reason is None and not self.with_logprobs and not self.with_ids:
             return None
-        return self._json(choice, "delta", delta, read)
+        return self._json(choice, "delta", delta)
 
-    def _json(self, choice: Choice, name: str, message: dict[str, Any], read: Read) -> dict[str, Any]:
+    def _json(self, choice: Choice, name: str, message: dict[str, Any]) -> dict[str, Any]:
         json = {"index": choice.index, name: message, "logprobs": choice.chat_logprobs(self)} | choice.fields(self)
-        return json | {"finish_reason": "tool_calls"} if read.calls and choice.finish_reason == "stop" else json
-
-    def _read(self, choice: Choice) -> Read:
-        """Return the new parts of a choice."""
-        if choice.reader is None:
-            return Read(content=choice.text)
-        return choice.reader.feed(choice.text, last=choice.finish_reason is not None)
+        return json | {"finish_reason": "tool_calls"} if choice.read.calls and choice.finish_reason == "stop" else json
 
 
 def _reasoned(reasoning: str) -> dict[str, str]:
@@ -325,7 +314,7 @@ class TokenReply(Reply):
         experts = choice.rollout.routed_experts
         as_lists = experts.tolist() if self._experts_as_lists and experts is not None else None
         json = {"index": choice.index, "logprobs": choice.chat_logprobs(self), "sampling_mask": None}
-        return json | choice.fields(self) | {"routed_experts": as_lists or npy(experts)}
+        return json | choice.fields(self) | {"routed_experts": as_lists or answers.npy(experts)}
 
     delta = choice
 

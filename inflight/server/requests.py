@@ -14,7 +14,7 @@ from starlette.requests import Request
 from inflight.core.decoders import convert
 from inflight.core.messages import shorten
 from inflight.core.sampling import SamplingParams
-from inflight.server.errors import ApiError
+from inflight.server.responses import ApiError
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -208,6 +208,11 @@ async def read_body(request: Request, most_bytes: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, got {type(value).__name__}")
     return value
+
+
+async def read_request(request: Request, kind: type[Body], most_bytes: int) -> Body:
+    """Return the fields of a request's body. Raises the errors of `read_body` and `read_fields`."""
+    return read_fields(await read_body(request, most_bytes), kind)
 
 
 def read_fields(value: Mapping[str, Any], kind: type[Body]) -> Body:

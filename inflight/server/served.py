@@ -14,14 +14,13 @@ from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
 from inflight.server.adapters import Adapter, Adapters
 from inflight.server.broadcasts import Broadcasts
-from inflight.server.connections import Connections, most_connections
 from inflight.server.engine import ServedEngine
-from inflight.server.errors import ApiError
 from inflight.server.generation import Bell, Generation
 from inflight.server.metrics import Metrics
 from inflight.server.options import ServerOptions
 from inflight.server.readers import ReplyReaders
 from inflight.server.request_log import RequestLog
+from inflight.server.responses import ApiError
 from inflight.server.text import TextDecoder
 from inflight.server.updates import Updates
 
@@ -42,11 +41,11 @@ class Served:
         self.created = int(time.time())
         self.max_context = engine.info.max_context
         self.max_body_bytes = int(options.max_body_mib * 2**20)
-        self.connections = Connections(most_connections(options.max_connections))
         self.metrics = Metrics(engine)
         self.updates = Updates(engine)
         self.broadcasts = Broadcasts(engine, self.updates)
         self.adapters = Adapters(engine, self.updates)
+        self._no_adapter = Adapter(self.names[0], "", "")
         self.running: dict[Generation, str] = {}
         """Maps requests in progress to their ids."""
         self.log = RequestLog()
@@ -76,10 +75,10 @@ class Served:
             await self.broadcasts.leave()
             await asyncio.to_thread(self.updates.close)
 
-    def adapter_of(self, model: str | None) -> Adapter | None:
-        """Return the adapter of this name; None for the model itself. Raises ApiError."""
+    def adapter_of(self, model: str | None) -> Adapter:
+        """Return the adapter of this name. Raises ApiError."""
         if not model or model in self.names:
-            return None
+            return self._no_adapter
         adapter = self.adapters.by_name.get(model)
         if adapter is None:
             known = ", ".join([*self.names, *self.adapters.by_name])
@@ -91,7 +90,7 @@ class Served:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
-        adapter: Adapter | None,
+        adapter: Adapter,
         *,
         request_id: str,
         priority: int | None = None,
@@ -102,20 +101,17 @@ class Served:
         if self.engine.stream.state == "restarting":
             raise ApiError(503, "the engine has ended and is being started again; send the request again later")
         metadata = [{"priority": priority}] * len(prompts) if priority else None
-        place = None if adapter is None else adapter.place
-        if adapter is not None:
-            self.adapters.hold(adapter)
+        self.adapters.hold(adapter)
         try:
             while not self._may_begin.is_set():
                 await self._may_begin.wait()
             self._num_submitting += 1
             try:
-                group_ids = await self.engine.asubmit(prompts, params, metadata=metadata, adapter=place)
+                group_ids = await self.engine.asubmit(prompts, params, metadata=metadata, adapter=adapter.place or None)
             finally:
                 self._num_submitting -= 1
         except BaseException:
-            if adapter is not None:
-                self.adapters.let_go(adapter)
+            self.adapters.let_go(adapter)
             raise
         generation = Generation(self.engine.stream, self._bell, group_ids, partial(self._ended, adapter))
         self.running[generation] = request_id
@@ -159,9 +155,8 @@ class Served:
         finally:
             self._may_begin.set()
 
-    def _ended(self, adapter: Adapter | None, generation: Generation, taken: bool) -> None:
+    def _ended(self, adapter: Adapter, generation: Generation, taken: bool) -> None:
         self.running.pop(generation, None)
         if not taken:
             self.engine.abandon(generation.group_ids)
-        if adapter is not None:
-            self.adapters.let_go(adapter)
+        self.adapters.let_go(adapter)

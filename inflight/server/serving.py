@@ -10,11 +10,17 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from inflight.server.bodies import answer
-from inflight.server.errors import ApiError
 from inflight.server.prompts import chat_prompt, completion_prompts
 from inflight.server.replies import ChatReply, CompletionReply, EventStream, Reply, TokenReply
-from inflight.server.requests import ChatRequest, CompletionRequest, GenerateRequest, read_body, read_fields
+from inflight.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    read_body,
+    read_fields,
+    read_request,
+)
+from inflight.server.responses import ApiError, answer
 from inflight.server.served import Served
 
 Value = TypeVar("Value")
@@ -24,7 +30,7 @@ _COMPLETION_TOKENS = 16
 
 async def completions(served: Served, request: Request) -> Response:
     """/v1/completions"""
-    fields = read_fields(await read_body(request, served.max_body_bytes), CompletionRequest)
+    fields = await read_request(request, CompletionRequest, served.max_body_bytes)
     special = fields.add_special_tokens is not False
     prompts = completion_prompts(fields.prompt, served.tokenizer, served.names[0], special=special)
     logprobs = fields.logprobs is not None and fields.logprobs is not False
@@ -59,7 +65,7 @@ async def chat(served: Served, request: Request) -> Response:
 
 async def generate(served: Served, request: Request, *, experts_as_lists: bool = False) -> Response:
     """/inference/v1/generate. experts_as_lists: /skyrl/v1/generate, with another form of routed experts."""
-    fields = read_fields(await read_body(request, served.max_body_bytes), GenerateRequest)
+    fields = await read_request(request, GenerateRequest, served.max_body_bytes)
     sampling = fields.sampling_params
     sampling.cache_salt = fields.cache_salt or sampling.cache_salt
     logprobs = sampling.logprobs is not None and sampling.logprobs is not False

@@ -6,8 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from inflight.core.errors import WeightFileError
 from inflight.server.engine import ServedEngine
 from inflight.weights.trainer.adapter_files import AdapterFiles
@@ -16,6 +14,23 @@ from inflight.weights.trainer.state_dict_source import Weights
 
 Value = TypeVar("Value")
 _MOST_LABELS = 1000
+
+
+class VersionNames(dict[int, str]):
+    """Maps versions to the names that clients gave them. A version without a name has its number."""
+
+    def of(self, version: int) -> str:
+        """Return the name of a version."""
+        return self.get(version, str(version))
+
+    def note(self, version: int, name: str | None) -> None:
+        """Name a version. None: it has its number."""
+        if name is None:
+            self.pop(version, None)
+        else:
+            self[version] = name
+        while len(self) > _MOST_LABELS:
+            del self[min(self)]
 
 
 class Updates:
@@ -27,8 +42,7 @@ class Updates:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inflight-server-weights")
         self._publisher: Publisher | None = None
         self._kind = ""
-        self.labels: dict[int, str] = {}
-        """Maps versions to the names that clients gave them."""
+        self.labels = VersionNames()
         self.files = AdapterFiles(engine)
         """All adapters that are loaded: they are published together."""
 
@@ -38,12 +52,6 @@ class Updates:
         if not Path(directory).is_absolute():
             raise WeightFileError(f"{directory[:300]} is no absolute path; the server reads weights from its own disk")
         return await self.run(lambda: self.publish("weights", directory, label=label))
-
-    async def publish_zeros(self) -> int:
-        """Publish a version whose tensors are all 0."""
-        tensors = self._engine.info.layout.tensors
-        zeros = ((spec.name, torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))) for spec in tensors)
-        return await self.run(lambda: self.publish("weights", zeros))
 
     async def publish_adapters(self, change: Callable[[AdapterFiles], object], label: str | None = None) -> int:
         """Publish the adapters after a change. If it raises, they stay as they were."""
@@ -71,7 +79,7 @@ class Updates:
         loses its name, since another version will have its number."""
         publisher = self._publisher_of(kind)
         version = publisher.version + 1
-        self.label(version, label)
+        self.labels.note(version, label)
         try:
             published = publisher.publish(*weights)
             if kind == "adapters":
@@ -92,23 +100,10 @@ class Updates:
         if kind != "adapters":
             self.files.note_weights(weights[0] if isinstance(weights[0], str) else "")
 
-    def name_of(self, version: int) -> str:
-        """Return the name of a version, or its number."""
-        return self.labels.get(version, str(version))
-
-    def label(self, version: int, label: str | None) -> None:
-        """Name a version. None: it has its number."""
-        if label is None:
-            self.labels.pop(version, None)
-        else:
-            self.labels[version] = label
-        while len(self.labels) > _MOST_LABELS:
-            del self.labels[min(self.labels)]
-
     def label_next(self, label: str | None) -> None:
         """Name the version whose weights `publish` is reading."""
         assert self._publisher is not None
-        self.label(self._publisher.version + 1, label)
+        self.labels.note(self._publisher.version + 1, label)
 
     def close(self) -> None:
         """Close the publisher. Safe to call twice."""

@@ -95,8 +95,7 @@ def serve(model: ServedModel, options: ServerOptions) -> None:
 
     with needing("serve", "serving"):
         from inflight.core.http_thread import listen
-        from inflight.server.connections import OTHER_FILES
-        from inflight.server.http_server import HttpServer
+        from inflight.server.http_server import OTHER_FILES, HttpServer
     log_to_stderr(model.log_level)
     allow_files(options.max_connections + OTHER_FILES)
     engine_options = model.engine_options()

@@ -362,11 +362,13 @@ def test_a_store_that_listens_and_says_nothing_is_left_after_the_bound(truth, mo
     assert (status, "did not answer within 3 s" in answer["error"]["message"]) == (424, True), answer
 
 
-def test_what_is_refused_at_once_is_taken_to_its_end(truth, stand_in, beside):
+def test_what_is_refused_at_once_is_taken_to_its_end(truth, stand_in, beside, tmp_path):
     """The engine follows another publisher; the trainer sends all the same, and would wait for ever otherwise."""
     engine, first, model = truth
     version = engine.status().version + 1
-    assert call(first, "POST", "/weight_checker", {"action": "reset"})[0] == 200
+    teach(model, version)
+    model.save_pretrained(tmp_path)
+    assert call(first, "POST", "/update_weights", {"weight_dir": str(tmp_path)})[0] == 200
     with engine.serve(port=0) as server:
         trainer = meet(server, stand_in, beside, packed=True, packed_buffer_size_bytes=BUFFER)
         for tensors in (taught(model, version + 1), taught(model, version + 1)[4:9], taught(model, version + 1)):

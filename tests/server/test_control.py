@@ -19,8 +19,8 @@ from waiting import wait_until
 import inflight
 from inflight.integrations.directory import DirectoryTransfer
 from inflight.server.adapters import Adapter
-from inflight.server.errors import ApiError
 from inflight.server.options import ServerOptions
+from inflight.server.responses import ApiError
 from inflight.server.served import Served
 from inflight.weights.tensors import published_tensors
 
@@ -191,29 +191,17 @@ def test_checksums_tell_which_tensors_an_update_has_changed(truth):
         name: hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
         for name, tensor in tensors.items()
     }
-    matching = checker(action="compare", baseline=first["checksums"])[1]
-    assert (matching["match"], matching["mismatches"]) == (True, [])
-
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     version = engine.status().version + 1
     assert call(server, "POST", "/update_weights", {"weight_dir": save(version)})[0] == 200
-    changed = sorted(name for name, tensor in published_tensors(save.model).items() if not tensor.equal(before[name]))
+    changed = {name for name, tensor in published_tensors(save.model).items() if not tensor.equal(before[name])}
     assert 0 < len(changed) < len(before)
-    found = checker(action="compare", baseline=first["checksums"] | {"nowhere": "0"})[1]
-    assert (found["match"], found["mismatches"], found["version"]) == (False, sorted([*changed, "nowhere"]), version)
-
-    second = checker(action="checksum")[1]["checksums"]
-    status, answer = checker(action="reset")
-    assert (status, answer["status"], engine.status().version) == (200, "reset", version + 1)
-    zeroed = sorted(name for name, tensor in published_tensors(save.model).items() if tensor.any())
-    assert checker(action="compare", baseline=second)[1]["mismatches"] == zeroed
-    again = f"{save(version + 2)}"
-    assert call(server, "POST", "/update_weights", {"weight_dir": again})[0] == 200
-    assert draw(server, 3)["token_ids"] == [version + 3] * 3
-
-    for body, named in (({"action": "compare"}, "baseline"), ({"action": "guess"}, "action"), ({}, "action")):
+    second = checker(action="checksum")[1]
+    assert second["version"] == version
+    assert {name for name, digest in second["checksums"].items() if digest != first["checksums"][name]} == changed
+    for body in ({"action": "reset"}, {}):
         status, answer = checker(**body)
-        assert (status, named in answer["error"]["message"]) == (400, True), answer
+        assert (status, "action" in answer["error"]["message"]) == (400, True), answer
 
 
 def test_a_name_that_comes_with_weights_is_that_of_all_their_tokens(truth):

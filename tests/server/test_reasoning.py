@@ -2,10 +2,13 @@
 
 import openai
 import pytest
+from tiny_tokenizers import byte_level
 
-from inflight.server.reasoning import Thinking
+from inflight.server.readers import ReplyReaders
+from inflight.server.text import TextDecoder
 
 USER = [{"role": "user", "content": "hi"}]
+TOKENIZER = byte_level()
 REASONING, CONTENT = "Is 1 < 2?", "Yes, it is."
 
 
@@ -15,6 +18,11 @@ def client(served):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
     server.close()
+
+
+def reader(prompt="", continued=None):
+    readers = ReplyReaders(TextDecoder(TOKENIZER), split_reasoning=True)
+    return readers.of(TOKENIZER(prompt)["input_ids"], continued, [], skip_special_tokens=False)()
 
 
 @pytest.mark.parametrize(
@@ -27,17 +35,19 @@ def client(served):
         (False, "<thi", ("", "<thi")),
         (False, "<think>\na </thi", ("a </thi", "")),
         (False, "<think>\n\n</think>\n\nb", ("", "b")),
+        (False, "<think>\n\n</think>\n\n", ("", "")),
+        (False, "<think>\n", ("", "")),
+        (True, "\n", ("", "")),
         (True, "a\n</think>\nb</think>", ("a", "b</think>")),
         (True, "a", ("a", "")),
     ],
 )
 def test_reasoning_is_told_from_the_answer(opened, text, expected):
-    thinking = Thinking(opened)
-    assert thinking.split(text) == expected
-    known = [thinking.split(text[:length], whole=False) for length in range(len(text) + 1)]
-    for part, whole in zip(zip(*known, strict=True), expected, strict=True):
-        assert [len(each) for each in part] == sorted(len(each) for each in part)
-        assert all(whole.startswith(each) for each in part)
+    prompt = "hi<think>\n" if opened else ""
+    whole, stream = reader(prompt).feed(text, last=True), reader(prompt)
+    assert (whole.reasoning, whole.content) == expected
+    parts = [stream.feed(character, last=False) for character in text] + [stream.feed("", last=True)]
+    assert ("".join(p.reasoning for p in parts), "".join(p.content for p in parts)) == expected
 
 
 @pytest.mark.parametrize(
@@ -52,7 +62,7 @@ def test_reasoning_is_told_from_the_answer(opened, text, expected):
     ],
 )
 def test_the_prompt_tells_whether_the_answer_begins_with_reasoning(prompt, continued, opened):
-    assert Thinking.after(prompt, continued).opened == opened
+    assert reader(prompt, continued).feed("c", last=True).reasoning == ("c" if opened else "")
 
 
 @pytest.mark.parametrize("think", ["yes", "opened"])

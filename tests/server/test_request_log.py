@@ -33,8 +33,8 @@ def test_a_refusal_has_a_line_with_its_reason_at_once_and_repetitions_are_counte
 def test_answers_are_counted_by_class(caplog):
     answered = ("POST", "/v1/completions", 200, "")
     assert lines_of(caplog, answered, answered, ("GET", "/v1/models", 200, "")) == [
-        ("INFO", "POST /v1/completions 200: 2 in 10 s, 0.500 s each, of 1 client"),
-        ("INFO", "GET /v1/models 200: 1 in 10 s, 0.500 s each, of 1 client"),
+        ("INFO", "POST /v1/completions 200: 2 in 10 s, 0.500 s each"),
+        ("INFO", "GET /v1/models 200: 1 in 10 s, 0.500 s each"),
     ]
 
 

@@ -1,26 +1,35 @@
 """Tool calls in the formats of common chat templates."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
+from tiny_tokenizers import byte_level
 
-from inflight.server.tools import tool_format
+from inflight.server.readers import ReplyReaders
+from inflight.server.text import TextDecoder
 
-HERMES = SimpleNamespace(chat_template="… <tool_call> …")
-MISTRAL = SimpleNamespace(chat_template="… [TOOL_CALLS] …")
-LLAMA = SimpleNamespace(chat_template="… Environment: ipython …")
-
+HERMES, MISTRAL, LLAMA = "… <tool_call> …", "… [TOOL_CALLS] …", "… Environment: ipython …"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 ADD = {"name": "add", "arguments": {"a": 1}}
+TOKENIZER = byte_level()
 
 
-def calls(tokenizer, text):
-    content, found = tool_format(tokenizer).split(text)
-    return content, [(call.name, json.loads(call.arguments)) for call in found]
+def readers(template):
+    TOKENIZER.chat_template = template
+    return ReplyReaders(TextDecoder(TOKENIZER), split_reasoning=False)
+
+
+def reader(template):
+    return readers(template).of([], None, TOOLS, skip_special_tokens=False)()
+
+
+def calls(template, text):
+    read = reader(template).feed(text, last=True)
+    return read.content, [(call.name, json.loads(call.arguments)) for call in read.calls]
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "text", "expected"),
+    ("template", "text", "expected"),
     [
         (HERMES, f"Well.\n<tool_call>\n{json.dumps(ADD)}\n</tool_call>", ("Well.", [("add", {"a": 1})])),
         (
@@ -35,8 +44,17 @@ def calls(tokenizer, text):
             "</function>\n</tool_call>",
             ("", [("add", {"a": 1, "b": "x y"})]),
         ),
+        (
+            HERMES,
+            "<tool_call>\n<function=add>\n<parameter=a>\n1",
+            ("<tool_call>\n<function=add>\n<parameter=a>\n1", []),
+        ),
+        (HERMES, "<tool_call>add</tool_call>", ("", [("add", {})])),
+        (HERMES, "It ends with <tool_call>add", ("It ends with <tool_call>add", [])),
         (HERMES, "<tool_call>add(1)</tool_call>", ("<tool_call>add(1)</tool_call>", [])),
         (HERMES, '<tool_call>["add"]</tool_call>', ('<tool_call>["add"]</tool_call>', [])),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}', None),
+        (HERMES, '<tool_call>{"name": 1}</tool_call>', None),
         (HERMES, "no call", ("no call", [])),
         (MISTRAL, f"Well. [TOOL_CALLS][{json.dumps(ADD)}]", ("Well.", [("add", {"a": 1})])),
         (MISTRAL, '[TOOL_CALLS]add{"a": 1}', ("", [("add", {"a": 1})])),
@@ -46,12 +64,12 @@ def calls(tokenizer, text):
         (LLAMA, '{"other": 1}', ('{"other": 1}', [])),
     ],
 )
-def test_calls_are_read_and_what_is_none_stays_text(tokenizer, text, expected):
-    assert calls(tokenizer, text) == expected
+def test_calls_are_read_and_what_is_none_stays_text(template, text, expected):
+    assert calls(template, text) == (expected or (text, []))
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "text"),
+    ("template", "text"),
     [
         (HERMES, f"Well. 1 < 2 <tool\n<tool_call>{json.dumps(ADD)}</tool_call>"),
         (MISTRAL, f"Well [TOOL] [TOOL_CALLS][{json.dumps(ADD)}]"),
@@ -60,14 +78,20 @@ def test_calls_are_read_and_what_is_none_stays_text(tokenizer, text, expected):
         (HERMES, "ends with <tool_c"),
     ],
 )
-def test_what_is_sure_to_be_content_grows_up_to_the_content(tokenizer, text):
-    known = tool_format(tokenizer)
-    content, _ = known.split(text)
-    sure = [text[: known.sure(text[:length])] for length in range(len(text) + 1)]
-    assert [len(part) for part in sure] == sorted(len(part) for part in sure)
-    assert all(content.startswith(part) for part in sure)
+def test_what_is_sure_to_be_content_grows_up_to_the_content(template, text):
+    stream = reader(template)
+    parts = [stream.feed(character, last=False) for character in text] + [stream.feed("", last=True)]
+    content, expected = calls(template, text)
+    assert "".join(part.content for part in parts) == content
+    assert [(call.name, json.loads(call.arguments)) for call in parts[-1].calls] == expected
+
+
+@pytest.mark.parametrize("unclosed", ['<tool_call>{"a": "x', '<tool_call>{"a": {', "<tool_call>" + '{"a":' * 20_000])
+def test_calls_that_never_end_are_read_in_bounded_time(unclosed):
+    text = unclosed * max(1, 4000 // len(unclosed))
+    assert calls(HERMES, text) == (text, [])
 
 
 def test_a_template_without_tool_calls():
-    assert tool_format(None) is None
-    assert tool_format(SimpleNamespace(chat_template="{{ messages }}")) is None
+    assert not readers("{{ messages }}").reads_tools
+    assert not ReplyReaders(TextDecoder(None), split_reasoning=False).reads_tools

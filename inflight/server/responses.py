@@ -1,7 +1,9 @@
-"""Errors as OpenAI's clients read them: a status, and a JSON object with a message, a type, a parameter and a code."""
+"""JSON responses, and errors as OpenAI's clients read them: a message, a type, a parameter and a code."""
 
 import logging
+from collections.abc import Awaitable, Callable, Mapping
 
+import msgspec
 from starlette.responses import Response
 
 from inflight.core.errors import (
@@ -20,9 +22,9 @@ from inflight.core.errors import (
     WeightFileError,
 )
 from inflight.core.messages import shorten
-from inflight.server.bodies import answer
 
 logger = logging.getLogger("inflight.server")
+encode = msgspec.json.Encoder().encode
 
 _ERRORS_OF: dict[int, tuple[type[Exception], ...]] = {
     400: (InvalidRequestError,),
@@ -49,6 +51,20 @@ _HEADERS_OF = {
     413: {"Connection": "close"},
     503: {"Retry-After": "1"},
 }
+
+
+def answer(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response with a JSON body."""
+    return Response(encode(value), status, headers, "application/json")
+
+
+def always(value: object) -> Callable[..., Awaitable[Response]]:
+    """Return an endpoint that sends the same response to every request."""
+
+    async def endpoint(*_: object) -> Response:
+        return answer(value)
+
+    return endpoint
 
 
 class ApiError(Exception):
