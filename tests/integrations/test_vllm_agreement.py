@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inflight.core.errors import BackendError, UnsupportedModelError
 from inflight.integrations.vllm_backend import agreement
-from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits
+from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits, parameters_without_memory
 from inflight.integrations.vllm_backend.shadow import Computed, LoaderCall, Parameter, Shadow, Unmappable, copy_of
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
@@ -68,9 +68,13 @@ def check(
     mistake(config)
     core = StandIn(AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), slot, layout)
     core.collective_rpc("inflight_commit")
+    with parameters_without_memory():
+        skeleton = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager"
+        )
     torch.manual_seed(0)
     try:
-        check_logits(core, core.draw, model.config, layout, slot, dtype, name=name, max_context=128, trust=False)
+        check_logits(core, core.draw, skeleton, layout, slot, name=name, max_context=128)
     finally:
         assert torch.equal(slot, before), "the weights are those that were loaded again"
         if core.num_commits > 1:
