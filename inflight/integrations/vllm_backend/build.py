@@ -43,53 +43,58 @@ from inflight.integrations.vllm_backend import worker
 from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits, parameters_without_memory
 from inflight.integrations.vllm_backend.columns import UNRECORDED
 from inflight.integrations.vllm_backend.staged_slots import StagedSlots
-from inflight.integrations.vllm_backend.worker import Attached, Attachment, SharedSlots, UpdatePath
+from inflight.integrations.vllm_backend.worker import Attached, Attachment, SharedSlots, StagedWeights, UpdatePath
 from inflight.model_checks.twin import first_line
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import layout_of, slot_views
 
 logger = logging.getLogger("inflight.engine")
 
-EXTENSION = "inflight.integrations.vllm_backend.worker.StagedWeights"
 _BLOCK_TOKENS = 128
 """Maximum number of tokens of vLLM's blocks by default."""
 _RPC_S = 120.0
 """Maximum time for workers to answer."""
 _CHECK_STEPS = 1000
 """Maximum number of steps for the prompts of the check at the start."""
-_OURS = {
-    "model": "model",
+_SAME = {
     "dtype": "dtype",
     "seed": "seed",
     "max_num_seqs": "max_sequences",
     "max_model_len": "max_context",
-    "max_num_batched_tokens": "max_prefill_tokens",
     "enable_prefix_caching": "prefix_caching",
+    "trust_remote_code": "trust_remote_code",
+}
+"""Maps options of vLLM to options of ours with the same value."""
+_OURS = _SAME | {
+    "model": "model",
+    "max_num_batched_tokens": "max_prefill_tokens",
     "kv_cache_memory_bytes": "kv_cache_tokens",
     "enforce_eager": "cuda_graphs",
-    "trust_remote_code": "trust_remote_code",
     "enable_lora": "lora_rank",
     "max_lora_rank": "lora_rank",
     "max_loras": "adapters",
     "max_cpu_loras": "adapters",
 }
 """Maps options of vLLM that we set to the options of ours that determine them."""
-_FIXED = {
-    "logprobs_mode": "the recorded log-probability is that of the distribution that was sampled from",
-    "async_scheduling": "a token would be told of one step after the weights that drew it",
-    "pipeline_parallel_size": "several steps would be under way when weights change",
-    "data_parallel_size": "launch([EngineOptions(…), …]) makes several engines",
-    "speculative_config": "it is not tried with weights that change",
-    "worker_extension_cls": "inflight has one of its own",
-    "lora_modules": "adapters are those of the options lora_rank and adapters, and are published",
-    "enable_sleep_mode": "sleep() frees the KV cache without it",
-    "load_format": "weights are loaded as vLLM does by default, and published from then on",
-    "skip_tokenizer_init": "text is read outside of vLLM",
-    "tokenizer": "text is read outside of vLLM",
-    "generation_config": "sampling is as SamplingParams say",
-    "max_logprobs": "SamplingParams.top_logprobs has its own bound",
+_FIXED: dict[str, tuple[Any, str]] = {
+    "logprobs_mode": (
+        "processed_logprobs",
+        "the recorded log-probability is that of the distribution that was sampled from",
+    ),
+    "async_scheduling": (False, "a token would be told of one step after the weights that drew it"),
+    "pipeline_parallel_size": (None, "several steps would be under way when weights change"),
+    "data_parallel_size": (None, "launch([EngineOptions(…), …]) makes several engines"),
+    "speculative_config": (None, "it is not tried with weights that change"),
+    "worker_extension_cls": (f"{StagedWeights.__module__}.StagedWeights", "inflight has one of its own"),
+    "lora_modules": (None, "adapters are those of the options lora_rank and adapters, and are published"),
+    "enable_sleep_mode": (None, "sleep() frees the KV cache without it"),
+    "load_format": (None, "weights are loaded as vLLM does by default, and published from then on"),
+    "skip_tokenizer_init": (True, "text is read outside of vLLM"),
+    "tokenizer": (None, "text is read outside of vLLM"),
+    "generation_config": ("vllm", "sampling is as SamplingParams say"),
+    "max_logprobs": (MAX_TOP_LOGPROBS, "SamplingParams.top_logprobs has its own bound"),
 }
-"""Maps options of vLLM that cannot be chosen to the reason."""
+"""Options of vLLM that cannot be chosen: the value, or None for the default, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +177,7 @@ def check_options(options: EngineOptions) -> None:
         if name in _OURS:
             raise BackendError(f'vllm={{"{name}": …}} is said by the option {_OURS[name]!r}')
         if name in _FIXED:
-            raise BackendError(f'vllm={{"{name}": …}} cannot be chosen: {_FIXED[name]}')
+            raise BackendError(f'vllm={{"{name}": …}} cannot be chosen: {_FIXED[name][1]}')
 
 
 def start(options: EngineOptions) -> Started:
@@ -389,31 +394,16 @@ def _arguments(
     options: EngineOptions, path: str, text: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
     """Return the arguments for starting vLLM."""
-    arguments: dict[str, Any] = {
-        "model": path,
-        "dtype": options.dtype,
-        "seed": options.seed,
-        "max_num_seqs": options.max_sequences,
-        "max_model_len": options.max_context,
-        "enable_prefix_caching": options.prefix_caching,
-        "trust_remote_code": options.trust_remote_code,
-        "enforce_eager": not options.cuda_graphs,
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": MAX_TOP_LOGPROBS,
-        "async_scheduling": False,
-        "disable_log_stats": True,
-        "worker_extension_cls": EXTENSION,
-    }
+    arguments: dict[str, Any] = {theirs: getattr(options, ours) for theirs, ours in _SAME.items()}
+    arguments |= {name: value for name, (value, _) in _FIXED.items() if value is not None}
+    arguments |= {"model": path, "enforce_eager": not options.cuda_graphs, "disable_log_stats": True}
     if options.max_prefill_tokens:
         arguments["max_num_batched_tokens"] = options.max_prefill_tokens + options.max_sequences
     if options.kv_cache_tokens or device.type == "cpu":
         arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(options, text, dtype, device)
     if options.lora_rank:
-        places = len(options.adapters) + (
-            device.type == "cpu"
-        )  # Rows without an adapter read the last place. It contains zeros.
+        # On a CPU, rows without an adapter read the last place. It contains zeros.
+        places = len(options.adapters) + (device.type == "cpu")
         arguments |= {
             "enable_lora": True,
             "max_loras": places,
@@ -471,9 +461,8 @@ def _set_environment(options: EngineOptions) -> None:
 def _checkpoint(options: EngineOptions, config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> str:
     """Return the model for vLLM: the name as given, or a directory with a built-in shape."""
     if options.model not in SHAPES:
-        compare_checkpoint(
-            options.model, config, trust=options.trust_remote_code
-        )  # vLLM misses parts of joined tensors
+        # vLLM does not notice missing parts of joined tensors.
+        compare_checkpoint(options.model, config, trust=options.trust_remote_code)
         return options.model
     torch.manual_seed(options.seed)
     with file_errors(FileWriteError, f"cannot write to {directory}", "TMPDIR is the variable for another directory"):
