@@ -7,7 +7,7 @@ import torch
 from inflight.core.errors import UnsupportedModelError
 from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.model.attention import flashinfer
-from inflight.engine.model.attention.flashinfer_kernels import VARIABLE, kernels_for, why_not_kernels
+from inflight.engine.model.attention.flashinfer_kernels import VARIABLE, kernels_for
 
 
 def layer(q_heads: int, kv_heads: int = 2) -> LayerShape:
@@ -33,14 +33,15 @@ def test_the_variable_overrules_the_table_for_what_it_names(monkeypatch):
             kernels_for(layer(4))
 
 
-def test_kernels_that_cannot_run_are_told(monkeypatch):
-    assert why_not_kernels(layer(4), (8, 0)) is None
-    monkeypatch.setenv(VARIABLE, "decode=cuda_cores,prefill=fa3")
-    assert why_not_kernels(layer(4), (9, 0)) is None
-    assert why_not_kernels(layer(4), (10, 0)) == "was to run with fa3, which needs compute capability 9.0, not 10.0"
-    assert why_not_kernels(layer(12), (9, 0)) == (
-        "has 6 query heads per KV head, and decode=cuda_cores runs 1, 2, 3, 4, 8"
-    )
+def test_kernels_that_cannot_run_are_named_by_flashinfer(monkeypatch):
+    monkeypatch.setattr(flashinfer, "_flashinfer", lambda: fake_flashinfer)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setenv(VARIABLE, "decode=cuda_cores")
+    run = flashinfer._difference
+    monkeypatch.setattr(flashinfer, "_difference", lambda layers, _: run(layers, torch.device("cpu")))
+    assert flashinfer.why_not_flashinfer([layer(4)], torch.device("cuda:0")) is None
+    reason = flashinfer.why_not_flashinfer([layer(12)], torch.device("cuda:0"))
+    assert reason == "its kernels cannot be compiled or run: RuntimeError: Unsupported group_size: 6"
 
 
 @pytest.mark.parametrize("asked", ["", "decode=tensor_cores", "decode=tensor_cores,prefill=fa3"])

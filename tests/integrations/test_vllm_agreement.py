@@ -171,7 +171,7 @@ def test_a_loader_that_computes_is_run_for_every_version(in_place):
 
 
 def test_a_loader_that_is_given_something_else_than_a_part_of_a_slot_is_unmappable():
-    call = partial(print, loaded_weight=torch.zeros(4))
+    call = partial(dict, loaded_weight=torch.zeros(4))
     with pytest.raises(Unmappable):
         Computed.of(call, torch.zeros(4), torch.zeros(64, dtype=torch.uint8))
 

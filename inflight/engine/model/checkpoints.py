@@ -68,10 +68,7 @@ def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> Pre
             f"the checkpoint {model!r} lacks the scales of {_listed('quantised tensor', unscaled)}. Save or download "
             "it again with all of its files."
         )
-    shapes = {name: (tuple(ours), tuple(theirs)) for name, theirs, ours in info["mismatched_keys"]}
-    missing = set(info["missing_keys"]) - shapes.keys()
-    unexpected = {name for name in info["unexpected_keys"] if not (method and _OF_QUANTIZATION.search(name))}
-    check_names(model, loaded, missing, unexpected, shapes)
+    _check_names(model, loaded, info, quantised=method is not None)
     return loaded
 
 
@@ -89,24 +86,18 @@ def compare_checkpoint(model: str, config: PretrainedConfig, *, trust: bool) -> 
         logger.info("the names of the tensors of %s are not compared with the model's names: %r", model, error)
 
 
-def check_names(
-    checkpoint: str,
-    model: PreTrainedModel,
-    missing: Collection[str],
-    unexpected: Collection[str],
-    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]],
-) -> None:
+def _check_names(checkpoint: str, model: PreTrainedModel, info: dict[str, Any], *, quantised: bool) -> None:
     """Raise ModelLoadError unless a checkpoint has all tensors of a model and no other tensor for the model's layers.
-
-    missing: names that only the model has. unexpected: names that only the checkpoint has. shapes: the shapes in
-    the model and in the checkpoint of tensors where they differ. Names that Transformers ignores are in neither."""
+    info: loading info of Transformers, in which the names that it ignores are left out."""
+    shapes = {name: f"{name}: {list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]}
+    missing = set(info["missing_keys"]) - shapes.keys()
+    unexpected = {name for name in info["unexpected_keys"] if not (quantised and _OF_QUANTIZATION.search(name))}
     if missing or shapes:
         faults = []
         if missing:
             faults.append(f"it lacks {_listed('tensor', missing)}")
         if shapes:
-            shown = [f"{name}: {list(theirs)} instead of {list(ours)}" for name, (ours, theirs) in shapes.items()]
-            faults.append(f"the shape is another in {_listed('tensor', shown)}")
+            faults.append(f"the shape is another in {_listed('tensor', shapes.values())}")
         if unexpected:
             faults.append(f"the model has no place for {_listed('tensor', unexpected)}")
         advice = _explanation(missing, unexpected) or (

@@ -210,7 +210,7 @@ def _mlp(module: nn.Module) -> _Mlp | _Opaque:
     activation = _activation(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
     if activation is not None:
         for parts, out in ((parts, names.out) for names in MLP for parts in ((names.whole,), names.parts)):
-            linears = [getattr(module, name, None) for name in (*parts, out)]
+            linears: list[Any] = [getattr(module, name, None) for name in (*parts, out)]
             if all(isinstance(linear, nn.Linear) for linear in linears):
                 return _Mlp(_linear(*linears[:-1]), _linear(linears[-1]), activation)
     return _Opaque(module)

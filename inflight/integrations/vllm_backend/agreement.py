@@ -70,7 +70,7 @@ def check_logits(
     name: str,
     max_context: int,
 ) -> None:
-    """Compare the model of vLLM with Transformers. skeleton: the Transformers model, whose parameters have no values;
+    """Compare the model of vLLM with Transformers. skeleton: the Transformers model without values of its parameters;
     slot: u8[n], the weights that vLLM computes with. Raises UnsupportedModelError if they differ by more than rounding
     in the dtype of the skeleton."""
     use_torch_on_cpu(skeleton)

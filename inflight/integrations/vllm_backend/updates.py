@@ -31,8 +31,9 @@ class Updates:
                 return None
             self.preparing = table = min(waiting, key=lambda table: table.newest_version)
             self._since_ns = began_ns
-            adapters = table is started.adapter_slots
-            started.rpc("inflight_prepare", table.take().slot, adapters)
+            adapters, ready = table is started.adapter_slots, table.take()
+            assert ready is not None
+            started.rpc("inflight_prepare", ready.slot, adapters)
             # Nothing waits for an idle engine, and vLLM reloads weights in the commit: such versions go live at once.
             if has_work and (adapters or not started.reload_reason):
                 self._stall_clock.handled(table, began_ns)

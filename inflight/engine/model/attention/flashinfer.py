@@ -21,7 +21,7 @@ from inflight.core.options import EngineOptions
 from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.attention.backend import CacheMemory, ForwardBatch
-from inflight.engine.model.attention.flashinfer_kernels import kernels_for, why_not_kernels
+from inflight.engine.model.attention.flashinfer_kernels import kernels_for
 from inflight.engine.model.attention.paged import PagedAttention
 from inflight.engine.model.device import reachable
 from inflight.model_checks.twin import first_line
@@ -36,7 +36,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _MIN_WORKSPACE_BYTES = 128 * 2**20
 """The size that FlashInfer recommends."""
 _GRAPH_PLAN_BYTES = 2**20
-"""Memory for the plan of recorded passes of one shape, which needs 32 KiB and less than 64 bytes for each sequence."""
+"""Memory for the plan of recorded passes of one shape. A plan takes 32 KiB and less than 64 bytes for each sequence."""
 _TOLERANCE = 0.02
 """Tolerance, somewhat above the relative error of bf16 attention whose partial results are rounded to bf16."""
 
@@ -85,16 +85,12 @@ def why_not_flashinfer(layers: list[LayerShape], device: torch.device) -> str | 
     if major < 8:
         return f"it needs compute capability 8.0 or more, {device} has {major}.{minor}"
     for index, layer in enumerate(layers):
-        if (reason := _why_not_layer(layer) or why_not_kernels(layer, (major, minor))) is not None:
+        if (reason := _why_not_layer(layer)) is not None:
             return f"layer {index} {reason}"
     try:
-        _flashinfer()
+        difference = _difference(list(dict.fromkeys(layers)), device)
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
-    except (ImportError, RuntimeError, OSError) as error:
-        return f"flashinfer cannot be imported: {type(error).__name__}: {first_line(error)}"
-    try:
-        difference = _difference(list(dict.fromkeys(layers)), device)
     except Exception as error:  # no compiler, no cache of compiled kernels, an incompatible version
         reason = f"its kernels cannot be compiled or run: {type(error).__name__}: {first_line(error)}"
     else:

@@ -13,8 +13,6 @@ from inflight.core.errors import UnsupportedModelError
 from inflight.engine.cache.kinds import LayerShape
 
 VARIABLE = "INFLIGHT_FLASHINFER"
-_CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
-"""Query heads per KV head that the kernel without tensor cores is compiled for (DISPATCH_GQA_GROUP_SIZE, 0.6.14)."""
 _TENSOR_CORES_FROM = 4
 """Query heads per KV head from which on SGLang and mini-sglang (attention/fi.py) use tensor cores. With fewer, most
 rows of a tile would be padding. This has not been measured here yet."""
@@ -25,7 +23,7 @@ class Kernels(NamedTuple):
     """Kernels for the layers of one shape."""
 
     decode: str
-    """"cuda_cores" or "tensor_cores" (FlashAttention 2)."""
+    """"cuda_cores" (1, 2, 3, 4 or 8 query heads per KV head in 0.6.14), or "tensor_cores" (FlashAttention 2)."""
     prefill: str
     """"fa2" or "fa3". The latter is made for Hopper, but mini-sglang found it slower there."""
 
@@ -41,15 +39,3 @@ def kernels_for(layer: LayerShape) -> Kernels:
             raise UnsupportedModelError(f"{VARIABLE} takes {known}, with a comma between them; got {what}={kernel}")
     decode = "cuda_cores" if layer.q_heads // layer.kv_heads < _TENSOR_CORES_FROM else "tensor_cores"
     return Kernels(asked.get("decode", decode), asked.get("prefill", "fa2"))
-
-
-def why_not_kernels(layer: LayerShape, capability: tuple[int, int]) -> str | None:
-    """Return the reason why the kernels for this layer cannot run on a GPU of this compute capability, or None."""
-    kernels, group = kernels_for(layer), layer.q_heads // layer.kv_heads
-    if kernels.decode == "cuda_cores" and group not in _CUDA_CORE_GROUPS:
-        return (
-            f"has {group} query heads per KV head, and decode=cuda_cores runs {', '.join(map(str, _CUDA_CORE_GROUPS))}"
-        )
-    if kernels.prefill == "fa3" and capability[0] != 9:
-        return f"was to run with fa3, which needs compute capability 9.0, not {capability[0]}.{capability[1]}"
-    return None
