@@ -6,12 +6,13 @@ Every worker runs these calls in the same order as its steps, so that all of the
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import torch
+from torch.utils._pytree import tree_leaves
 
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.layout import Alias, WeightLayout
@@ -167,7 +168,7 @@ class StagedWeights:
 
     def _inflight_kv_storages(self) -> list[torch.UntypedStorage]:
         """Return the memory of the KV cache. Several layers can share a part of it."""
-        storages = [tensor.untyped_storage() for tensor in _tensors_in(self.model_runner.kv_caches)]
+        storages = [tensor.untyped_storage() for tensor in tree_leaves(self.model_runner.kv_caches)]
         return list({storage._cdata: storage for storage in storages}.values())
 
     def _inflight_map_slots(self, attachment: bytes) -> Attachment:
@@ -207,12 +208,3 @@ def by_checkpoint_names(views: Mapping[str, torch.Tensor], aliases: list[Alias])
         for alias in parts.get(name, ()):
             named[alias.name] = view.as_strided(alias.shape, alias.strides, view.storage_offset() + alias.offset)
     return named
-
-
-def _tensors_in(parts: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors of nested lists."""
-    if isinstance(parts, torch.Tensor):
-        yield parts
-    else:
-        for part in parts:
-            yield from _tensors_in(part)
