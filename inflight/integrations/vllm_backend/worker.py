@@ -129,9 +129,10 @@ class StagedWeights:
     def inflight_prepared(self) -> bool:
         """Return True if the preparation is done. Raises the exception that ended it."""
         preparation = self._inflight_preparation
-        if preparation is None or not preparation.done():
-            return preparation is None
-        preparation.result()
+        if preparation is not None:
+            if not preparation.done():
+                return False
+            preparation.result()
         return True
 
     def inflight_commit(self, adapters: bool) -> None:
