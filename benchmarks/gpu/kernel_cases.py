@@ -532,7 +532,7 @@ def attention_case(machine: Machine, group: int, *, prefill: bool = False) -> Ca
         how = kernels.prefill if prefill else kernels.decode
         others = ["prefill=fa2", "prefill=fa3"]
         if not prefill:
-            others = ["decode=cuda_cores", "decode=tensor_cores", "decode=fa3"]
+            others = ["decode=cuda_cores", "decode=tensor_cores"]
         peers = {asked: partial(by, asked) for asked in others if not asked.endswith(f"={how}")}
     else:
         ours, how, peers = begun(PagedAttention([layer], machine.device)), f"PyTorch: {why_not}", {}

@@ -26,7 +26,7 @@ def modules_of(layers):
     for layer in layers:
         variant, kernels = (layer.key_dim, bool(layer.window), bool(layer.softcap)), kernels_for(layer)
         yield bundle.Module(*variant, kind=kernels.prefill)
-        yield bundle.Module(*variant, kind="cuda_cores" if kernels.decode == "cuda_cores" else kernels.decode_backend)
+        yield bundle.Module(*variant, kind="cuda_cores" if kernels.decode == "cuda_cores" else "fa2")
 
 
 def test_modules_are_those_of_the_built_in_shapes_and_of_the_gpu_tests_and_what_is_measured_beside_them():

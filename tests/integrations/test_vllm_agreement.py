@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inflight.core.errors import BackendError, UnsupportedModelError
 from inflight.integrations.vllm_backend import agreement
-from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits
-from inflight.integrations.vllm_backend.shadow import Computed, LoaderCall, Parameter, Shadow, Unmappable, copy_of
+from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits, parameters_without_memory
+from inflight.integrations.vllm_backend.shadow import Computed, Parameter, Shadow, Unmappable, copy_of
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -68,9 +69,13 @@ def check(
     mistake(config)
     core = StandIn(AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), slot, layout)
     core.collective_rpc("inflight_commit")
+    with parameters_without_memory():
+        skeleton = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager"
+        )
     torch.manual_seed(0)
     try:
-        check_logits(core, core.draw, model.config, layout, slot, dtype, name=name, max_context=128, trust=False)
+        check_logits(core, core.draw, skeleton, layout, slot, name=name, max_context=128)
     finally:
         assert torch.equal(slot, before), "the weights are those that were loaded again"
         if core.num_commits > 1:
@@ -151,7 +156,7 @@ def test_a_loader_that_computes_is_run_for_every_version(in_place):
     views = [slot[16:32].view(torch.float32) for slot in slots]
     live, following = torch.zeros(4), torch.zeros(4)
     seen = live.view(2, 2)
-    call = LoaderCall(load, "param", {"loaded_weight": views[0]})
+    call = partial(load, loaded_weight=views[0])
     computed = Computed.of(call, torch.nn.Parameter(torch.zeros(4)), slots[0])
     shadow = Shadow(slots, [Parameter("A", live, following, [], [computed], in_place=in_place)])
     assert shadow.reads() == [(16, 32)]
@@ -166,7 +171,7 @@ def test_a_loader_that_computes_is_run_for_every_version(in_place):
 
 
 def test_a_loader_that_is_given_something_else_than_a_part_of_a_slot_is_unmappable():
-    call = LoaderCall(print, "param", {"loaded_weight": torch.zeros(4)})
+    call = partial(dict, loaded_weight=torch.zeros(4))
     with pytest.raises(Unmappable):
         Computed.of(call, torch.zeros(4), torch.zeros(64, dtype=torch.uint8))
 

@@ -16,7 +16,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.sequence import Sequence
 from inflight.integrations.vllm_backend.build import check_options, start
-from inflight.integrations.vllm_backend.columns import ColumnRecorder, as_extra_arguments
+from inflight.integrations.vllm_backend.columns import ASKED, ColumnRecorder, asked
 from inflight.integrations.vllm_backend.sampling import request_arguments
 from inflight.integrations.vllm_backend.worker import StagedWeights, by_checkpoint_names
 from inflight.stream.assembler import Assembler
@@ -260,7 +260,7 @@ def test_columns_are_those_of_the_distributions_that_tokens_were_drawn_from(voca
         "c": SamplingParams(top_k=vocabulary - 5, return_sampling_mask=True, columns=("total",)),
     }
     requests = {
-        n: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=as_extra_arguments(asking[n]))) for n in "abc"
+        n: SimpleNamespace(sampling_params=SimpleNamespace(extra_args={ASKED: asked(asking[n])})) for n in "abc"
     }
     gathered = []
     runner = SimpleNamespace(

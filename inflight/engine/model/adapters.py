@@ -26,7 +26,6 @@ from inflight.weights.tensors import dtype_name
 
 SLOTS = 2
 PROJECTIONS = [name for projections in (*ATTENTION, *MLP) for name in projections.names]
-_ATTRIBUTE = "inflight_lora"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,9 @@ class Lora:
         """Add the adapters' output for the rows of x to the rows of y."""
         if self.bank.active:
             add_lora(y_TN, x_TK, self.a_SPK, self.b_SNR, self.widths, self.bank.rows[: len(x_TK)])
+
+    def hook(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        self.add(output.flatten(0, -2), args[0].flatten(0, -2))
 
 
 class AdapterBank:
@@ -78,8 +80,8 @@ class AdapterBank:
         hook; fused projections find them by `lora_of`."""
         for name, module in model.named_modules():
             if name in self._loras:
-                setattr(module, _ATTRIBUTE, self._loras[name])
-                module.register_forward_hook(_add)
+                module.inflight_lora = self._loras[name]  # type: ignore[assignment]
+                module.register_forward_hook(self._loras[name].hook)
 
     def select(self, adapters: np.ndarray, counts: np.ndarray) -> None:
         """Select the adapters of a pass. adapters: i32[S], the place of each sequence's adapter in the live slot, −1
@@ -121,7 +123,7 @@ def _targets(model: nn.Module) -> dict[str, nn.Linear]:
 
 def lora_of(module: nn.Module) -> Lora | None:
     """Return the adapters of a projection, if the engine has any."""
-    return getattr(module, _ATTRIBUTE, None)
+    return getattr(module, "inflight_lora", None)
 
 
 def merge_lora(parts: Sequence[Lora | None]) -> Lora | None:
@@ -138,8 +140,3 @@ def merge_lora(parts: Sequence[Lora | None]) -> Lora | None:
     a_SPK = first.a_SPK.as_strided((len(first.a_SPK), rank * len(loras), first.a_SPK.shape[2]), first.a_SPK.stride())
     b_SNR = first.b_SNR.as_strided((len(first.b_SNR), sum(widths), rank), first.b_SNR.stride())
     return Lora(first.bank, a_SPK, b_SNR, widths)
-
-
-def _add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    if (lora := lora_of(module)) is not None:
-        lora.add(output.flatten(0, -2), args[0].flatten(0, -2))

@@ -32,7 +32,7 @@ from inflight.model_checks.twin import (
     row_errors,
     try_sequences,
     twin_of,
-)
+)  # fmt: skip
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
 logger = logging.getLogger("inflight.engine")
@@ -65,7 +65,12 @@ def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKin
         reason = _compare(packed, twin.sequences, twin.logits, fused=fused, kinds=kinds) or reason
     size = sum(parameter.numel() for parameter in model.parameters())
     if getattr(model, "hf_quantizer", None) is None and size <= (_SMALL if twin is not None else _LARGEST):
-        reason = _compare_itself(model, fused=fused and reason is None, kinds=kinds) or reason
+        packed = copy.deepcopy(model)
+        nn.Module.to(packed, "cpu", torch.float32)
+        packed.set_attn_implementation("eager")
+        sequences, logits = try_sequences(packed)
+        packed.set_attn_implementation(ATTENTION_NAME)
+        reason = _compare(packed, sequences, logits, fused=fused and reason is None, kinds=kinds) or reason
     elif twin is None:
         raise UnsupportedModelError(
             f"{name} cannot be checked: no small model of its kind can be built, and it has {size / 1e9:.1f} billion "
@@ -117,17 +122,6 @@ def why_unfused(agrees: Callable[[], bool]) -> str | None:
 
 
 @torch.inference_mode()
-def _compare_itself(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKind]) -> str | None:
-    """Do the same as `_compare` with the model's own weights, in fp32 on the CPU."""
-    packed = copy.deepcopy(model)
-    nn.Module.to(packed, "cpu", torch.float32)
-    packed.set_attn_implementation("eager")
-    sequences, logits = try_sequences(packed)
-    packed.set_attn_implementation(ATTENTION_NAME)
-    return _compare(packed, sequences, logits, fused=fused, kinds=kinds)
-
-
-@torch.inference_mode()
 def _compare(
     model: PreTrainedModel,
     sequences: list[torch.Tensor],
@@ -139,14 +133,12 @@ def _compare(
     """Return why the fused decoder of a model (fp32, CPU, our attention) does not give these logits, or None. Raises
     UnsupportedModelError if the module itself does not."""
     name = type(model).__name__
-    cpu = torch.device("cpu")
     layers = classify_layers(model, kinds)
-    lengths = [len(ids) for ids in sequences]
+    lengths, cpu = [len(ids) for ids in sequences], torch.device("cpu")
     options = EngineOptions(
         model=name, max_sequences=len(lengths), max_context=max(lengths), max_prefill_tokens=sum(lengths)
     )
-    backend = PagedAttention(layers.attention, cpu, use_c=True)
-    memory = KVMemory(layers.attention, backend, options, cpu, layers.states)
+    memory = KVMemory(layers.attention, PagedAttention(layers.attention, cpu, use_c=True), options, cpu, layers.states)
     theirs = torch.cat(expected)
     run = partial(run_packed, model, memory=memory)
     try:
@@ -158,15 +150,14 @@ def _compare(
     if ours.shape != theirs.shape:
         raise UnsupportedModelError(f"{name} does not give logits for the tokens that it is asked for")
     if not (error := relative_error(ours, theirs)) < TOLERANCE:
-        where = (
-            "with the engine's attention (its own does something that it tells by no argument that the engine knows)"
-        )
         alone = _logits(sequences[:1], memory, run, [[(0, 0, lengths[0])]])
-        if relative_error(alone, expected[0]) < TOLERANCE:
-            where = (
-                "where sequences share a pass or go on from cached keys and values (it does not place tokens by "
-                "position_ids, or mixes them outside of its attention)"
-            )
+        where = (
+            "where sequences share a pass or go on from cached keys and values (it does not place tokens by "
+            "position_ids, or mixes them outside of its attention)"
+            if relative_error(alone, expected[0]) < TOLERANCE
+            else "with the engine's attention (its own does something that it tells by no argument that the engine "
+            "knows)"
+        )
         raise UnsupportedModelError(f"{name} cannot be run: {where}, its logits are off by {100 * error:.3g}%")
 
     def fused_agrees() -> bool:

@@ -11,11 +11,10 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from safetensors import safe_open
 from torch import nn
@@ -47,7 +46,7 @@ def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> Pre
     without quantised weights. Raises ModelLoadError if the checkpoint does not fit the model, and the exceptions of
     `from_pretrained`."""
     method = _quantisation(config).get("quant_method")
-    with _conversion_errors() as broken:
+    with _ConversionErrors() as broken:
         try:
             result: Any = AutoModelForCausalLM.from_pretrained(
                 model,
@@ -57,11 +56,11 @@ def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> Pre
                 **options,
             )
         except RuntimeError as error:
-            if not broken:
+            if not broken.names:
                 raise
             raise ModelLoadError(
-                f"the checkpoint {model!r} does not fit {model_class(config)}: of {_listed('tensor', broken)} a part "
-                "is missing or has another shape. Save or download the checkpoint again with all of its files."
+                f"the checkpoint {model!r} does not fit {model_class(config)}: of {_listed('tensor', broken.names)} a "
+                "part is missing or has another shape. Save or download the checkpoint again with all of its files."
             ) from error
     loaded, info = result
     if method == "fp8" and (unscaled := _unscaled(model)):
@@ -69,10 +68,7 @@ def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> Pre
             f"the checkpoint {model!r} lacks the scales of {_listed('quantised tensor', unscaled)}. Save or download "
             "it again with all of its files."
         )
-    shapes = {name: (tuple(ours), tuple(theirs)) for name, theirs, ours in info["mismatched_keys"]}
-    missing = set(info["missing_keys"]) - shapes.keys()
-    unexpected = {name for name in info["unexpected_keys"] if not (method and _OF_QUANTIZATION.search(name))}
-    check_names(model, loaded, missing, unexpected, shapes)
+    _check_names(model, loaded, info, quantised=method is not None)
     return loaded
 
 
@@ -90,24 +86,18 @@ def compare_checkpoint(model: str, config: PretrainedConfig, *, trust: bool) -> 
         logger.info("the names of the tensors of %s are not compared with the model's names: %r", model, error)
 
 
-def check_names(
-    checkpoint: str,
-    model: PreTrainedModel,
-    missing: Collection[str],
-    unexpected: Collection[str],
-    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]],
-) -> None:
+def _check_names(checkpoint: str, model: PreTrainedModel, info: dict[str, Any], *, quantised: bool) -> None:
     """Raise ModelLoadError unless a checkpoint has all tensors of a model and no other tensor for the model's layers.
-
-    missing: names that only the model has. unexpected: names that only the checkpoint has. shapes: the shapes in
-    the model and in the checkpoint of tensors where they differ. Names that Transformers ignores are in neither."""
+    info: loading info of Transformers, in which the names that it ignores are left out."""
+    shapes = {name: f"{name}: {list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]}
+    missing = set(info["missing_keys"]) - shapes.keys()
+    unexpected = {name for name in info["unexpected_keys"] if not (quantised and _OF_QUANTIZATION.search(name))}
     if missing or shapes:
         faults = []
         if missing:
             faults.append(f"it lacks {_listed('tensor', missing)}")
         if shapes:
-            shown = [f"{name}: {list(theirs)} instead of {list(ours)}" for name, (ours, theirs) in shapes.items()]
-            faults.append(f"the shape is another in {_listed('tensor', shown)}")
+            faults.append(f"the shape is another in {_listed('tensor', shapes.values())}")
         if unexpected:
             faults.append(f"the model has no place for {_listed('tensor', unexpected)}")
         advice = _explanation(missing, unexpected) or (
@@ -207,17 +197,13 @@ def _walk(name: str, model: PreTrainedModel) -> tuple[nn.Module, list[str], str]
 
 def _explanation(missing: Collection[str], unexpected: Collection[str]) -> str:
     """Return advice if the names of checkpoint and model differ by a prefix or by a wrapper; else ""."""
-    if not missing or not unexpected:
-        return ""
     wrappers = Counter(
         part
         for name in unexpected
         if (plain := unwrapped(name)) in missing
-        for part in name.split(".")
-        if part not in plain.split(".")
+        for part in set(name.split(".")) - set(plain.split("."))
     )
-    if wrappers.total() and wrappers.most_common(1)[0][1] * 2 > len(unexpected):
-        wrapper = wrappers.most_common(1)[0][0]
+    if wrapper := _of_most(wrappers, unexpected):
         return (
             f'The names contain "{wrapper}.", which a wrapper (torch.compile, DistributedDataParallel, FSDP) adds: '
             "save the model inside the wrapper, or remove this part from the names"
@@ -230,24 +216,14 @@ def _explanation(missing: Collection[str], unexpected: Collection[str]) -> str:
 
 
 def _prefix(short: Collection[str], long: Collection[str]) -> str:
-    """Return the prefix that makes most of the names in `short` names of `long`; "" if there is none."""
-    by_end: dict[str, list[str]] = {}
-    for name in long:
-        by_end.setdefault(_end(name), []).append(name)
-    found = Counter(
-        theirs.removesuffix(ours)
-        for ours in short
-        for theirs in by_end.get(_end(ours), ())
-        if theirs.endswith("." + ours)
-    )
-    if not found:
-        return ""
-    prefix, count = found.most_common(1)[0]
-    return prefix if count * 2 > len(short) else ""
+    """Return the prefix that makes most of the names in `short` names of `long`, or ""."""
+    pairs = ((ours, theirs) for ours in short for theirs in long if theirs.endswith("." + ours))
+    return _of_most(Counter(theirs.removesuffix(ours) for ours, theirs in pairs), short)
 
 
-def _end(name: str) -> str:
-    return name.rpartition(".")[2]
+def _of_most(found: Counter[str], names: Collection[str]) -> str:
+    """Return the text that was found in more than half of the names, or ""."""
+    return next((text for text, count in found.most_common(1) if count * 2 > len(names)), "")
 
 
 def _listed(noun: str, names: Iterable[str]) -> str:
@@ -256,23 +232,21 @@ def _listed(noun: str, names: Iterable[str]) -> str:
     return f"{len(names)} {noun}{'s' * (len(names) != 1)} ({', '.join(names[:_SHOWN])}{more})"
 
 
-class _Report(logging.Handler):
+class _ConversionErrors(logging.Handler):
     """Collects the names of tensors that Transformers could not convert. Its exception does not have them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self._logger = logging.getLogger("transformers.modeling_utils")
 
     def emit(self, record: logging.LogRecord) -> None:
         text = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage())
         self.names += re.findall(r"^(\S+) +\| CONVERSION", text, flags=re.MULTILINE)
 
+    def __enter__(self) -> Self:
+        self._logger.addHandler(self)
+        return self
 
-@contextmanager
-def _conversion_errors() -> Iterator[list[str]]:
-    report, transformers_logger = _Report(), logging.getLogger("transformers.modeling_utils")
-    transformers_logger.addHandler(report)
-    try:
-        yield report.names
-    finally:
-        transformers_logger.removeHandler(report)
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)

@@ -208,13 +208,11 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
 
 def _mlp(module: nn.Module) -> _Mlp | _Opaque:
     activation = _activation(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
-    if activation is None:
-        return _Opaque(module)
-    for parts, out in ((parts, names.out) for names in MLP for parts in ((names.whole,), names.parts)):
-        found = [getattr(module, name, None) for name in (*parts, out)]
-        linears = [linear for linear in found if isinstance(linear, nn.Linear)]
-        if len(linears) == len(found):
-            return _Mlp(_linear(*linears[:-1]), _linear(linears[-1]), activation)
+    if activation is not None:
+        for parts, out in ((parts, names.out) for names in MLP for parts in ((names.whole,), names.parts)):
+            linears: list[Any] = [getattr(module, name, None) for name in (*parts, out)]
+            if all(isinstance(linear, nn.Linear) for linear in linears):
+                return _Mlp(_linear(*linears[:-1]), _linear(linears[-1]), activation)
     return _Opaque(module)
 
 
@@ -222,10 +220,9 @@ def _activation(function: Any) -> Literal["silu", "gelu_tanh"] | None:
     if function is None:
         return None
     x = torch.linspace(-4, 4, 65)
-    result = function(x)
-    if torch.allclose(result, F.silu(x), atol=1e-6):
+    if torch.allclose(function(x), F.silu(x), atol=1e-6):
         return "silu"
-    return "gelu_tanh" if torch.allclose(result, F.gelu(x, approximate="tanh"), atol=1e-6) else None
+    return "gelu_tanh" if torch.allclose(function(x), F.gelu(x, approximate="tanh"), atol=1e-6) else None
 
 
 def _linear(*modules: nn.Linear) -> _Linear:
@@ -283,19 +280,17 @@ class _Ropes:
         kind = None
         if self._by_type:
             kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None)
-        rope = self._table(kind, next(attention.parameters()).device)
-        if getattr(attention, "use_rope", True):
-            return rope
-        return torch.ones_like(rope[0]), torch.zeros_like(rope[1])  # SmolLM 3 rotates in some layers only
-
-    def _table(self, kind: str | None, device: torch.device) -> _Rope:
         if kind not in self._made:
+            device = next(attention.parameters()).device
             positions = torch.arange(self._max_context, device=device)[None]
-            x = torch.zeros(1, 1, device=device)
             extra = {"layer_type": kind} if self._by_type else {}
-            cos, sin = (table[0].float() for table in self._module(x, positions, **extra))
+            made = self._module(torch.zeros(1, 1, device=device), positions, **extra)
+            cos, sin = (table[0].float() for table in made)
             half = cos.shape[-1] // 2
             if not torch.equal(cos[:, :half], cos[:, half:]):  # only the first half is given (gpt-oss)
                 cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
             self._made[kind] = cos.contiguous(), sin.contiguous()
-        return self._made[kind]
+        cos, sin = self._made[kind]
+        if getattr(attention, "use_rope", True):
+            return cos, sin
+        return torch.ones_like(cos), torch.zeros_like(sin)  # SmolLM 3 rotates in some layers only

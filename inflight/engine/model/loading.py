@@ -69,7 +69,7 @@ def read_config(model: str, *, trust: bool = False) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
-        refuse_remote_code(model, error)
+        _refuse_remote_code(model, error)
         raise ModelLoadError(f"cannot load model {model!r}: {first_line(error)}; {expected}") from error
     refuse_other_models(config)
     try:
@@ -81,7 +81,7 @@ def read_config(model: str, *, trust: bool = False) -> PretrainedConfig:
     return config
 
 
-def refuse_remote_code(model: str, error: Exception) -> None:
+def _refuse_remote_code(model: str, error: Exception) -> None:
     """Raise RemoteCodeError if Transformers' error is about untrusted code."""
     if "trust_remote_code" in str(error):
         raise RemoteCodeError(
@@ -95,33 +95,28 @@ def refuse_other_models(config: PretrainedConfig) -> None:
     code of such a model was loaded with it."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or brings_its_model(config):
         return
-    kind = config.model_type
+    reason = f"no causal language model: Transformers' AutoModelForCausalLM does not take {type(config).__name__}"
     if getattr(config, "text_config", None) is not None:
-        raise UnsupportedModelError(
-            f"{kind} is multimodal, and Transformers' AutoModelForCausalLM does not load {type(config).__name__}; the "
-            "engine runs models of text alone: take one that AutoModelForCausalLM loads"
+        reason = (
+            f"multimodal, and Transformers' AutoModelForCausalLM does not load {type(config).__name__}; the engine "
+            "runs models of text alone: take one that AutoModelForCausalLM loads"
         )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{kind} is an encoder and a decoder; the engine runs decoders alone")
-    raise UnsupportedModelError(
-        f"{kind} is no causal language model: Transformers' AutoModelForCausalLM does not take {type(config).__name__}"
-    )
+    elif getattr(config, "is_encoder_decoder", False):
+        reason = "an encoder and a decoder; the engine runs decoders alone"
+    raise UnsupportedModelError(f"{config.model_type} is {reason}")
 
 
 def context_limit(config: PretrainedConfig, asked: int) -> int:
     """Return the maximum number of tokens of a sequence: the requested number (0: at most 4096), within the model's
     context, and within the length up to which results do not depend on the rest of the batch (`length_limit`). Raises
-    UnsupportedModelError if more was requested."""
+    UnsupportedModelError if more than that length was requested."""
     limit = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_MAX_CONTEXT)
-    if (found := length_limit(config)) is not None:
-        length, cause = found
-        if asked > length:
-            raise UnsupportedModelError(
-                f"{config.model_type} uses {cause}, which the engine can run up to {length} tokens; "
-                f"max_context is {asked}"
-            )
-        limit = min(limit, length)
-    return min(limit, asked or DEFAULT_MAX_CONTEXT)
+    length, cause = length_limit(config) or (limit, "")
+    if cause and asked > length:
+        raise UnsupportedModelError(
+            f"{config.model_type} uses {cause}, which the engine can run up to {length} tokens; max_context is {asked}"
+        )
+    return min(limit, length, asked or DEFAULT_MAX_CONTEXT)
 
 
 def prefill_limit(config: PretrainedConfig, asked: int, max_sequences: int) -> int:
@@ -165,7 +160,7 @@ def load_model(
     except ModelLoadError:
         raise
     except Exception as error:  # the caller gets the same error, whatever the libraries below raise
-        refuse_remote_code(model, error)
+        _refuse_remote_code(model, error)
         if ATTENTION_NAME in str(error):  # the family's code looked the name up among the attentions that it supports
             raise UnsupportedModelError(
                 f"{model_class(config)} does not take its attention from Transformers' attention interface, through "

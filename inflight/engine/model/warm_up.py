@@ -16,7 +16,7 @@ from inflight.engine.cache.memory import KVMemory
 @torch.inference_mode()
 def warm_up(dtypes: Iterable[torch.dtype], vocab_size: int, memory: KVMemory) -> None:
     """Draw from logits [1, vocab_size] of each dtype, without and with entropies, and copy a block of each group to
-    block 0, the block without a sequence. On a CPU there is nothing to compile, and this does nothing."""
+    block 0, the block without a sequence. Do nothing on a CPU."""
     device = memory.device
     if device.type != "cuda":
         return

@@ -5,7 +5,6 @@ nothing is loaded twice. A small model is also checked with larger random weight
 and every part of the model affects the result.
 """
 
-import copy
 import logging
 import math
 import time
@@ -15,21 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from inflight.core.errors import BackendError, UnsupportedModelError
 from inflight.core.layout import WeightLayout
 from inflight.engine.model.loading import module_over
 from inflight.model_checks.torch_functions import use_torch_on_cpu
-from inflight.model_checks.twin import first_line
+from inflight.model_checks.twin import LENGTHS, first_line
 
 logger = logging.getLogger("inflight.engine")
 
 _SMALL = 200_000_000
 """Maximum number of parameters of a model that is also computed in a higher precision, and checked with random
 weights."""
-_LENGTHS = (40, 23, 8, 1)
-"""Numbers of tokens of the prompts."""
 _DRAWN = 16
 """Number of tokens that follow each prompt."""
 _TOP = 8
@@ -66,24 +63,19 @@ DrawTokens = Callable[[list[list[int]], int, int], list[DrawnPrompt]]
 def check_logits(
     core: Any,
     draw: DrawTokens,
-    config: PretrainedConfig,
+    skeleton: PreTrainedModel,
     layout: WeightLayout,
     slot: torch.Tensor,
-    dtype: torch.dtype,
     *,
     name: str,
     max_context: int,
-    trust: bool,
 ) -> None:
-    """Compare the model of vLLM with Transformers. slot: u8[n], the weights that vLLM computes with. Raises
-    UnsupportedModelError if they differ by more than rounding in this dtype."""
-    with _parameters_without_memory(), torch.device("cpu"):
-        skeleton = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=trust
-        )
+    """Compare the model of vLLM with Transformers. skeleton: the Transformers model without values of its parameters;
+    slot: u8[n], the weights that vLLM computes with. Raises UnsupportedModelError if they differ by more than rounding
+    in the dtype of the skeleton."""
     use_torch_on_cpu(skeleton)
     reference = _Reference(skeleton.eval(), layout, slot, name)
-    prompts = _prompts(config.get_text_config(), max_context)
+    prompts = _prompts(skeleton.config.get_text_config(), max_context)
     reference.compare(draw, prompts, "as loaded")
     if not reference.is_small:
         return
@@ -171,7 +163,7 @@ def _prompts(config: PretrainedConfig, max_context: int) -> list[list[int]]:
     """Return random prompts that leave room for the drawn tokens."""
     longest = max(1, min(max_context, getattr(config, "max_position_embeddings", None) or max_context) - _DRAWN - 1)
     generator = torch.Generator().manual_seed(1)
-    lengths = [min(length, longest) for length in _LENGTHS]
+    lengths = [min(length, longest) for length in LENGTHS]
     return [torch.randint(0, int(config.vocab_size), (length,), generator=generator).tolist() for length in lengths]
 
 
@@ -205,8 +197,8 @@ def _take(core: Any) -> None:
 
 
 @contextmanager
-def _parameters_without_memory() -> Iterator[None]:
-    """Create parameters of new modules on the meta device, and buffers with their values."""
+def parameters_without_memory() -> Iterator[None]:
+    """Create parameters of new modules without values, on the meta device, and buffers with their values."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

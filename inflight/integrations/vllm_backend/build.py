@@ -1,5 +1,6 @@
 """Starts a vLLM engine from our options; this process steps it."""
 
+import copy
 import logging
 import os
 import sys
@@ -39,55 +40,61 @@ from inflight.engine.model.device import memory_left, resolve_device
 from inflight.engine.model.loading import context_limit, eos_token_ids, load_tokenizer, read_config, resolve_dtype
 from inflight.engine.model.shapes import SHAPES
 from inflight.integrations.vllm_backend import worker
-from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits
+from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits, parameters_without_memory
 from inflight.integrations.vllm_backend.columns import UNRECORDED
 from inflight.integrations.vllm_backend.staged_slots import StagedSlots
-from inflight.integrations.vllm_backend.worker import Attachment, SharedSlots, UpdatePath
+from inflight.integrations.vllm_backend.worker import Attached, Attachment, SharedSlots, StagedWeights, UpdatePath
 from inflight.model_checks.twin import first_line
-from inflight.weights.engine.slot_table import make_slot
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import layout_of, slot_views
 
 logger = logging.getLogger("inflight.engine")
 
-EXTENSION = "inflight.integrations.vllm_backend.worker.StagedWeights"
 _BLOCK_TOKENS = 128
 """Maximum number of tokens of vLLM's blocks by default."""
+_RPC_S = 120.0
+"""Maximum time for workers to answer."""
 _CHECK_STEPS = 1000
 """Maximum number of steps for the prompts of the check at the start."""
-_OURS = {
-    "model": "model",
+_SAME = {
     "dtype": "dtype",
     "seed": "seed",
     "max_num_seqs": "max_sequences",
     "max_model_len": "max_context",
-    "max_num_batched_tokens": "max_prefill_tokens",
     "enable_prefix_caching": "prefix_caching",
+    "trust_remote_code": "trust_remote_code",
+}
+"""Maps options of vLLM to options of ours with the same value."""
+_OURS = _SAME | {
+    "model": "model",
+    "max_num_batched_tokens": "max_prefill_tokens",
     "kv_cache_memory_bytes": "kv_cache_tokens",
     "enforce_eager": "cuda_graphs",
-    "trust_remote_code": "trust_remote_code",
     "enable_lora": "lora_rank",
     "max_lora_rank": "lora_rank",
     "max_loras": "adapters",
     "max_cpu_loras": "adapters",
 }
 """Maps options of vLLM that we set to the options of ours that determine them."""
-_FIXED = {
-    "logprobs_mode": "the recorded log-probability is that of the distribution that was sampled from",
-    "async_scheduling": "a token would be told of one step after the weights that drew it",
-    "pipeline_parallel_size": "several steps would be under way when weights change",
-    "data_parallel_size": "launch([EngineOptions(…), …]) makes several engines",
-    "speculative_config": "it is not tried with weights that change",
-    "worker_extension_cls": "inflight has one of its own",
-    "lora_modules": "adapters are those of the options lora_rank and adapters, and are published",
-    "enable_sleep_mode": "sleep() frees the KV cache without it",
-    "load_format": "weights are loaded as vLLM does by default, and published from then on",
-    "skip_tokenizer_init": "text is read outside of vLLM",
-    "tokenizer": "text is read outside of vLLM",
-    "generation_config": "sampling is as SamplingParams say",
-    "max_logprobs": "SamplingParams.top_logprobs has its own bound",
+_FIXED: dict[str, tuple[Any, str]] = {
+    "logprobs_mode": (
+        "processed_logprobs",
+        "the recorded log-probability is that of the distribution that was sampled from",
+    ),
+    "async_scheduling": (False, "a token would be told of one step after the weights that drew it"),
+    "pipeline_parallel_size": (None, "several steps would be under way when weights change"),
+    "data_parallel_size": (None, "launch([EngineOptions(…), …]) makes several engines"),
+    "speculative_config": (None, "it is not tried with weights that change"),
+    "worker_extension_cls": (f"{StagedWeights.__module__}.StagedWeights", "inflight has one of its own"),
+    "lora_modules": (None, "adapters are those of the options lora_rank and adapters, and are published"),
+    "enable_sleep_mode": (None, "sleep() frees the KV cache without it"),
+    "load_format": (None, "weights are loaded as vLLM does by default, and published from then on"),
+    "skip_tokenizer_init": (True, "text is read outside of vLLM"),
+    "tokenizer": (None, "text is read outside of vLLM"),
+    "generation_config": ("vllm", "sampling is as SamplingParams say"),
+    "max_logprobs": (MAX_TOP_LOGPROBS, "SamplingParams.top_logprobs has its own bound"),
 }
-"""Maps options of vLLM that cannot be chosen to the reason."""
+"""Options of vLLM that cannot be chosen: the value, or None for the default, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,41 +124,37 @@ class Started:
 
     @property
     def scheduler(self) -> Any:
+        """vLLM's scheduler."""
         return self.core.engine_core.scheduler
-
-    @property
-    def kv_pool(self) -> Any:
-        """vLLM's pool of blocks."""
-        return self.scheduler.kv_cache_manager.block_pool
 
     @property
     def kv_blocks(self) -> int:
         return int(self.config.cache_config.num_gpu_blocks)
 
-    @property
-    def block_tokens(self) -> int:
-        return int(self.config.cache_config.block_size)
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the engine core. Raises BackendError for all errors of vLLM and the libraries below it."""
+        try:
+            return getattr(self.core, method)(*arguments)
+        except InflightError:
+            raise
+        except Exception as error:
+            raise BackendError(f"vLLM has failed: {type(error).__name__}: {error}") from error
 
-    def num_preemptions(self) -> int:
-        """Return the number of preemptions of unfinished requests."""
-        return sum(request.num_preemptions for request in self.scheduler.requests.values())
+    def rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker between two steps. Raises BackendError."""
+        return self.call("collective_rpc", method, _RPC_S, arguments)
 
     def unbegun(self) -> list[str]:
         """Return vLLM's names of the requests of which it has computed nothing."""
         return [r.request_id for r in self.scheduler.waiting if not r.num_computed_tokens and not r.num_output_tokens]
 
     def request(self, name: str, sequence: Sequence, salt: int, sampling: dict[str, Any]) -> Any:
-        """Return a request for vLLM: the rest of a sequence. Its blocks are shared under a version's name."""
-        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
-
-        adapter = None
-        if sequence.adapter is not None:
-            number = self.options.adapters.index(sequence.adapter) + 1
-            # Its worker already has the adapter, and does not read this path.
-            adapter = LoRARequest(sequence.adapter, number, "published")
-        shared = f"{salt}:{sequence.params.cache_salt}"
-        return _request(name, sequence.token_ids(), SamplingParams(**sampling), shared, adapter)
+        """Return a request for vLLM: the rest of a sequence. It shares blocks of its version and its own salt."""
+        adapter = sequence.adapter
+        number = 0 if adapter is None else self.options.adapters.index(adapter) + 1
+        return _request(
+            name, sequence.token_ids(), sampling, f"{salt}:{sequence.params.cache_salt}", adapter=adapter, number=number
+        )
 
 
 def check_options(options: EngineOptions) -> None:
@@ -174,7 +177,7 @@ def check_options(options: EngineOptions) -> None:
         if name in _OURS:
             raise BackendError(f'vllm={{"{name}": …}} is said by the option {_OURS[name]!r}')
         if name in _FIXED:
-            raise BackendError(f'vllm={{"{name}": …}} cannot be chosen: {_FIXED[name]}')
+            raise BackendError(f'vllm={{"{name}": …}} cannot be chosen: {_FIXED[name][1]}')
 
 
 def start(options: EngineOptions) -> Started:
@@ -205,31 +208,31 @@ def start(options: EngineOptions) -> Started:
 
     config = read_config(options.model, trust=options.trust_remote_code)
     text = config.get_text_config()
+    vocab_size = int(text.vocab_size)
     # Invalid columns fail here, before the model is loaded.
-    load_columns(options.columns, vocab_size=int(text.vocab_size), device=torch.device("cpu"))
+    load_columns(options.columns, vocab_size=vocab_size, device=torch.device("cpu"))
     context = context_limit(text, options.max_context)
     dtype = resolve_dtype(options.dtype, model=options.model, device=device)
     dtype = dtype or getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
     options = msgspec.structs.replace(options, max_context=context, dtype=str(dtype).removeprefix("torch."))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options.trust_remote_code)
+    with parameters_without_memory(), torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=options.trust_remote_code
+        )
     aliases = aliases_of(model)
-    weights = _make_slots(layout_of(model), options.slots - 1, device)
-    adapters = _make_slots(adapter_layout(model, options), SLOTS, device) if options.lora_rank else None
+    weights = StagedSlots.make(layout_of(model), options.slots - 1, device)
+    adapters = StagedSlots.make(adapter_layout(model, options), SLOTS, device) if options.lora_rank else None
     with tempfile.TemporaryDirectory(prefix="inflight-vllm-") as directory:
         path = _checkpoint(options, config, dtype, Path(directory))
         try:
             engine = LLMEngine.from_engine_args(
                 EngineArgs(**_arguments(options, path, text, dtype, device)), enable_multiprocessing=False
             )
-            vocab_size = int(text.vocab_size)
-            ways = _attach(engine.engine_core, options, aliases, vocab_size, weights, adapters)
-            reason = _why_lost([(way.reload_reason, way.reads) for way in ways], weights.layout)
-            if adapters is not None:
-                lost = _why_lost([(way.adapter_reason, way.adapter_reads) for way in ways], adapters.layout)
-                if lost:
-                    raise UnsupportedModelError(f"vLLM takes no adapters of {options.model!r}: {lost}")
-            records = all(way.records for way in ways)
+            workers = _attach(engine.engine_core, options, aliases, vocab_size, weights, adapters)
+            reason = _why_lost([one.weights for one in workers], weights.layout)
+            if adapters is not None and (lost := _why_lost([one.adapters for one in workers], adapters.layout)):
+                raise UnsupportedModelError(f"vLLM takes no adapters of {options.model!r}: {lost}")
+            records = all(one.records for one in workers)
             if options.columns and not records:
                 raise BackendError(f"columns={options.columns!r} cannot be had here: {UNRECORDED}")
             # vLLM's reloading does not update packed experts and tied weights.
@@ -237,18 +240,13 @@ def start(options: EngineOptions) -> Started:
                 raise UnsupportedModelError(f"vLLM on a CPU takes no new weights of {options.model!r}: {reason}")
             if reason:
                 logger.warning("vLLM loads new weights by itself, which stalls it longer: %s", reason)
-            _warm_up(engine.engine_core)
+            draw = partial(_draw, engine.engine_core)
+            for count in (1, 2):  # clients then need not wait for kernels that are compiled at their first run
+                draw([[0, 1, 2]] * count, 2, 0)
             if not engine.vllm_config.model_config.quantization:
+                slot = weights.slots[0].buffer
                 check_logits(
-                    engine.engine_core,
-                    partial(_draw, engine.engine_core),
-                    config,
-                    weights.layout,
-                    weights.slots[0].buffer,
-                    dtype,
-                    name=options.model,
-                    max_context=options.max_context,
-                    trust=options.trust_remote_code,
+                    engine.engine_core, draw, model, weights.layout, slot, name=options.model, max_context=context
                 )
         except InflightError:
             raise
@@ -288,10 +286,6 @@ def _missing_package(error: Exception) -> str:
     return ""
 
 
-def _make_slots(layout: WeightLayout, count: int, device: torch.device) -> StagedSlots:
-    return StagedSlots(layout, [make_slot(layout.total_bytes, device) for _ in range(count)])
-
-
 def _attach(
     core: Any,
     options: EngineOptions,
@@ -299,7 +293,7 @@ def _attach(
     vocab_size: int,
     weights: StagedSlots,
     adapters: StagedSlots | None,
-) -> list[UpdatePath]:
+) -> list[Attached]:
     """Make the workers map the slots and determine how versions get from the slots into the model."""
 
     def described(table: StagedSlots) -> SharedSlots:
@@ -325,33 +319,17 @@ def _attach(
         generator = torch.Generator(adapters.slots[0].buffer.device).manual_seed(0)
         for view in slot_views(adapters.slots[0].buffer, adapters.layout).values():
             view.normal_(generator=generator)  # random values identify the place of each tensor
-    ways = [
-        msgpack_decoder(UpdatePath).decode(way) for way in core.collective_rpc("inflight_attach", args=(attachment,))
-    ]
+    answers = core.collective_rpc("inflight_attach", args=(attachment,))
     if adapters is not None:
         adapters.slots[0].buffer.zero_()
-    return ways
-
-
-def _warm_up(core: Any) -> None:
-    """Draw a few tokens, so that clients do not wait for kernels that are compiled at their first run."""
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-
-    sampling = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=0, seed=0, detokenize=False)
-    for count in (1, 2):
-        for index in range(count):
-            core.add_request(_request(f"warm-up-{count}-{index}", [0, 1, 2], sampling, "warm-up"))
-        for _ in range(3):
-            core.get_output()
+    return [msgpack_decoder(Attached).decode(answer) for answer in answers]
 
 
 def _draw(core: Any, prompts: list[list[int]], num_tokens: int, num_logprobs: int) -> list[DrawnPrompt]:
     """Continue prompts, all at once, with log-probabilities."""
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-
-    sampling = SamplingParams(
-        max_tokens=num_tokens, ignore_eos=True, logprobs=num_logprobs, seed=0, temperature=1.0, detokenize=False
-    )
+    sampling = {
+        "max_tokens": num_tokens, "ignore_eos": True, "logprobs": num_logprobs, "seed": 0, "detokenize": False
+    }  # fmt: skip
     rows: dict[str, list[tuple[list[int], list[float]]]] = {f"check-{i}": [] for i in range(len(prompts))}
     salt = f"check-{time.monotonic_ns()}"
     for name, prompt in zip(rows, prompts, strict=True):
@@ -376,33 +354,34 @@ def _draw(core: Any, prompts: list[list[int]], num_tokens: int, num_logprobs: in
     return drawn
 
 
-def _request(name: str, token_ids: list[int], sampling: Any, salt: str, adapter: Any = None) -> Any:
-    """Return a request in the form of vLLM's engine core."""
+def _request(
+    name: str, token_ids: list[int], sampling: dict[str, Any], salt: str, *, adapter: str | None = None, number: int = 0
+) -> Any:
+    """Return a request in the form of vLLM's engine core. sampling: arguments of its SamplingParams."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine import EngineCoreRequest  # pyright: ignore[reportMissingImports]
 
     return EngineCoreRequest(
         request_id=name,
         prompt_token_ids=token_ids,
         mm_features=None,
-        sampling_params=sampling,
+        sampling_params=SamplingParams(**sampling),
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=adapter,
+        # The workers already have the adapter, and do not read this path.
+        lora_request=None if adapter is None else LoRARequest(adapter, number, "published"),
         cache_salt=salt,
         data_parallel_rank=None,
     )
 
 
-def _why_lost(ways: list[tuple[str, list[tuple[int, int]]]], layout: WeightLayout) -> str:
-    """Return the reason why tokens would not be drawn with prepared versions of a slot; "" if they would.
-
-    ways: for each worker, its own reason, and the byte ranges of a slot that it reads. A tensor that begins outside all
-    of them would never change.
-    """
-    for reason, _ in ways:
-        if reason:
-            return reason
-    read = sorted(part for _, parts in ways for part in parts)
+def _why_lost(paths: list[UpdatePath], layout: WeightLayout) -> str:
+    """Return the reason why tokens would not be drawn with prepared versions of a slot; "" if they would. A tensor that
+    begins outside all ranges that the workers read would never change."""
+    if reason := next((path.reason for path in paths if path.reason), ""):
+        return reason
+    read = sorted(part for path in paths for part in path.reads)
     begins = [begin for begin, _ in read]
     for spec in layout.tensors:
         at = bisect_right(begins, spec.offset)
@@ -415,31 +394,16 @@ def _arguments(
     options: EngineOptions, path: str, text: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
     """Return the arguments for starting vLLM."""
-    arguments: dict[str, Any] = {
-        "model": path,
-        "dtype": options.dtype,
-        "seed": options.seed,
-        "max_num_seqs": options.max_sequences,
-        "max_model_len": options.max_context,
-        "enable_prefix_caching": options.prefix_caching,
-        "trust_remote_code": options.trust_remote_code,
-        "enforce_eager": not options.cuda_graphs,
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": MAX_TOP_LOGPROBS,
-        "async_scheduling": False,
-        "disable_log_stats": True,
-        "worker_extension_cls": EXTENSION,
-    }
+    arguments: dict[str, Any] = {theirs: getattr(options, ours) for theirs, ours in _SAME.items()}
+    arguments |= {name: value for name, (value, _) in _FIXED.items() if value is not None}
+    arguments |= {"model": path, "enforce_eager": not options.cuda_graphs, "disable_log_stats": True}
     if options.max_prefill_tokens:
         arguments["max_num_batched_tokens"] = options.max_prefill_tokens + options.max_sequences
     if options.kv_cache_tokens or device.type == "cpu":
         arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(options, text, dtype, device)
     if options.lora_rank:
-        places = len(options.adapters) + (
-            device.type == "cpu"
-        )  # Rows without an adapter read the last place. It contains zeros.
+        # On a CPU, rows without an adapter read the last place. It contains zeros.
+        places = len(options.adapters) + (device.type == "cpu")
         arguments |= {
             "enable_lora": True,
             "max_loras": places,
@@ -497,9 +461,8 @@ def _set_environment(options: EngineOptions) -> None:
 def _checkpoint(options: EngineOptions, config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> str:
     """Return the model for vLLM: the name as given, or a directory with a built-in shape."""
     if options.model not in SHAPES:
-        compare_checkpoint(
-            options.model, config, trust=options.trust_remote_code
-        )  # vLLM misses parts of joined tensors
+        # vLLM does not notice missing parts of joined tensors.
+        compare_checkpoint(options.model, config, trust=options.trust_remote_code)
         return options.model
     torch.manual_seed(options.seed)
     with file_errors(FileWriteError, f"cannot write to {directory}", "TMPDIR is the variable for another directory"):

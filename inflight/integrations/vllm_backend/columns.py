@@ -13,7 +13,8 @@ from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.own_columns import ColumnFunction, compute_columns
 from inflight.engine.loop.sampler import mask_columns
 
-_ASKED = "inflight_columns"
+ASKED = "inflight_columns"
+"""The extra argument of vLLM's SamplingParams with the columns of a request."""
 _ENTROPIES, _MASK = "entropies", "sampling_mask"
 
 UNRECORDED = "vLLM's second model runner does not tell what it draws from; set VLLM_USE_V2_MODEL_RUNNER=0 for its first"
@@ -26,12 +27,6 @@ def asked(params: SamplingParams) -> list[str]:
     """Return the columns of a request that vLLM does not record itself."""
     built_in = {_ENTROPIES: params.return_entropy, _MASK: params.return_sampling_mask and params.filtered}
     return [name for name, wanted in built_in.items() if wanted] + list(params.columns)
-
-
-def as_extra_arguments(params: SamplingParams) -> dict[str, Any] | None:
-    """Return the same columns as an argument of vLLM's SamplingParams."""
-    names = asked(params)
-    return {_ASKED: names} if names else None
 
 
 def can_record(runner: Any) -> bool:
@@ -81,4 +76,4 @@ class ColumnRecorder:
         self._columns = names, {name: column.cpu() for name, column in columns.items()}
 
     def _asked(self, name: str) -> list[str]:
-        return (self._runner.requests[name].sampling_params.extra_args or {}).get(_ASKED, [])
+        return (self._runner.requests[name].sampling_params.extra_args or {}).get(ASKED, [])

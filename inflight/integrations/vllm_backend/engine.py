@@ -8,13 +8,11 @@ the results (emit). A step is scheduled, computed and read before the next one, 
 import logging
 import math
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from inflight.core.clock import now_ns
-from inflight.core.errors import BackendError, DeviceMemoryError, InflightError
+from inflight.core.errors import BackendError, DeviceMemoryError
 from inflight.core.frames import TokenFrame
 from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
@@ -26,9 +24,10 @@ from inflight.engine.loop.sequence import Sequence
 from inflight.engine.loop.stopping import StopCondition
 from inflight.engine.process.verbs import verb
 from inflight.integrations.vllm_backend.build import Started, start
-from inflight.integrations.vllm_backend.columns import Columns
+from inflight.integrations.vllm_backend.columns import Columns, asked
 from inflight.integrations.vllm_backend.sampling import request_arguments
 from inflight.integrations.vllm_backend.staged_slots import StagedSlots
+from inflight.integrations.vllm_backend.updates import Updates
 from inflight.integrations.vllm_backend.vllm_scheduler import VllmScheduler
 from inflight.weights.comparison import ChecksumRequest
 from inflight.weights.tensors import slot_views
@@ -37,10 +36,6 @@ logger = logging.getLogger("inflight.engine")
 
 _POLL_S = 0.001
 """Interval at which an engine that has nothing to generate checks if a version is prepared."""
-_PREPARE_S = 600.0
-"""Maximum time for workers to prepare a version."""
-_RPC_S = 120.0
-"""Maximum time for workers to answer."""
 
 
 class VllmEngine(Backend):
@@ -54,7 +49,7 @@ class VllmEngine(Backend):
         """started: a vLLM engine; None starts one."""
         started = started or start(options)
         super().__init__(started.options)
-        self._core, self._started = started.core, started
+        self._started = started
         self.device = started.device
         self.vocab_size = started.vocab_size
         self.aliases = started.aliases
@@ -64,7 +59,7 @@ class VllmEngine(Backend):
             fused=True,
             num_graphs=0,
             kv_cache_bytes=started.kv_cache_bytes,
-            kv_cache_tokens=started.kv_blocks * started.block_tokens,
+            kv_cache_tokens=started.kv_blocks * int(started.config.cache_config.block_size),
         )
         self.scheduler: VllmScheduler = VllmScheduler(self.max_sequences, records_columns=started.records_columns)
         self.requests = Requests(
@@ -75,9 +70,7 @@ class VllmEngine(Backend):
             can_read_text=started.tokenizer is not None,
         )
         self.stop = StopCondition(started.eos_ids, started.tokenizer)
-        self._preparing: StagedSlots | None = None
-        """The slots of the version that the workers prepare."""
-        self._preparing_since_ns = 0
+        self._updates = Updates(started, self.stall_clock)
         self._num_reused_tokens = 0
 
     def describe(self) -> str:
@@ -90,7 +83,7 @@ class VllmEngine(Backend):
 
     def close(self) -> None:
         """End vLLM's workers, and remove the slots' names. Safe to call twice."""
-        self._core.shutdown()
+        self._started.core.shutdown()
         super().close()
 
     # ---- states -------------------------------------------------------------------------------------------------
@@ -105,18 +98,18 @@ class VllmEngine(Backend):
             )
         if not self.asleep:
             self.scheduler.send_back(list(self.scheduler.running))
-            self._call(self._core.abort_requests, self.scheduler.take_given_up())
-            if not self._call(self._core.reset_prefix_cache):
+            self._started.call("abort_requests", self.scheduler.take_given_up())
+            if not self._started.call("reset_prefix_cache"):
                 raise BackendError("vLLM holds blocks of its KV cache that no request needs")
             self.asleep = True
-            self._rpc("inflight_free")
+            self._started.rpc("inflight_free")
 
     @verb()
     def wake(self) -> None:
         if self.asleep:
-            missing = [why for why in self._rpc("inflight_allocate") if why]
+            missing = [why for why in self._started.rpc("inflight_allocate") if why]
             if missing:
-                self._rpc("inflight_free")
+                self._started.rpc("inflight_free")
                 raise DeviceMemoryError(f"there is no memory for the KV cache: {missing[0]}; the engine sleeps on")
             self.asleep = False
 
@@ -142,7 +135,7 @@ class VllmEngine(Backend):
 
     @property
     def idle(self) -> bool:
-        if self._preparing is not None or self.requests.has_news:
+        if self._updates.preparing is not None or self.requests.has_news:
             return False
         return self.blocked or not self.scheduler.has_work or self.scheduler.held_back
 
@@ -151,13 +144,14 @@ class VllmEngine(Backend):
         return self._started.adapter_slots
 
     def load(self) -> Load:
-        pool = self._started.kv_pool
+        started, theirs = self._started, self._started.scheduler
+        free = theirs.kv_cache_manager.block_pool.get_num_free_blocks()
         return Load(
             num_waiting=self.scheduler.num_waiting,
             num_running=len(self.scheduler.running),
-            num_preemptions=self._started.num_preemptions(),
-            kv_blocks=self._started.kv_blocks,
-            kv_blocks_used=self._started.kv_blocks - pool.get_num_free_blocks() - 1,  # one block holds no tokens
+            num_preemptions=sum(request.num_preemptions for request in theirs.requests.values()),
+            kv_blocks=started.kv_blocks,
+            kv_blocks_used=started.kv_blocks - free - 1,  # one block holds no tokens
             num_reused_tokens=self._num_reused_tokens,
         )
 
@@ -166,69 +160,40 @@ class VllmEngine(Backend):
     def step(self) -> TokenFrame | None:
         """Run one step of vLLM over the sequences that it has. Return a frame, or None if there is nothing to
         report."""
-        self._swap()
-        self._hand_over()
+        started, running = self._started, self.scheduler.running
+        if (swap := self._updates.advance(has_work=self.scheduler.has_work)) is not None:
+            self.scheduler.send_back([name for name in started.unbegun() if name in running])
+            self._note_swap(*swap, num_in_flight=sum(bool(s.tokens) for s in running.values()))
+        started.core.abort_requests(self.scheduler.take_given_up())
+        if not self.blocked:
+            for name, sequence, salt in self.scheduler.advance(self.slot_table.version, self.version):
+                sampling = request_arguments(sequence, started.eos_ids)
+                started.core.add_request(started.request(name, sequence, salt, sampling))
         outputs: list[Any] = []
         columns: Columns = [], {}
-        stepped = bool(self.scheduler.running) and not self.blocked
+        stepped = bool(running) and not self.blocked
         if stepped:
-            with span("vllm", version=self.version, sequences=len(self.scheduler.running)):
-                outputs = self._call(self._core.get_output).outputs
-                if self.scheduler.asks_for_columns:
-                    columns = next((own for own in self._rpc("inflight_columns") if own is not None), columns)
+            with span("vllm", version=self.version, sequences=len(running)):
+                outputs = started.call("get_output").outputs
+                if any(asked(sequence.params) for sequence in running.values()):
+                    columns = next((own for own in started.rpc("inflight_columns") if own is not None), columns)
             self.step_count += 1
-        elif self._preparing is not None:
+        elif self._updates.preparing is not None:
             time.sleep(_POLL_S)
         rows = [row for output in outputs for row in self._collect(output)]
-        return self._emit(rows, columns, stepped=stepped)
-
-    def _swap(self) -> None:
-        """Make the workers prepare the newest complete version, or make the version that they have prepared live."""
-        began_ns = now_ns()
-        if self._preparing is None and not self._begin_to_prepare(began_ns):
-            return
-        table = self._preparing
-        assert table is not None
-        if not all(self._rpc("inflight_prepared")):
-            self.stall_clock.handled(table, began_ns)
-            if now_ns() - self._preparing_since_ns > _PREPARE_S * 1e9:
-                raise BackendError(f"a worker of vLLM has not prepared a version within {_PREPARE_S:.0f} s")
-            return
-        began_ns = now_ns()
-        self._rpc("inflight_commit", table is self.adapter_slots)
-        ready, self._preparing = table.commit(), None
-        self.scheduler.send_back([name for name in self._started.unbegun() if name in self.scheduler.running])
-        num_in_flight = sum(bool(s.tokens) for s in self.scheduler.running.values())
-        self._note_swap(table, ready, began_ns, num_in_flight)
-
-    def _begin_to_prepare(self, began_ns: int) -> bool:
-        """Make the workers prepare the oldest waiting version, of the weights or of the adapters. Return True if it
-        could be prepared before the next step."""
-        tables = [table for table in (self.slot_table, self.adapter_slots) if table is not None and table.is_waiting]
-        if not tables:
-            return False
-        self._preparing = table = min(tables, key=lambda table: table.newest_version)
-        self._preparing_since_ns = began_ns
-        ready, adapters = table.take(), table is self.adapter_slots
-        assert ready is not None
-        self._rpc("inflight_prepare", ready.slot, adapters)
-        if not self.scheduler.has_work or (self._started.reload_reason and not adapters):
-            return True
-        self.stall_clock.handled(table, began_ns)
-        return False
-
-    def _hand_over(self) -> None:
-        """Abort requests in vLLM that have ended otherwise, and add the sequences that it has room for."""
-        self._core.abort_requests(self.scheduler.take_given_up())
-        if self.blocked:
-            return
-        for name, sequence, salt in self.scheduler.advance(self.slot_table.version, self.version):
-            request = self._started.request(name, sequence, salt, request_arguments(sequence, self._started.eos_ids))
-            self._core.add_request(request)
+        if not (stepped or self.requests.has_news or self._untold_swap is not None):
+            return None
+        reported, self._untold_swap = self._untold_swap, None
+        starts = [row.sequence for row in rows if row.starts]
+        taken_over = [sequence.prefix_taken_over() for sequence in starts if sequence.taken_over]
+        header = self._header(self.version, len(rows), reported, starts, taken_over)
+        return TokenFrame(header, *_columns_of(rows, columns))
 
     def _collect(self, output: Any) -> list["_Row"]:
         """Append the tokens that a step drew for one request to its sequence, and end it if it is finished."""
-        sequence = self.scheduler.running.get(output.request_id)
+        ended, running = output.finish_reason is not None, self.scheduler.running
+        # vLLM has ended such a request itself, so that it must not be aborted.
+        sequence = running.pop(output.request_id, None) if ended else running.get(output.request_id)
         if sequence is None:
             return []
         rows = []
@@ -245,45 +210,11 @@ class VllmEngine(Backend):
             if (reason := self.stop.reason(sequence, is_finite=math.isfinite(logprob))) is not None:
                 self.requests.finish(sequence, reason)
                 break
-        if output.finish_reason is not None:
-            if not sequence.finished:  # vLLM has its own reason
-                logger.warning("vLLM ended request %d: %s", sequence.request_id, output.finish_reason)
-                self.requests.finish(sequence, "error")
-            self.scheduler.forget(output.request_id)
+        if ended and not sequence.finished:  # vLLM has its own reason
+            logger.warning("vLLM ended request %d: %s", sequence.request_id, output.finish_reason)
+            self.requests.finish(sequence, "error")
         self.num_tokens += len(rows)
         return rows
-
-    def _emit(self, rows: list["_Row"], columns: Columns, *, stepped: bool) -> TokenFrame | None:
-        """Return the frame of a step, with the tokens of these rows. Without a step, return a frame that reports starts
-        and ends of requests, or None if there are none."""
-        if not (stepped or self.requests.has_news or self._untold_swap is not None):
-            return None
-        swap, self._untold_swap = self._untold_swap, None
-        names, recorded = columns
-        place = {name: index for index, name in enumerate(names)}
-        starts = [row.sequence for row in rows if row.starts]
-        taken_over = [sequence.prefix_taken_over() for sequence in starts if sequence.taken_over]
-        return TokenFrame(
-            self._header(self.version, len(rows), swap, starts, taken_over),
-            np.array([row.sequence.request_id for row in rows], np.uint64),
-            np.array([row.token for row in rows], np.int32),
-            np.array([row.logprob for row in rows], np.float32),
-            _top_columns(rows) | token_columns(recorded, (place[row.name] for row in rows)),
-        )
-
-    # ---- vLLM ---------------------------------------------------------------------------------------------------
-
-    def _rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every worker between two steps."""
-        return self._call(self._core.collective_rpc, method, _RPC_S, arguments)
-
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except InflightError:
-            raise
-        except Exception as error:  # vLLM and the libraries below it can raise anything
-            raise BackendError(f"vLLM has failed: {type(error).__name__}: {error}") from error
 
 
 class _Row(NamedTuple):
@@ -301,14 +232,21 @@ class _Row(NamedTuple):
     """The token is the first one of its sequence on this engine."""
 
 
-def _top_columns(rows: list[_Row]) -> dict[str, np.ndarray]:
-    """Return the most likely tokens of each row, as many as its request asked for."""
-    most = max((row.sequence.params.top_logprobs for row in rows), default=0)
-    if not most:
-        return {}
-    ids, logprobs = np.full((len(rows), most), -1, np.int32), np.full((len(rows), most), -np.inf, np.float32)
-    for at, row in enumerate(rows):
-        count = row.sequence.params.top_logprobs
-        ids[at, :count] = row.logprobs.logprob_token_ids[row.index, 1 : count + 1]
-        logprobs[at, :count] = row.logprobs.logprobs[row.index, 1 : count + 1]
-    return {"top_token_ids": ids, "top_logprobs": logprobs}
+def _columns_of(rows: list[_Row], columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Return the arrays of a frame: request ids, tokens, log-probabilities and optional columns."""
+    names, recorded = columns
+    place = {name: index for index, name in enumerate(names)}
+    optional: dict[str, np.ndarray] = {}
+    if most := max((row.sequence.params.top_logprobs for row in rows), default=0):
+        ids, logprobs = np.full((len(rows), most), -1, np.int32), np.full((len(rows), most), -np.inf, np.float32)
+        for at, row in enumerate(rows):
+            count = row.sequence.params.top_logprobs
+            ids[at, :count] = row.logprobs.logprob_token_ids[row.index, 1 : count + 1]
+            logprobs[at, :count] = row.logprobs.logprobs[row.index, 1 : count + 1]
+        optional = {"top_token_ids": ids, "top_logprobs": logprobs}
+    return (
+        np.array([row.sequence.request_id for row in rows], np.uint64),
+        np.array([row.token for row in rows], np.int32),
+        np.array([row.logprob for row in rows], np.float32),
+        optional | token_columns(recorded, (place[row.name] for row in rows)),
+    )

@@ -4,7 +4,7 @@ from typing import Any
 
 from inflight.core.errors import InvalidRequestError
 from inflight.engine.loop.sequence import Sequence
-from inflight.integrations.vllm_backend.columns import as_extra_arguments
+from inflight.integrations.vllm_backend.columns import ASKED, asked
 
 _MIX = 0x9E3779B97F4A7C15
 _MAX_SEED = 2**63
@@ -22,8 +22,8 @@ def refuse(name: str, sequence: Sequence) -> None:
         ),
         "a version: vLLM holds the live weights alone": sequence.pin is not None,
     }
-    for reason, asked in reasons.items():
-        if asked:
+    for reason, applies in reasons.items():
+        if applies:
             raise InvalidRequestError(f'{name} asks for {reason}; launch with backend="inflight" for it')
 
 
@@ -52,5 +52,5 @@ def request_arguments(sequence: Sequence, eos_ids: frozenset[int]) -> dict[str, 
         "ignore_eos": True,
         "logprobs": params.top_logprobs,
         "detokenize": False,
-        "extra_args": as_extra_arguments(params),
+        "extra_args": {ASKED: asked(params)},
     }

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ _ROUNDING = 0.02
 
 class Unmappable(Exception):
     """vLLM does more to these weights than copy parts of them, so that it has to load them itself."""
+
+
+LoaderCall = partial[Any]
+"""A call of a loader without its target, the first argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,26 +112,26 @@ class Parameter:
     def is_loaded(self) -> bool:
         """Return True if `next` equals `live`, apart from the rounding of parts with fewer bits."""
         assert self.live is not None
-        if torch.equal(self.live, self.next):
-            return True
-        narrow = self.sources and all(part.dtype.itemsize < self.next.itemsize for part in self.sources)
-        return bool(narrow) and torch.allclose(self.live, self.next, rtol=_ROUNDING, atol=_ROUNDING)
+        narrow = bool(self.sources) and all(part.dtype.itemsize < self.next.itemsize for part in self.sources)
+        return torch.equal(self.live, self.next) or (
+            narrow and torch.allclose(self.live, self.next, rtol=_ROUNDING, atol=_ROUNDING)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
     """A call of a loader of vLLM that computes a parameter from parts of a slot, such as −exp(A_log) from A_log."""
 
-    call: "LoaderCall"
+    call: LoaderCall
     made_for: torch.Tensor
     """The parameter as the loader takes it."""
     parts: dict[str, Part]
     """The arguments of the call that are parts of a slot."""
 
     @classmethod
-    def of(cls, call: "LoaderCall", made_for: torch.Tensor, slot: torch.Tensor) -> "Computed":
+    def of(cls, call: LoaderCall, made_for: torch.Tensor, slot: torch.Tensor) -> "Computed":
         """Make a record of a call. Raises Unmappable if an argument is a tensor that is not part of the slot."""
-        tensors = {name: value for name, value in call.arguments.items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in call.keywords.items() if isinstance(value, torch.Tensor)}
         return cls(call, made_for, {name: Part.of(tensor, slot) for name, tensor in tensors.items()})
 
     def make(self, target: torch.Tensor, slot: torch.Tensor) -> None:
@@ -151,8 +156,9 @@ class Shadow:
         # Set the number of threads of this thread: with another number, oneDNN could pack weights in another form than
         # it computes with. vLLM has replaced torch.set_num_threads by a function that does nothing.
         torch._C.set_num_threads(self._num_threads)
-        for product in (product for parameter in self._parameters for product in parameter.products):
-            product.next = None  # two packed forms of each weight are enough
+        for parameter in self._parameters:
+            for product in parameter.products:
+                product.next = None  # two packed forms of each weight are enough
         for parameter in self._parameters:
             targets = [copy.target(parameter.next) for copy in parameter.copies]
             copy_all(targets, [copy.source.view(self._slots[slot]) for copy in parameter.copies])
@@ -206,36 +212,33 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
         materialize_meta_tensor,
     )
 
-    calls, metas, lives = _trace(model, tensors)
     referred = _referred(model)
-    names = {layer: name for name, layer in model.named_modules()}
     scratch: dict[torch.dtype, torch.Tensor] = {}
     parameters: list[Parameter] = []
     by_live: dict[int, Parameter] = {}
-    for (layer, name), made in calls.items():
-        meta, live = metas[layer, name], lives[layer, name]
-        label = f"{names[layer]}.{name} ({type(layer).__name__})"
+    for traced in _trace(model, tensors):
+        label, meta, live, product = traced.label, traced.meta, traced.live, _packed_product(traced.layer)
         with torch.device(slot.device):
             made_for = materialize_meta_tensor(meta)
         copies, computed = [], []
         try:
-            copies = [copy for call in made for copy in _noted(call, made_for, slot)]
+            copies = [copy for call in traced.calls for copy in _noted(call, made_for, slot)]
         except Unmappable:
             try:
-                computed = [Computed.of(call, made_for, slot) for call in made]
+                computed = [Computed.of(call, made_for, slot) for call in traced.calls]
             except Unmappable as error:
                 raise Unmappable(f"{label}: {error}") from error
         copied = sum(torch.Size(copy.target_size).numel() for copy in copies)
-        if live.shape == meta.shape and live.dtype == meta.dtype:
+        if live is not None and live.shape == meta.shape and live.dtype == meta.dtype:
             made_for.data.copy_(live)  # padding keeps its values
             in_place = live.untyped_storage().data_ptr() in referred
             parameter = Parameter(label, live, made_for.data, copies, computed, in_place=in_place)
             by_live[id(live)] = parameter
-        elif _packed_product(layer) is not None and live.numel() == 0 and copied == meta.numel():
+        elif product is not None and live is not None and not live.numel() and copied == meta.numel():
             held = scratch.get(meta.dtype)
             if held is None or held.numel() < meta.numel():
-                held = scratch[meta.dtype] = made_for.data.new_empty(meta.numel())
-            parameter = Parameter(label, None, made_for.data, copies, products=[_Product(_packed_product(layer))])
+                scratch[meta.dtype] = made_for.data.new_empty(meta.numel())
+            parameter = Parameter(label, None, made_for.data, copies, products=[_Product(product)])
         else:
             raise Unmappable(f"{label}: vLLM converts it after loading, and inflight cannot write that form")
         parameters.append(parameter)
@@ -244,9 +247,9 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
             shape = parameter.next.shape
             parameter.next = scratch[parameter.next.dtype][: shape.numel()].view(shape)
     for layer in model.modules():
-        weight = layer._parameters.get("weight")
-        if weight is not None and id(weight) in by_live and _packed_product(layer) is not None:
-            by_live[id(weight)].products.append(_Product(_packed_product(layer)))
+        weight, product = layer._parameters.get("weight"), _packed_product(layer)
+        if weight is not None and id(weight) in by_live and product is not None:
+            by_live[id(weight)].products.append(_Product(product))
     return parameters
 
 
@@ -258,29 +261,29 @@ def _referred(model: nn.Module) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
 
 
-Key = tuple[nn.Module, str]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class LoaderCall:
-    """A call of a loader, without its target."""
+class _Traced:
+    """A parameter of vLLM, and the calls of its loader."""
 
+    label: str
+    layer: nn.Module
+    meta: torch.Tensor
+    """The parameter as it is before vLLM processes it, without values."""
+    live: torch.Tensor | None
+    """The current parameter."""
     loader: Callable[..., Any]
-    parameter: str
-    """The name of the argument for the target."""
-    arguments: dict[str, Any]
-    """All other arguments."""
+    calls: list[LoaderCall] = field(default_factory=list)
 
-    def __call__(self, target: torch.Tensor, **others: Any) -> Any:
-        """others: arguments in place of the noted ones."""
-        return self.loader(**{self.parameter: target}, **(self.arguments | others))
+    def note(self, *args: Any, **kwargs: Any) -> bool:
+        """Record a call of the loader instead of loading."""
+        arguments = inspect.signature(self.loader).bind(*args, **kwargs).arguments
+        del arguments[next(iter(arguments))]
+        self.calls.append(partial(self.loader, **arguments))
+        return True  # the loaders of experts return True for an expert of this rank
 
 
-def _trace(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> tuple[dict[Key, list[LoaderCall]], dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
-    """Record vLLM's loading of these tensors without loading anything. Return, for each parameter, the calls of its
-    loaders, the parameter as it is before vLLM processes it, without values, and the current parameter."""
+def _trace(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[_Traced]:
+    """Record vLLM's loading of these tensors without loading anything. Return the parameters that it would load."""
     from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
         _get_original_loader,
         _place_kernel_tensors,
@@ -290,26 +293,11 @@ def _trace(
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.model_loader.reload.utils import get_layer_tensors  # pyright: ignore[reportMissingImports]
 
-    calls: dict[Key, list[LoaderCall]] = {}
-    metas: dict[Key, torch.Tensor] = {}
-    lives: dict[Key, torch.Tensor] = {}
+    traced: list[_Traced] = []
     original: list[tuple[Any, Any]] = []
-
-    def noting(key: Key, loader: Callable[..., Any]) -> Callable[..., bool]:
-        signature = inspect.signature(loader)
-        parameter = next(iter(signature.parameters))
-
-        def note(*args: Any, **kwargs: Any) -> bool:
-            bound = signature.bind(*args, **kwargs).arguments
-            del bound[parameter]
-            calls.setdefault(key, []).append(LoaderCall(loader, parameter, bound))
-            return True  # the loaders of experts return True for an expert of this rank
-
-        return note
-
     initialize_layerwise_reload(model)
     try:
-        for layer in model.modules():
+        for layer_name, layer in model.named_modules():
             kernel = get_layerwise_info(layer).kernel_tensors
             parameters: dict[str, Any] = get_layer_tensors(layer)
             for name, tensor in parameters.items():
@@ -317,10 +305,10 @@ def _trace(
                     continue
                 loader = _get_original_loader(tensor)
                 original.append((tensor, loader))
-                metas[layer, name] = tensor
-                if kernel is not None and (live := kernel[0].get(name, kernel[1].get(name))) is not None:
-                    lives[layer, name] = live
-                tensor.weight_loader = noting((layer, name), loader)
+                live = None if kernel is None else kernel[0].get(name, kernel[1].get(name))
+                one = _Traced(f"{layer_name}.{name} ({type(layer).__name__})", layer, tensor, live, loader)
+                tensor.weight_loader = one.note
+                traced.append(one)
         load: Any = model.load_weights
         load(iter(tensors.items()))
     finally:
@@ -331,7 +319,7 @@ def _trace(
             if info.can_load():
                 _place_kernel_tensors(layer, info)
             info.reset()
-    return calls, metas, lives
+    return [one for one in traced if one.calls]
 
 
 class NoteCopies(TorchDispatchMode):

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import SlotReady
-from inflight.weights.engine.slot_table import Slot, SlotState, SlotTable
+from inflight.weights.engine.slot_table import Slot, SlotState, SlotTable, make_slot
 
 
 class StagedSlots(SlotTable):
@@ -25,6 +27,11 @@ class StagedSlots(SlotTable):
         vLLM has loaded."""
         self._lent_live = False
         """That slot is leased, so that it might be written to."""
+
+    @classmethod
+    def make(cls, layout: WeightLayout, count: int, device: torch.device) -> "StagedSlots":
+        """Make slots on a device. Raises SharedMemoryError or DeviceMemoryError."""
+        return cls(layout, [make_slot(layout.total_bytes, device) for _ in range(count)])
 
     @property
     def versions(self) -> list[int]:

@@ -25,6 +25,7 @@ class VllmScheduler:
         self._salts: dict[int, int] = {}
         """Maps ids of unfinished requests to the version that is part of their key in the prefix cache."""
         self._given_up: list[str] = []
+        """vLLM's names of requests to abort."""
         self.admits = True
         """True if new sequences can start."""
 
@@ -55,24 +56,19 @@ class VllmScheduler:
             self._given_up.append(name)
 
     @property
-    def asks_for_columns(self) -> bool:
-        """Return True if a running request asks for columns that vLLM does not record itself."""
-        return any(asked(sequence.params) for sequence in self.running.values())
-
-    @property
     def has_work(self) -> bool:
         return bool(self.running) or self.num_waiting > 0
 
     @property
     def held_back(self) -> bool:
         """Return True if only new prompts are left, and `admits` forbids them."""
-        return not self.running and self._first() is not None and not self._may_begin()
+        return not self.running and self.num_waiting > 0 and self._startable() is None
 
     def advance(self, weights: int, adapters: int) -> Iterator[tuple[str, Sequence, int]]:
         """Yield sequences for vLLM to start now: the name of each, and the version whose blocks it can reuse. The
         weights are live since version `weights`, and with the adapters since version `adapters`."""
-        while len(self.running) < self._max_sequences and self._first() is not None and self._may_begin():
-            sequence = self._waiting.popleft()
+        while len(self.running) < self._max_sequences and (sequence := self._startable()) is not None:
+            self._waiting.popleft()
             self.num_waiting -= 1
             live = weights if sequence.adapter is None else adapters
             salt = self._salts.setdefault(sequence.request_id, live)
@@ -94,20 +90,15 @@ class VllmScheduler:
     def salt(self, sequence: Sequence) -> int:
         return self._salts[sequence.request_id]
 
-    def forget(self, name: str) -> None:
-        """Record that vLLM has ended a request itself, so that no abort is necessary."""
-        if name in self._given_up:
-            self._given_up.remove(name)
-
     def take_given_up(self) -> list[str]:
         """Return vLLM's names of requests to abort, once."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
-    def _first(self) -> Sequence | None:
+    def _startable(self) -> Sequence | None:
+        """Return the first waiting sequence, or None if there is none or it is not allowed to start."""
         while self._waiting and self._waiting[0].finished:
             self._waiting.popleft()
-        return self._waiting[0] if self._waiting else None
-
-    def _may_begin(self) -> bool:
-        return self.admits or self._waiting[0].started
+        if self._waiting and (self.admits or self._waiting[0].started):
+            return self._waiting[0]
+        return None

@@ -6,12 +6,13 @@ Every worker runs these calls in the same order as its steps, so that all of the
 """
 
 import os
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import torch
+from torch.utils._pytree import tree_leaves
 
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.layout import Alias, WeightLayout
@@ -55,18 +56,21 @@ class Attachment(msgspec.Struct, frozen=True):
 
 
 class UpdatePath(msgspec.Struct, frozen=True):
-    """The method by which a worker takes a version."""
+    """The way of versions from the slots into a worker."""
 
-    reload_reason: str
-    """"" if prepared weights replace the weights in use. Otherwise the reason why vLLM loads the weights itself,
-    without preparation. That takes longer."""
-    reads: list[tuple[int, int]]
+    reason: str = ""
+    """Reason why prepared tensors cannot replace the tensors in use, or ""."""
+    reads: list[tuple[int, int]] = []
     """Byte ranges of a slot that are read."""
-    adapter_reads: list[tuple[int, int]] = []
-    """Byte ranges of an adapter slot that are read."""
-    adapter_reason: str = ""
-    """Reason why vLLM's adapters cannot be changed."""
-    records: bool = True
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """A worker's answer to an Attachment."""
+
+    weights: UpdatePath
+    """If it has a reason, vLLM loads the weights itself, without preparation. That takes longer."""
+    adapters: UpdatePath
+    records: bool
     """Columns are recorded."""
 
 
@@ -90,68 +94,50 @@ class StagedWeights:
                 targets[name].copy_(tensor)
 
     def inflight_attach(self, attachment: bytes) -> bytes:
-        """Determine how a version gets from a slot into the model. Return an encoded UpdatePath."""
+        """Determine how a version gets from a slot into the model. Return an encoded Attached."""
         attached = self._inflight_map_slots(attachment)
         runner = self.model_runner
-        self._inflight_thread: threading.Thread | None = None
-        self._inflight_error: Exception | None = None
+        # vLLM has bound this thread to a core, and its children with it.
+        self._inflight_executor = ThreadPoolExecutor(
+            1, "inflight-prepare", initializer=os.sched_setaffinity, initargs=(0, attached.cores)
+        )
+        self._inflight_preparation: Future[None] | None = None
         self._inflight_kv_bytes = [storage.nbytes() for storage in self._inflight_kv_storages()]
-        self._inflight_shadow: Shadow | None = None
-        self._inflight_adapters: Shadow | None = None
-        reason = adapter_reason = ""
-        try:
-            with without_adapters(runner.get_model()):
-                self._inflight_shadow = WeightShadow(
-                    runner.get_model(), self._inflight_slots, self._inflight_tensors(0)
-                )
-        except (Unmappable, ImportError) as error:  # other versions of vLLM record their loaders differently
-            reason = str(error)
-        if attached.adapters is not None:
-            slots = attached.adapters.map()
-            try:
-                self._inflight_adapters = AdapterShadow(
-                    runner.lora_manager._adapter_manager,
-                    attached.adapter_names,
-                    slots,
-                    slot_views(slots[0], attached.adapters.layout),
-                )
-            except (Unmappable, ImportError, AttributeError) as error:  # other versions store adapters differently
-                adapter_reason = str(error)
+        with without_adapters(runner.get_model()):
+            shadow, weights = _path(
+                lambda: WeightShadow(runner.get_model(), self._inflight_slots, self._inflight_tensors(0))
+            )
+        adapter_shadow, adapters = None, UpdatePath()
+        if (their := attached.adapters) is not None:
+            slots, names = their.map(), attached.adapter_names
+            views = slot_views(slots[0], their.layout)
+            adapter_shadow, adapters = _path(
+                lambda: AdapterShadow(runner.lora_manager._adapter_manager, names, slots, views)
+            )
+        self._inflight_shadows = {False: shadow, True: adapter_shadow}
         functions = load_columns(attached.columns, vocab_size=attached.vocab_size, device=runner.device)
         self._inflight_recorder = ColumnRecorder(runner, functions) if can_record(runner) else None
-        weights, adapters = self._inflight_shadow, self._inflight_adapters
-        way = UpdatePath(
-            reload_reason=reason,
-            reads=[] if weights is None else weights.reads(),
-            adapter_reads=[] if adapters is None else adapters.reads(),
-            adapter_reason=adapter_reason,
-            records=self._inflight_recorder is not None,
-        )
-        return msgspec.msgpack.encode(way)
+        return msgspec.msgpack.encode(Attached(weights, adapters, self._inflight_recorder is not None))
 
     def inflight_prepare(self, slot: int, adapters: bool) -> None:
         """Start to prepare the version of a slot in a separate thread. adapters: it is a version of adapters, not of
         weights."""
         self._inflight_slot = slot
-        if (shadow := self._inflight_adapters if adapters else self._inflight_shadow) is not None:
-            self._inflight_thread = threading.Thread(
-                target=self._inflight_run, args=(shadow,), name="inflight-prepare", daemon=True
-            )
-            self._inflight_thread.start()
+        if (shadow := self._inflight_shadows[adapters]) is not None:
+            self._inflight_preparation = self._inflight_executor.submit(shadow.prepare, slot)
 
     def inflight_prepared(self) -> bool:
         """Return True if the preparation is done. Raises the exception that ended it."""
-        thread = self._inflight_thread
-        if thread is not None and thread.is_alive():
-            return False
-        self._inflight_thread = None
-        if self._inflight_error is not None:
-            raise self._inflight_error
+        preparation = self._inflight_preparation
+        if preparation is not None:
+            if not preparation.done():
+                return False
+            preparation.result()
         return True
 
     def inflight_commit(self, adapters: bool) -> None:
         """Compute with the prepared version from now on."""
-        if (shadow := self._inflight_adapters if adapters else self._inflight_shadow) is not None:
+        if (shadow := self._inflight_shadows[adapters]) is not None:
             shadow.commit()
             return
         runner = self.model_runner
@@ -183,21 +169,13 @@ class StagedWeights:
 
     def _inflight_kv_storages(self) -> list[torch.UntypedStorage]:
         """Return the memory of the KV cache. Several layers can share a part of it."""
-        storages = [tensor.untyped_storage() for tensor in _tensors_in(self.model_runner.kv_caches)]
+        storages = [tensor.untyped_storage() for tensor in tree_leaves(self.model_runner.kv_caches)]
         return list({storage._cdata: storage for storage in storages}.values())
-
-    def _inflight_run(self, shadow: Shadow) -> None:
-        try:
-            os.sched_setaffinity(0, self._inflight_cores)  # vLLM has bound the parent of this thread to a core
-            shadow.prepare(self._inflight_slot)
-        except Exception as error:  # raised by inflight_prepared()
-            self._inflight_error = error
 
     def _inflight_map_slots(self, attachment: bytes) -> Attachment:
         attached = msgpack_decoder(Attachment).decode(attachment)
         if not hasattr(self, "_inflight_slots"):
             self._inflight_layout, self._inflight_aliases = attached.weights.layout, attached.aliases
-            self._inflight_cores = attached.cores
             self._inflight_slots = attached.weights.map()
         return attached
 
@@ -205,6 +183,15 @@ class StagedWeights:
         """Return views of a slot by their names in checkpoints, tied tensors once."""
         views = slot_views(self._inflight_slots[slot], self._inflight_layout)
         return by_checkpoint_names(views, self._inflight_aliases)
+
+
+def _path(make: Callable[[], Shadow]) -> tuple[Shadow | None, UpdatePath]:
+    """Make a shadow, and return it with the way of versions to it. The shadow is None if versions cannot be mapped."""
+    try:
+        shadow = make()
+    except (Unmappable, ImportError, AttributeError) as error:  # other versions of vLLM have other loaders
+        return None, UpdatePath(str(error) or type(error).__name__)
+    return shadow, UpdatePath(reads=shadow.reads())
 
 
 def by_checkpoint_names(views: Mapping[str, torch.Tensor], aliases: list[Alias]) -> dict[str, torch.Tensor]:
@@ -222,12 +209,3 @@ def by_checkpoint_names(views: Mapping[str, torch.Tensor], aliases: list[Alias])
         for alias in parts.get(name, ()):
             named[alias.name] = view.as_strided(alias.shape, alias.strides, view.storage_offset() + alias.offset)
     return named
-
-
-def _tensors_in(parts: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors of nested lists."""
-    if isinstance(parts, torch.Tensor):
-        yield parts
-    else:
-        for part in parts:
-            yield from _tensors_in(part)

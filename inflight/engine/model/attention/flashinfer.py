@@ -21,7 +21,7 @@ from inflight.core.options import EngineOptions
 from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.attention.backend import CacheMemory, ForwardBatch
-from inflight.engine.model.attention.flashinfer_kernels import graph_plan_bytes, kernels_for, why_not_kernels
+from inflight.engine.model.attention.flashinfer_kernels import kernels_for
 from inflight.engine.model.attention.paged import PagedAttention
 from inflight.engine.model.device import reachable
 from inflight.model_checks.twin import first_line
@@ -29,13 +29,14 @@ from inflight.model_checks.twin import first_line
 logger = logging.getLogger("inflight.engine")
 
 BLOCK_SIZE = 16
-HEAD_DIMS = (64, 128, 256)
+_HEAD_DIMS = (64, 128, 256)
 """Supported head dimensions. The kernels load rows in pieces of 128 bytes, so that other dimensions do not compile, or
 read memory beyond the row."""
-DTYPES = (torch.bfloat16, torch.float16)
-
+_DTYPES = (torch.bfloat16, torch.float16)
 _MIN_WORKSPACE_BYTES = 128 * 2**20
 """The size that FlashInfer recommends."""
+_GRAPH_PLAN_BYTES = 2**20
+"""Memory for the plan of recorded passes of one shape. A plan takes 32 KiB and less than 64 bytes for each sequence."""
 _TOLERANCE = 0.02
 """Tolerance, somewhat above the relative error of bf16 attention whose partial results are rounded to bf16."""
 
@@ -84,16 +85,12 @@ def why_not_flashinfer(layers: list[LayerShape], device: torch.device) -> str | 
     if major < 8:
         return f"it needs compute capability 8.0 or more, {device} has {major}.{minor}"
     for index, layer in enumerate(layers):
-        if (reason := _why_not_layer(layer) or why_not_kernels(layer, (major, minor))) is not None:
+        if (reason := _why_not_layer(layer)) is not None:
             return f"layer {index} {reason}"
     try:
-        _flashinfer()
+        difference = _difference(list(dict.fromkeys(layers)), device)
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
-    except (ImportError, RuntimeError, OSError) as error:
-        return f"flashinfer cannot be imported: {type(error).__name__}: {first_line(error)}"
-    try:
-        difference = _difference(list(dict.fromkeys(layers)), device)
     except Exception as error:  # no compiler, no cache of compiled kernels, an incompatible version
         reason = f"its kernels cannot be compiled or run: {type(error).__name__}: {first_line(error)}"
     else:
@@ -108,22 +105,21 @@ def _why_not_layer(layer: LayerShape) -> str | None:
         return "has attention sinks"
     if layer.key_dim != layer.value_dim:
         return f"has keys of dimension {layer.key_dim} and values of dimension {layer.value_dim}"
-    if layer.key_dim not in HEAD_DIMS:
-        return f"has heads of dimension {layer.key_dim}; {', '.join(map(str, HEAD_DIMS))} can be run"
+    if layer.key_dim not in _HEAD_DIMS:
+        return f"has heads of dimension {layer.key_dim}; {', '.join(map(str, _HEAD_DIMS))} can be run"
     if layer.q_heads % layer.kv_heads:
         return f"has {layer.q_heads} query heads, not a multiple of its {layer.kv_heads} KV heads"
-    if layer.dtype not in DTYPES:
-        return f"computes in {layer.dtype}; {' and '.join(map(str, DTYPES))} can be run".replace("torch.", "")
+    if layer.dtype not in _DTYPES:
+        return f"computes in {layer.dtype}; {' and '.join(map(str, _DTYPES))} can be run".replace("torch.", "")
     return None
 
 
 @dataclass(slots=True)
 class _Plans:
-    """The wrappers around FlashInfer's plans for layers of one shape in one group of the cache."""
+    """The wrappers around FlashInfer's plans for layers of one shape, with the window of their group of the cache."""
 
     group: int
     layer: LayerShape
-    """The layer shape, with the window of the group."""
     decode: Any
     prefill: Any
     graphs: dict[int, Any] = field(default_factory=dict)
@@ -186,20 +182,20 @@ class FlashInferAttention:
     def begin(self, batch: ForwardBatch, memory: CacheMemory) -> None:
         self._use(memory, self._staged)
         single = self._num_single = batch.num_single
-        contexts = batch.contexts
         if single:
-            lists = self._lists_on_device([table[:single] for table in batch.tables], 1, contexts[:single])
+            lists = self._lists_on_device(batch, 1, slice(single))
             for plans in self._plans:
                 plans.current = plans.decode
                 plans.plan(plans.decode.plan, *lists[plans.group])
-        if single < len(contexts):
+        if single < len(batch.contexts):
             counts = np.diff(batch.starts[single:])
-            lists = self._lists_on_device([table[single:] for table in batch.tables], counts, contexts[single:])
+            lists = self._lists_on_device(batch, counts, slice(single, None))
             queries = reachable(torch.from_numpy(batch.starts[single:] - np.int32(single)), self._device)
             for plans in self._plans:
                 # Causal to the bottom right: the last query of a chunk sees the whole context.
                 plans.plan(plans.prefill.plan, queries, *lists[plans.group], causal=True)
-        self._mark(self._staged)
+        if self._staged is not None:
+            self._staged.record(torch.cuda.current_stream(self._device))
 
     def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         assert self._memory is not None, "attend follows begin"
@@ -222,20 +218,19 @@ class FlashInferAttention:
         for plans in self._plans:
             # Every pass is planned again, so that the plans of all sizes can share one place. Plans of several shapes
             # are in use at the same time.
-            size = graph_plan_bytes(plans.layer, max_sequences, self._num_sms)
-            plans.graph_plan = torch.empty(size, dtype=torch.uint8, device=self._device)
+            plans.graph_plan = torch.empty(_GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self._device)
 
     def begin_graph(self, batch: ForwardBatch, memory: CacheMemory) -> None:
-        """Prepare a pass like `begin`, but with fixed addresses: the kernels' inputs have the same addresses for every
-        pass with this number of single tokens. A graph that was recorded after such a call can be replayed after any
-        later one."""
+        """Prepare a pass like `begin`. A graph that was recorded after such a call can be replayed after any later one
+        with this number of single tokens."""
         self._use(memory, self._graph_staged)
         size = self._num_single = len(batch.contexts)
         staged = self._stage(batch.tables, 1, batch.contexts)
-        for (flat, _), inputs in zip(staged, self._graph_inputs, strict=True):
+        for flat, inputs in zip(staged, self._graph_inputs, strict=True):
             inputs[: flat.numel()].copy_(flat, non_blocking=True)
+        lists = [split_lists(flat, size) for flat in staged]
         for plans in self._plans:
-            indptr, last_page_len, indices = staged[plans.group][1]
+            indptr, last_page_len, indices = lists[plans.group]
             plans.current = plans.graphs.get(size)
             if plans.current is None:
                 # The first plan loads the kernels. It copies the lists onto themselves.
@@ -243,7 +238,8 @@ class FlashInferAttention:
                 plans.plan(plans.current.plan, indptr, indices, last_page_len)
             else:  # the same plan without the copies, one of which would make it wait
                 plans.plan(partial(self._lib.fast_decode_plan, plans.current), indptr, indices, last_page_len)
-        self._mark(self._graph_staged)
+        if self._graph_staged is not None:
+            self._graph_staged.record(torch.cuda.current_stream(self._device))
 
     def drop_graphs(self) -> None:
         for plans in self._plans:
@@ -253,17 +249,15 @@ class FlashInferAttention:
         self._graph_workspace = None
 
     def _graph_wrapper(self, plans: _Plans, size: int) -> Any:
-        kernels = kernels_for(plans.layer)
         indptr, last_page_len, indices = split_lists(self._graph_inputs[plans.group], size)
         wrapper = self._lib.BatchDecodeWithPagedKVCacheWrapper(
             self._graph_workspace,
             "NHD",
             use_cuda_graph=True,
-            use_tensor_cores=kernels.tensor_cores,
             paged_kv_indptr_buffer=indptr,
             paged_kv_last_page_len_buffer=last_page_len,
             paged_kv_indices_buffer=indices,
-            backend=kernels.decode_backend,
+            **_decode_kernel(plans.layer),
         )
         wrapper.reset_workspace_buffer(self._graph_workspace, plans.graph_plan)
         return wrapper
@@ -287,18 +281,11 @@ class FlashInferAttention:
         lib, workspace = self._lib, self._workspace
         plans_of: dict[tuple[int, LayerShape], _Plans] = {}
         for kind in dict.fromkeys(kinds):
-            kernels = kernels_for(kind[1])
-            decode = lib.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "NHD", use_tensor_cores=kernels.tensor_cores, backend=kernels.decode_backend
-            )
-            prefill = lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels.prefill)
+            decode = lib.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **_decode_kernel(kind[1]))
+            prefill = lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels_for(kind[1]).prefill)
             plans_of[kind] = _Plans(*kind, decode, prefill)
         self._plans = list(plans_of.values())
         self._plans_of = [plans_of[kind] for kind in kinds]
-
-    def _mark(self, staged: torch.cuda.Event | None) -> None:
-        if staged is not None:
-            staged.record(torch.cuda.current_stream(self._device))
 
     def _new_workspace(self, graph_sequences: int = 0) -> torch.Tensor:
         shapes = {(layer.q_heads, layer.kv_heads, layer.key_dim) for layer in self._layers}
@@ -306,23 +293,28 @@ class FlashInferAttention:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def _stage(
-        self, tables: Sequence[np.ndarray], counts: np.ndarray | int, contexts: np.ndarray
-    ) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
-        """Return the page lists of sequences, i32 on the CPU, for each group of the cache: one after another in a
-        tensor, and each separately."""
+        self, tables: Sequence[np.ndarray], counts: np.ndarray | int, contexts: np.ndarray, rows: slice = slice(None)
+    ) -> list[torch.Tensor]:
+        """Return the page lists of these rows of the tables, i32 on the CPU, for each group of the cache."""
         assert self._memory is not None
-        staged = []
-        for table, group in zip(tables, self._memory.groups, strict=True):
-            flat = reachable(torch.from_numpy(page_lists(table, counts, contexts, group.window)), self._device)
-            staged.append((flat, split_lists(flat, len(contexts))))
-        return staged
+        flat = (
+            page_lists(table[rows], counts, contexts[rows], group.window)
+            for table, group in zip(tables, self._memory.groups, strict=True)
+        )
+        return [reachable(torch.from_numpy(lists), self._device) for lists in flat]
 
     def _lists_on_device(
-        self, tables: Sequence[np.ndarray], counts: np.ndarray | int, contexts: np.ndarray
+        self, batch: ForwardBatch, counts: np.ndarray | int, rows: slice
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Return (indptr, indices, last_page_len) of sequences for each group, the indices on the device."""
-        staged = [lists for _, lists in self._stage(tables, counts, contexts)]
-        return [(indptr, ids.to(self._device, non_blocking=True), last) for indptr, last, ids in staged]
+        """Return (indptr, indices, last_page_len) of these chunks for each group, the indices on the device."""
+        flat = self._stage(batch.tables, counts, batch.contexts, rows)
+        lists = (split_lists(one, len(batch.contexts[rows])) for one in flat)
+        return [(indptr, ids.to(self._device, non_blocking=True), last) for indptr, last, ids in lists]
+
+
+def _decode_kernel(layer: LayerShape) -> dict[str, Any]:
+    """Return the arguments of FlashInfer's wrapper that choose the kernel for single tokens."""
+    return {"use_tensor_cores": kernels_for(layer).decode == "tensor_cores", "backend": "fa2"}
 
 
 def _flashinfer() -> Any:

@@ -2,77 +2,40 @@
 
     INFLIGHT_FLASHINFER=decode=tensor_cores,prefill=fa3
 
-Single tokens (`decode`) are computed by CUDA cores, by the tensor cores of FlashAttention 2, or by FlashAttention 3;
-the chunks of prompts (`prefill`) by FlashAttention 2 or 3. `benchmarks/gpu/kernel_bench.py` measures all of them.
+Single tokens (`decode`) are computed by CUDA cores or by the tensor cores of FlashAttention 2; the chunks of prompts
+(`prefill`) by FlashAttention 2 or 3. `benchmarks/gpu/kernel_bench.py` measures all of them.
 """
 
 import os
 from typing import NamedTuple
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.engine.model.attention.backend import LayerShape
+from inflight.engine.cache.kinds import LayerShape
 
 VARIABLE = "INFLIGHT_FLASHINFER"
-CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
-"""Query heads per KV head that the kernel without tensor cores is compiled for (DISPATCH_GQA_GROUP_SIZE, 0.6.14)."""
 _TENSOR_CORES_FROM = 4
 """Query heads per KV head from which on SGLang and mini-sglang (attention/fi.py) use tensor cores. With fewer, most
 rows of a tile would be padding. This has not been measured here yet."""
-_CHOICES = {"decode": ("cuda_cores", "tensor_cores", "fa3"), "prefill": ("fa2", "fa3")}
+_CHOICES = {"decode": ("cuda_cores", "tensor_cores"), "prefill": ("fa2", "fa3")}
 
 
 class Kernels(NamedTuple):
     """Kernels for the layers of one shape."""
 
     decode: str
-    """"cuda_cores", "tensor_cores" (FlashAttention 2) or "fa3". In FlashInfer 0.6.14 the last one reads keys and values
-    once for every query head and splits no sequence (PrefillSM90Plan), so it exists only for measurements."""
+    """"cuda_cores" (1, 2, 3, 4 or 8 query heads per KV head in 0.6.14), or "tensor_cores" (FlashAttention 2)."""
     prefill: str
     """"fa2" or "fa3". The latter is made for Hopper, but mini-sglang found it slower there."""
-
-    @property
-    def decode_backend(self) -> str:
-        """The backend argument of FlashInfer's decode wrapper."""
-        return "fa3" if self.decode == "fa3" else "fa2"
-
-    @property
-    def tensor_cores(self) -> bool:
-        return self.decode != "cuda_cores"
 
 
 def kernels_for(layer: LayerShape) -> Kernels:
     """Return the kernels for a layer: from the table, or the kernels that INFLIGHT_FLASHINFER names. Raises
     UnsupportedModelError for an unknown name."""
-    asked = _asked()
-    decode = "cuda_cores" if layer.q_heads // layer.kv_heads < _TENSOR_CORES_FROM else "tensor_cores"
-    return Kernels(asked.get("decode", decode), asked.get("prefill", "fa2"))
-
-
-def why_not_kernels(layer: LayerShape, capability: tuple[int, int]) -> str | None:
-    """Return the reason why the kernels for this layer cannot run on a GPU of this compute capability, or None."""
-    kernels, group = kernels_for(layer), layer.q_heads // layer.kv_heads
-    if kernels.decode == "cuda_cores" and group not in CUDA_CORE_GROUPS:
-        return (
-            f"has {group} query heads per KV head, and decode=cuda_cores runs {', '.join(map(str, CUDA_CORE_GROUPS))}"
-        )
-    if "fa3" in kernels and capability[0] != 9:
-        return f"was to run with fa3, which needs compute capability 9.0, not {capability[0]}.{capability[1]}"
-    return None
-
-
-def graph_plan_bytes(layer: LayerShape, max_sequences: int, num_sms: int) -> int:
-    """Return the bytes for the plan of a recorded pass of up to max_sequences single tokens. It is planned for the
-    largest possible work. FlashAttention 3 plans every query head of every sequence separately, with seven i32 each."""
-    if kernels_for(layer).decode == "fa3":
-        return 7 * 4 * layer.q_heads * 2 * max_sequences + 4 * (num_sms + 1) + 4096
-    return 1 << 20  # less than 64 bytes for each sequence and 32 KiB; FlashInfer's own 8 MiB per graph add up
-
-
-def _asked() -> dict[str, str]:
     items = filter(None, os.environ.get(VARIABLE, "").replace(" ", "").split(","))
     asked = {what: kernel for what, _, kernel in (item.partition("=") for item in items)}
     for what, kernel in asked.items():
         if kernel not in _CHOICES.get(what, ()):
             known = " or ".join(f"{name}={'|'.join(kernels)}" for name, kernels in _CHOICES.items())
             raise UnsupportedModelError(f"{VARIABLE} takes {known}, with a comma between them; got {what}={kernel}")
-    return asked
+    decode = "cuda_cores" if layer.q_heads // layer.kv_heads < _TENSOR_CORES_FROM else "tensor_cores"
+    return Kernels(asked.get("decode", decode), asked.get("prefill", "fa2"))
