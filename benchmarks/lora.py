@@ -27,7 +27,7 @@ from inflight.engine.loop.engine import Engine
 from inflight.engine.model.shapes import shape_config
 from inflight.weights.tensors import slot_views
 from inflight.weights.trainer.lora import PeftSource
-from inflight.weights.trainer.published_model import classify
+from inflight.weights.trainer.sources import classify
 
 RANK, SEQUENCES, PROMPT, TOKENS, PAIRS, PUBLISHES = 8, 32, 32, 128, 7, 20
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=1)
@@ -100,7 +100,7 @@ def measure_throughput(dtype: torch.dtype) -> dict[str, Any]:
         assert engine.adapters is not None
         source = PeftSource(classify(make_model(dtype, adapters=True)))
         slot_table = engine.adapters.slot_table
-        source.offer_to(slot_table.layout)
+        source.plan(slot_table.layout)
         source.fill(slot_views(slot_table.slots[slot_table.live or 0].buffer, slot_table.layout), 0)
         for pair in range(PAIRS + 1):
             for name, values in speeds.items():

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 import inflight
 from inflight.weights.trainer import chunked_copy as chunked_copy_module
 from inflight.weights.trainer.chunked_copy import ChunkedCopy, chunks
-from inflight.weights.trainer.engine_link import PublishedVersion
 from inflight.weights.transports.base import StagedVersion
 from inflight.weights.transports.slots import SlotSender
 
@@ -68,12 +67,12 @@ def test_what_several_engines_get_is_copied_in_pieces_too():
     sender._buffers = [torch.zeros_like(data) for _ in range(2)]
 
     class Engine:
-        def announce(self, slot, record, checksum):
-            told.append((slot, record.version))
+        def announce(self, slot, published, checksum):
+            told.append((slot, published.version))
 
     engine = Engine()
     for slot in (0, 1):  # whole, then in pieces
-        sender.deliver({engine: slot}, StagedVersion(data, PublishedVersion(1 + slot, 0)), None)
+        sender.deliver({engine: slot}, StagedVersion(1 + slot, 0, data), None)
     assert all(torch.equal(buffer, data) for buffer in sender._buffers)
     assert told == [(0, 1), (1, 2)]
     assert sender._copy.bytes_per_s > 0

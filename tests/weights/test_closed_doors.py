@@ -16,8 +16,7 @@ from inflight.core.messages import Fill
 from inflight.weights.checksum import checksum
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 from inflight.weights.trainer.engine_link import EngineLink
-from inflight.weights.trainer.published_model import classify
-from inflight.weights.trainer.sources import ModelSource
+from inflight.weights.trainer.sources import ModelSource, classify
 from inflight.weights.transports.broadcast import BroadcastGroup, Join, make_store
 from inflight.weights.transports.files import FileOrigin
 from inflight.weights.transports.version_file import read_version, write_version

@@ -33,8 +33,7 @@ from inflight.weights.checksum import checksum
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 from inflight.weights.trainer import engine_link
 from inflight.weights.trainer.engine_link import EngineLink, PublishedVersion
-from inflight.weights.trainer.published_model import classify
-from inflight.weights.trainer.sources import ModelSource
+from inflight.weights.trainer.sources import ModelSource, classify
 from inflight.weights.transports import base
 from inflight.weights.transports.broadcast import BroadcastGroup
 from inflight.weights.transports.files import FileOrigin

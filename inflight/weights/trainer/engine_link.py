@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -130,7 +130,7 @@ class LoneEngine:
     def kill(self, endpoint: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PublishedVersion:
     """One call of `publish()`."""
 
@@ -161,8 +161,14 @@ class EngineLink:
             offer = source.offer(self.welcome)
             self.matches = source.compare(EngineWeights(self.welcome.layout, self.messages.checksums))
             """True if the engine already computed with these weights, False if not; None if unknown."""
-            ticket = self.messages.ticket()
-            attach = Attach(ticket=ticket, transport=transport, lock_token=token, **offer._asdict())
+            attach = Attach(
+                ticket=self.messages.ticket(),
+                layout=offer,
+                transport=transport,
+                adapters=source.adapters,
+                aliases=source.aliases,
+                lock_token=token,
+            )
             self.attached = expect(self.messages.ask(attach), Attached)
         except BaseException:
             self.release()
@@ -207,12 +213,19 @@ class EngineLink:
             pass
         self.check()
 
-    def announce(self, slot: int, record: PublishedVersion, checksum: int | None = None) -> None:
+    def announce(self, slot: int, published: PublishedVersion, checksum: int | None = None) -> None:
         """Return the slot with a whole version in it."""
-        fingerprint = self.layout.fingerprint
-        self.messages.send(SlotReady(slot=slot, fingerprint=fingerprint, checksum=checksum, **asdict(record)))
+        self.messages.send(
+            SlotReady(
+                slot=slot,
+                version=published.version,
+                fingerprint=self.layout.fingerprint,
+                published_ns=published.published_ns,
+                checksum=checksum,
+            )
+        )
         self._written.discard(slot)  # From now on the engine tracks its content.
-        self.version = record.version
+        self.version = published.version
 
     def check(self) -> None:
         """Raise EngineDiedError if no member of the engine is left, or if this process has ended."""
@@ -224,7 +237,8 @@ class EngineLink:
     def detach(self) -> None:
         """Return all slots and close the connection."""
         try:
-            self._take_all()
+            while self._take_one():
+                pass
             # Where the trainer writes to no slot, the engine tracks which slots were written.
             self.messages.send(Detach(written=sorted(self._written) if self.attached.slots else []))
         finally:
@@ -235,14 +249,13 @@ class EngineLink:
         self.messages.close()
         self.lock.close()
 
-    def _take_all(self) -> None:
-        """Take all slots that the engine has passed to this publisher, and skip its errors."""
-        while True:
-            try:
-                if not self.messages.pump(0):
-                    return
-            except InflightError as error:
-                logger.info("a publisher that detaches leaves this to its successor: %s", error)
+    def _take_one(self) -> bool:
+        """Process a message, or skip an error. Return whether one had arrived."""
+        try:
+            return self.messages.pump(0)
+        except InflightError as error:
+            logger.info("a publisher that detaches leaves this to its successor: %s", error)
+            return True
 
     def _take(self, message: FromEngine | InflightError) -> None:
         """Process a message that answers no request."""
@@ -367,21 +380,22 @@ class DirectSlots:
     ):
         """refuse: receives the error of a version that the engine did not take. with_checksum: the engine compares a
         checksum before a version goes live."""
+        self.engines = [engine]
         self._engine, self._refuse = engine, refuse
         self._slot_timeout_s, self._with_checksum = slot_timeout_s, with_checksum
         self.sent_bytes, self.sent_version = engine.layout.total_bytes, 0
         self._buffers = engine.map_slots()
         self.views = [slot_views(buffer, engine.layout) for buffer in self._buffers]
-
-    @property
-    def engines(self) -> list[EngineLink]:
-        return [self._engine]
+        self.release, self.check = engine.give_back, engine.check
 
     def add(self, attach: Callable[[], EngineLink], transport: object) -> EngineLink:
         raise InflightError(
             "this publisher writes straight to the slots of its engine; to add engines later, make it with a list "
             "of at least two, or with another transport than Slots"
         )
+
+    def let_go(self, endpoint: str) -> None:
+        """Keep the engine: no other process takes its place."""
 
     def acquire(self) -> int:
         """Wait for a slot to write to. Raises as `EngineLink.acquire` does."""
@@ -398,18 +412,10 @@ class DirectSlots:
         except ChecksumError as error:
             self._refuse(error)
 
-    def announce(self, slot: int, record: PublishedVersion) -> None:
+    def announce(self, slot: int, published: PublishedVersion) -> None:
         """Send the engine the version in a slot."""
-        self.sent_version = record.version
-        self._engine.announce(slot, record, checksum(self._buffers[slot]) if self._with_checksum else None)
-
-    def release(self, slot: int) -> None:
-        """Return a slot without an announcement."""
-        self._engine.give_back(slot)
-
-    def check(self) -> None:
-        """Raise the error that keeps versions from reaching the engine, if there is one."""
-        self._engine.check()
+        self.sent_version = published.version
+        self._engine.announce(slot, published, checksum(self._buffers[slot]) if self._with_checksum else None)
 
     def close(self) -> None:
         """Detach from the engine and unmap its slots."""

@@ -6,7 +6,6 @@ through `.data` are not counted, and stay invisible. An adapter is published as 
 dtype, with zeros for projections without an adapter and for unused ranks.
 """
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +20,7 @@ from inflight.core.messages import Welcome
 from inflight.weights.comparison import EngineWeights
 from inflight.weights.tensors import dtype_name
 from inflight.weights.trainer import peft_layers
-from inflight.weights.trainer.published_model import PublishedModel
-from inflight.weights.trainer.sources import ModelSource, PublishedLayout
+from inflight.weights.trainer.sources import ModelSource, PublishedModel, same_objects
 
 _SHOWN = 3
 """Maximum number of parameters in an error."""
@@ -85,15 +83,13 @@ class PeftSource(ModelSource):
         self._checked: tuple[list[object], list[int], list[int]] = [], [], []
         """The base that was last compared: modules and parameters, and the write counts of `outside` and `inside`."""
 
-    def offer(self, welcome: Welcome) -> PublishedLayout:
+    def offer(self, welcome: Welcome) -> WeightLayout:
+        self.plan(welcome.adapter_layout)
         if welcome.adapter_layout is not None:
-            return self.offer_to(welcome.adapter_layout)
-        self._plan_again(None)
-        offer = PublishedLayout(
-            WeightLayout.build((n, tuple(t.shape), dtype_name(t.dtype)) for n, t in self._offered())
-        )
+            return welcome.adapter_layout
+        offer = WeightLayout.build((n, tuple(t.shape), dtype_name(t.dtype)) for n, t in self._offered())
         known = {spec.name for spec in welcome.layout.tensors}
-        apart = [name for spec in offer.layout.tensors if (name := spec.name) not in known]
+        apart = [name for spec in offer.tensors if (name := spec.name) not in known]
         if apart and getattr(getattr(self._base, "config", None), "tie_word_embeddings", False):
             raise LayoutMismatchError(
                 f"{apart[0]} is the same tensor as the embedding in the engine (tied weights), but the adapters make "
@@ -101,11 +97,6 @@ class PeftSource(ModelSource):
                 "tie_word_embeddings=false that holds both"
             )
         return offer
-
-    def offer_to(self, adapter_layout: WeightLayout) -> PublishedLayout:
-        """Return a PublishedLayout of adapters for slots of this layout. Raises as `offer` does."""
-        self._plan_again(adapter_layout)
-        return PublishedLayout(adapter_layout, adapters=True)
 
     def compare(self, engine: EngineWeights) -> bool | None:
         """Raise LayoutMismatchError, naming tensors, if the engine's weights are not the base of adapters alone."""
@@ -117,12 +108,13 @@ class PeftSource(ModelSource):
 
     def prepare(self) -> None:
         """Plan again if the model has changed. Raises as `offer` and `compare` do."""
-        if not _same(self._seen, _state(self._root)):
-            self._plan_again(self._layout)
+        objects, values = _state(self._root)
+        if values != self._seen[1] or not same_objects(self._seen[0], objects):
+            self.plan(self._layout)
         if self._engine is None:
             return
         objects, outside, inside = self._checked
-        if not _same_objects(objects, self._seen[0]) or outside != _writes(self._plan.outside):
+        if not same_objects(objects, self._seen[0]) or outside != _writes(self._plan.outside):
             self._check_base(self._engine, merged_once=self._merged_once)
         elif not self._merged_once and inside != _writes(self._plan.inside):
             self._check_base(self._engine)
@@ -140,10 +132,12 @@ class PeftSource(ModelSource):
             plan.copies[id(view)] = _copies_to(views, plan)
         plan.copies[id(view)].run([factor for part in plan.parts for factor in (1.0, part.scale)])
 
-    def _plan_again(self, adapter_layout: WeightLayout | None) -> None:
+    def plan(self, adapter_layout: WeightLayout | None) -> None:
+        """Plan the copies into adapter slots of this layout, or of merged weights. Raises LayoutMismatchError."""
         state = _state(self._root)
         plan = self._merge_plan() if adapter_layout is None else self._adapter_plan(adapter_layout)
         self._layout, self._plan, self._seen = adapter_layout, plan, state
+        self.adapters = adapter_layout is not None
 
     # ---- adapters alone -----------------------------------------------------------------------------------------
 
@@ -347,15 +341,6 @@ def _state(root: nn.Module) -> tuple[list[object], list[object]]:
 def _writes(tensors: Mapping[str, torch.Tensor]) -> list[int]:
     """Return the number of writes to each tensor, as autograd counts them. Tensors of inference mode have no count."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors.values()]
-
-
-def _same(before: tuple[list[object], list[object]], now: tuple[list[object], list[object]]) -> bool:
-    """Compare objects by identity. `before` keeps its objects alive, so no new one has the same address."""
-    return before[1] == now[1] and _same_objects(before[0], now[0])
-
-
-def _same_objects(before: list[object], now: list[object]) -> bool:
-    return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
 def _named(names: Sequence[str]) -> str:

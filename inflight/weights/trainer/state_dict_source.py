@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from inflight.core.errors import LayoutMismatchError, ProtocolError, WeightFileError
-from inflight.core.layout import Alias
+from inflight.core.layout import Alias, WeightLayout
 from inflight.core.messages import Welcome
-from inflight.weights.trainer.sources import PublishedLayout, WeightSource
+from inflight.weights.trainer.sources import WeightSource
 
 Weights = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 """Pairs of a name and a tensor, a mapping of names to tensors, or the path of a checkpoint: a directory of safetensors
@@ -37,14 +37,16 @@ _ADAPTER = "adapter_model.safetensors"
 class StateDictSource(WeightSource):
     """Weights that arrive with each `publish()`, in the engine's layout."""
 
+    aliases = True
+
     def __init__(self, weights: Weights | Callable[[], Weights] | None = None):
         """weights: for each `publish()` without weights; a function is called each time."""
         self._weights = weights
         gpu = torch.cuda.is_initialized()
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
-    def offer(self, welcome: Welcome) -> PublishedLayout:
-        return PublishedLayout(welcome.layout, aliases=True)
+    def offer(self, welcome: Welcome) -> WeightLayout:
+        return welcome.layout
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         raise AssertionError("there is no model to copy")

@@ -51,21 +51,16 @@ class Transport(ABC):
 
 
 @dataclass(frozen=True)
-class StagedVersion:
+class StagedVersion(PublishedVersion):
     """A whole version in the staging buffer."""
 
     data: torch.Tensor
     """The bytes of a slot, u8[total_bytes]."""
-    record: PublishedVersion
 
     @cached_property
     def checksum(self) -> int:
         """Checksum of the data. It takes as long as several copies and is computed on first use."""
         return checksum(self.data)
-
-    @property
-    def version(self) -> int:
-        return self.record.version
 
 
 class Sender(ABC):
@@ -185,7 +180,7 @@ class Sender(ABC):
             self.refused |= {engine: error for engine in self._slots if engine not in self._fills}
         for engine, (fill, answer) in self._fills.items():
             if self._try(engine, partial(engine.messages.wait_for, answer, self.timeout_s)):
-                engine.announce(fill.slot, staged.record)
+                engine.announce(fill.slot, staged)
                 self._holds[engine] = fill.version
             else:
                 self._holds.pop(engine, None)  # The next attempt sends the whole version.

@@ -69,5 +69,5 @@ class SlotSender(Sender):
             self._copy([buffer], [staged.data])
             if buffer.is_cuda:
                 torch.cuda.current_stream(buffer.device).synchronize()
-            engine.announce(slot, staged.record, staged.checksum if self._checksum else None)
+            engine.announce(slot, staged, staged.checksum if self._checksum else None)
             self.sent_bytes += len(buffer)
