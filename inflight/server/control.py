@@ -19,8 +19,7 @@ from inflight.server.bodies import always, answer
 from inflight.server.errors import ApiError, as_api_error
 from inflight.server.requests import read_body, read_fields
 from inflight.server.served import Endpoint, Served
-from inflight.weights.nccl.library import why_not
-from inflight.weights.nccl.rendezvous import Rendezvous
+from inflight.weights.nccl import Rendezvous, why_not
 
 logger = logging.getLogger("inflight.server")
 

@@ -12,7 +12,7 @@ from inflight.server.errors import ApiError
 from inflight.server.prompts import chat_prompt
 from inflight.server.requests import DetokenizeRequest, TokenizeRequest, read_body, read_fields
 from inflight.server.served import Served
-from inflight.weights.nccl.library import why_not
+from inflight.weights.nccl import why_not
 
 
 async def health(served: Served, request: Request) -> Response:

@@ -34,7 +34,7 @@ from inflight.tools.demo.start import write_start
 from inflight.tools.demo.trainer import WarmupConfig, saved
 from inflight.tools.environment import write_result
 from inflight.tools.plots import save_figure
-from inflight.weights.transports.version_file import write_version
+from inflight.weights.transports.files import write_version
 
 LONG = "x" * 10_000
 

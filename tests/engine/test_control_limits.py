@@ -42,8 +42,9 @@ from inflight.core.messages import (
     to_raw,
 )
 from inflight.engine.model.shapes import shape_config
+from inflight.engine.process import directory
 from inflight.engine.process.control_socket import ControlSocket
-from inflight.engine.process.process import EngineProcess, directory
+from inflight.engine.process.process import EngineProcess
 from inflight.engine.process.publishing import PublisherLease
 from inflight.stream.writer import StreamWriter
 from inflight.weights.engine.slot_table import MAX_VERSIONS_AT_ONCE

@@ -43,7 +43,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Engine(Protocol):
-    """An engine whose weights are compared with the base of an adapter. `inflight.Engine` describes these."""
+    """An engine whose weights are compared with the base of an adapter, like `inflight.Engine`."""
 
     options: EngineOptions
 

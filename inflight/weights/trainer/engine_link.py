@@ -12,13 +12,7 @@ import torch
 from inflight.core import waiting
 from inflight.core.connection import Answer, Connection
 from inflight.core.decoders import msgpack_decoder
-from inflight.core.errors import (
-    ChecksumError,
-    EngineBusyError,
-    EngineDiedError,
-    EngineHungError,
-    InflightError,
-)
+from inflight.core.errors import ChecksumError, EngineBusyError, EngineDiedError, EngineHungError, InflightError
 from inflight.core.keys import ClientKeys, is_tcp
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import (
@@ -42,8 +36,7 @@ from inflight.core.messages import (
     read,
     to_raw,
 )
-from inflight.weights.checksum import checksum
-from inflight.weights.comparison import ChecksumRequest, EngineWeights
+from inflight.weights.comparison import ChecksumRequest, EngineWeights, checksum
 from inflight.weights.cuda_ipc import CudaSlot
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import slot_views
@@ -61,12 +54,11 @@ _CHECKSUMS_S = 600.0
 
 
 class PublishedEngine(Protocol):
-    """An engine of one member or several, as its publishers need to know it."""
+    """An engine of one member or several, as its publishers use it."""
 
     @property
     def changing(self) -> Any:
         """Lock that is held while members join and leave, and while a publisher attaches."""
-        ...
 
     @property
     def comes_back(self) -> bool:
@@ -84,15 +76,13 @@ class PublishedEngine(Protocol):
         """Call `publisher.add` with each process that joins, and `publisher.remove` when it has ended. Called with
         `changing` held."""
 
-    def published(self, version: int, called_ns: int) -> None:
-        """Note a call of `publish()`."""
+    def published(self, version: int, called_ns: int) -> None: ...
 
     def stepped(self, unpublished_steps: int) -> None:
         """Note the number of optimizer steps since the last publish."""
 
     def kill(self, endpoint: str) -> None:
-        """End a process that gets no further versions, since it did not answer. Called if another process replaces
-        it."""
+        """End a process that did not answer and that another process replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +106,7 @@ class LoneEngine:
     def __init__(self, endpoint: str, check: Callable[[], None] = lambda: None):
         """check: raises if the process is known to have ended."""
         self.changing: AbstractContextManager[Any] = nullcontext()
-        self._endpoint, self._check = endpoint, check
-
-    def check(self) -> None:
-        self._check()
+        self._endpoint, self.check = endpoint, check
 
     def serving(self) -> list[EngineAddress]:
         return [EngineAddress(self._endpoint, self)]
@@ -174,7 +161,6 @@ class EngineLink:
             self.release()
             raise
         self.layout: WeightLayout = self.attached.layout
-        """The layout of the engine's slots."""
         self.version = self.attached.version
         """The newest version of the engine."""
         self.free = list(self.attached.free)
@@ -228,7 +214,7 @@ class EngineLink:
         self.version = published.version
 
     def check(self) -> None:
-        """Raise EngineDiedError if no member of the engine is left, or if this process has ended."""
+        """Raise EngineDiedError if the engine, or this process of it, has ended."""
         self.address.engine.check()
         self.address.check_process()
         if self.lock.engine_has_ended():
@@ -258,7 +244,6 @@ class EngineLink:
             return True
 
     def _take(self, message: FromEngine | InflightError) -> None:
-        """Process a message that answers no request."""
         if isinstance(message, InflightError):
             raise message
         if isinstance(message, SlotFree):
@@ -281,7 +266,6 @@ class EngineMessages:
         self._check, self._timeout_s = check, timeout_s
         self._given_up = False
         self._keeps_slots_because = ""
-        """The reason why the engine keeps its slots, from its last status."""
         self._connection = Connection(address.endpoint, unasked, linger_ms=_LINGER_MS, keys=address.keys)
         self.ticket, self.pump, self.close = self._connection.ticket, self._connection.pump, self._connection.close
 
@@ -347,7 +331,7 @@ class EngineMessages:
                 self.send(self._call("status", {})).add_done_callback(self._take_status)
 
     def checksums(self, request: ChecksumRequest) -> dict[str, str]:
-        """Request checksums of the engine's weights until they are computed. Raises BackendError if it has none."""
+        """Wait for checksums of the engine's weights. Raises BackendError if it has none."""
         wait, found = waiting.Wait(), list[Digests]()
         while not found:
             found = read(_DIGESTS, expect(self.ask(self._call("checksums", {"asked": request})), Result).value)
@@ -413,7 +397,6 @@ class DirectSlots:
             self._refuse(error)
 
     def announce(self, slot: int, published: PublishedVersion) -> None:
-        """Send the engine the version in a slot."""
         self.sent_version = published.version
         self._engine.announce(slot, published, checksum(self._buffers[slot]) if self._with_checksum else None)
 

@@ -95,18 +95,24 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._engines = _Engines([_published(engine) for engine in (engines if several else [engines])])
         self._copies = copies = _CopyThread(source, self._engines, check_finite=check_finite)
         self._attach = partial(_attach, source, timeout_s)
+        link: EngineLink | None = None
         target: DirectSlots | StagingBuffer | None = None
         changing = ExitStack()
         try:
             for engine in self._engines.all:
                 changing.enter_context(engine.changing)
-            link, others = self._engines.attach_first(lambda address: self._attach(address, transport))
+            link, others = self._engines.attach_first(partial(self._attach, transport=transport))
             if not others and isinstance(transport, Slots):
                 self._transport = transport = replace(transport, timeout_s=slot_timeout_s)
             # Weights that might not be finite, or might not fit, do not overwrite the only weights of an engine.
             may_spoil = link.welcome.num_slots == 1 and (check_finite or isinstance(source, StateDictSource))
             is_direct = not (others or may_spoil or link.address.engine.comes_back)
-            self._target = target = _make_target(link, transport, source.device, copies.refuse, is_direct=is_direct)
+            if is_direct and isinstance(transport, Slots):
+                with_checksum = transport.checksum
+                target = DirectSlots(link, copies.refuse, slot_timeout_s=slot_timeout_s, with_checksum=with_checksum)
+            else:
+                target = StagingBuffer(link, transport, source.device, copies.refuse)
+            self._target = copies.target = target
             self._aliases = link.attached.aliases
             self.endpoints = {link.address.endpoint}
             """Control sockets of the processes that get versions."""
@@ -130,6 +136,8 @@ class Publisher(AbstractContextManager["Publisher"]):
                 source.start(reason)
             if target is not None:
                 target.close()
+            elif link is not None:
+                link.release()
             raise
         finally:
             changing.close()
@@ -137,7 +145,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         if self.matches is False:  # the engine's weights are as stale as after an optimizer step
             self._engines.stepped()
         copies.differs = self.matches is False
-        copies.start(target)
+        copies.start()
 
     def add(self, engine: Engine | EngineAddress, *, transport: Transport | None = None) -> None:
         """Send another engine the last sent version and all later versions. engine: also a process that joins one of
@@ -287,7 +295,7 @@ class _CopyThread:
     def __init__(self, source: WeightSource, engines: _Engines, *, check_finite: bool):
         self._source, self._engines, self._check_finite = source, engines, check_finite
         self._gpu = source.device if source.device.type == "cuda" else None
-        self._target: Any = None
+        self.target: Any = None
         self.condition = threading.Condition()
         self.handing = threading.Lock()
         """Held while given weights are copied."""
@@ -303,8 +311,7 @@ class _CopyThread:
         self._error: InflightError | None = None
         self._refused: Exception | None = None
 
-    def start(self, target: DirectSlots | StagingBuffer) -> None:
-        self._target = target
+    def start(self) -> None:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         self._thread = threading.Thread(target=self._run, name="inflight-publisher", daemon=True)
         self._thread.start()
@@ -314,7 +321,7 @@ class _CopyThread:
         if self._error is not None:
             raise self._error
         if not self._engines.check() and not self._closing:
-            self._target.check()
+            self.target.check()
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused
@@ -326,7 +333,7 @@ class _CopyThread:
 
     def copy_given(self, pairs: Iterator[tuple[str, torch.Tensor]], aliases: Sequence[Alias], version: int) -> int:
         """Copy given weights in the calling thread, which holds `handing`. Return their slot."""
-        target, called_ns = self._target, now_ns()
+        target, called_ns = self.target, now_ns()
         slot = target.acquire()
         try:
             began_ns = now_ns()
@@ -341,10 +348,10 @@ class _CopyThread:
         return slot
 
     def hand_over(self, published: PublishedVersion, slot: int | None) -> None:
-        """Announce the version in a slot, or have this thread copy the source if there is no slot."""
+        """Announce the version in a slot, or request a copy of the source from this thread."""
         self.has_published, self.differs = True, False
         if slot is not None:
-            self._target.announce(slot, published)
+            self.target.announce(slot, published)
             return
         if self._gpu is not None:
             self._written = torch.cuda.current_stream(self._gpu).record_event()
@@ -372,11 +379,11 @@ class _CopyThread:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("closing a publisher that could not send version %d in %g s", version, timeout_s)
-            for engine in self._target.engines:
+            for engine in self.target.engines:
                 engine.messages.give_up()
             self._thread.join(_GIVE_UP_S)
         if self._thread.is_alive():  # It is inside a copy or a broadcast.
-            for engine in self._target.engines:
+            for engine in self.target.engines:
                 engine.lock.unlock()
         self._hook.remove()
 
@@ -388,7 +395,7 @@ class _CopyThread:
             self._engines.stepped()
 
     def _run(self) -> None:
-        target = self._target
+        target = self.target
         use_own_stream(self._source.device)
         try:
             while self._wait_for_work():
@@ -432,7 +439,7 @@ class _CopyThread:
                     "other weights than the trained ones"
                 )
             with self.handing:  # A thread with given weights is using the engine's connection.
-                self._target.listen()
+                self.target.listen()
 
     def _copy(self, views: dict[str, torch.Tensor], version: int) -> None:
         """Fill a slot. Afterwards the parameters can change again, on a GPU in the order of its stream."""
@@ -480,24 +487,6 @@ def _attach(source: WeightSource, timeout_s: float, address: EngineAddress, tran
             f"own (a subclass of inflight.weights.transports.Transport), got {transport!r}"
         )
     return EngineLink(address, source, transport=transport.name(), timeout_s=timeout_s)
-
-
-def _make_target(
-    link: EngineLink,
-    transport: Transport,
-    device: torch.device,
-    refuse: Callable[[Exception], None],
-    *,
-    is_direct: bool,
-) -> DirectSlots | StagingBuffer:
-    """is_direct: write to the engine's slots if the transport does so."""
-    try:
-        if is_direct and isinstance(transport, Slots):
-            return DirectSlots(link, refuse, slot_timeout_s=transport.timeout_s, with_checksum=transport.checksum)
-        return StagingBuffer(link, transport, device, refuse)
-    except BaseException:
-        link.release()
-        raise
 
 
 def _check_finite_values(version: int, views: dict[str, torch.Tensor]) -> None:

@@ -58,11 +58,11 @@ class ShardGroup(ModelSource):
         self._control: Any = dist.new_group(backend="gloo", timeout=_LONGEST_STEP)
         self._data: Any = dist.new_group(backend="nccl" if self.device.type == "cuda" else "gloo")
 
-    def compare(self, engine: EngineWeights) -> None:
-        """Return None, as no rank has the whole model."""
+    def compare(self, engine: EngineWeights) -> None:  # No rank has the whole model.
+        return None
 
-    def prepare(self) -> None:
-        """Do nothing: the tensors between two steps stay."""
+    def prepare(self) -> None:  # The tensors between two steps stay.
+        return
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         self.command(version)
@@ -105,14 +105,13 @@ class ShardGroup(ModelSource):
                 continue
             view = view if spread == "rows" else view.view(-1)
             rows = -(-len(view) // self._size)
-            pending = [
+            pending: list[Any] = [
                 dist.irecv(part, src=rank, group=self._data)
                 for rank in range(1, self._size)
                 if len(part := view[rank * rows : (rank + 1) * rows])
             ]
             view[:rows].copy_(_part(tensor))
             for work in pending:
-                assert work is not None
                 work.wait()
 
     @torch.no_grad()
