@@ -27,8 +27,8 @@ from inflight.ranks.meeting import SOCKET, WAITS_FOR_ROLLOUTS, Joined, Offer, Pr
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.data.shares import decode_share
-from inflight.weights.trainer.published_model import classify
 from inflight.weights.trainer.sharded import ShardSender
+from inflight.weights.trainer.sources import classify
 from inflight.weights.trainer.state_dict_source import Weights
 
 _CHECK_S = 0.1
@@ -116,8 +116,9 @@ class AttachedEngine:
         FSDP2 or ZeRO-3 spreads over ranks it is a `ShardSender`. Otherwise it sends nothing, since rank 0 has the whole
         model. options: the options of `Engine.publisher`; only rank 0 applies them."""
         index, self._num_publishers = self._num_publishers, self._num_publishers + 1
-        if isinstance(model, nn.Module) and classify(model).is_sharded:
-            self._publishers.append(ShardSender(model))
+        classified = classify(model) if isinstance(model, nn.Module) else None
+        if classified is not None and classified.is_sharded:
+            self._publishers.append(ShardSender(classified))
             return self._publishers[-1]
         wait = Wait()
         while (version := self._call("first_version", {"index": index}, int | None)) is None:

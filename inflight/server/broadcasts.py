@@ -18,9 +18,7 @@ from inflight.server.requests import read_fields
 from inflight.server.responses import ApiError
 from inflight.server.updates import Updates
 from inflight.weights.cuda_ipc import number_of
-from inflight.weights.nccl.group import NcclGroup, TensorList
-from inflight.weights.nccl.library import load
-from inflight.weights.nccl.rendezvous import Rendezvous
+from inflight.weights.nccl import NcclGroup, Rendezvous, TensorList, load
 
 Value = TypeVar("Value")
 _MEETING_S = 300.0

@@ -18,8 +18,7 @@ from starlette.responses import Response
 from inflight.server.requests import read_body, read_fields, read_request
 from inflight.server.responses import ApiError, answer, as_api_error
 from inflight.server.served import Served
-from inflight.weights.nccl.library import why_not
-from inflight.weights.nccl.rendezvous import Rendezvous
+from inflight.weights.nccl import Rendezvous, why_not
 
 logger = logging.getLogger("inflight.server")
 

@@ -10,7 +10,7 @@ from inflight.server.prompts import chat_prompt
 from inflight.server.requests import DetokenizeRequest, TokenizeRequest, read_request
 from inflight.server.responses import ApiError, answer
 from inflight.server.served import Served
-from inflight.weights.nccl.library import why_not
+from inflight.weights.nccl import why_not
 
 
 async def health(served: Served, request: Request) -> Response:

@@ -1,24 +1,58 @@
-"""Comparison of an engine's weights with a trainer's by checksums, once per publisher."""
+"""Checksums of weights, and the comparison of an engine's weights with a trainer's, once per publisher."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
+import torch.nn.functional as F
 
 from inflight.core.errors import BackendError
 from inflight.core.layout import WeightLayout
-from inflight.weights.checksum import checksum
 
 BEGINNING = 1 << 16
 """Elements at the beginning of each tensor that are compared. Weights of different training differ almost
 everywhere."""
 _PIECE = 1 << 24
 """Elements that are cast at a time."""
+_WORDS = 1 << 18
+_BLOCKS = {"cpu": 1, "cuda": 64}
+"""Blocks of _WORDS words per sum: one fits into a CPU's cache; many need few launches on a GPU."""
 _FACTOR = 0x9E3779B97F4A7C15
+_ODD = _FACTOR - 2**64  # as an i64
 _PRECISION = ["bfloat16", "float16", "float32", "float64"]
 """Dtypes that a publisher casts between, in order of precision."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@torch.no_grad()
+def checksum(buffer: torch.Tensor) -> int:
+    """Return 64 bits for u8[n], alike on CPUs and GPUs: the sum of its words times odd weights that differ from place
+    to place. Any change of one word, and nearly any of several, changes it. It does not protect against forgery."""
+    buffer = F.pad(buffer, (0, -len(buffer) % 8)) if len(buffer) % 8 else buffer
+    words = buffer.view(torch.int64)
+    weights = (torch.arange(1, min(_WORDS, len(words)) + 1, device=buffer.device) * _ODD) | 1
+    whole, rest = words.split((len(words) // _WORDS * _WORDS, len(words) % _WORDS))
+    blocks = whole.view(-1, _WORDS).split(_BLOCKS[buffer.device.type]) if len(whole) else ()
+    sums = [(block * weights).sum(1) for block in blocks]
+    sums += [(rest * weights[: len(rest)]).sum()[None]] if len(rest) else []
+    total = len(words)
+    for block_sum in torch.cat(sums).tolist() if sums else ():
+        total = (total * _ODD + block_sum) % 2**64
+    return total
+
+
+@torch.no_grad()
+def tensor_checksum(tensor: torch.Tensor, dtype: str, first: int = 0) -> str:
+    """Return the checksum of a tensor's elements, or of the first ones, cast to a dtype. Reads it piece by piece, on
+    its device."""
+    flat = tensor.detach().reshape(-1)
+    total = 0
+    for piece in (flat[:first] if first else flat).split(_PIECE):
+        words = piece.to(getattr(torch, dtype)).contiguous()
+        words = words.clone() if words.storage_offset() * words.itemsize % 8 else words  # The checksum reads i64.
+        total = (total * _FACTOR + checksum(words.view(torch.uint8))) % 2**64
+    return f"{total:016x}"
 
 
 class ChecksumRequest(msgspec.Struct, frozen=True):
@@ -46,52 +80,31 @@ class EngineWeights:
         self._ask = ask
         self._answers: dict[str, Mapping[str, str]] = {}
 
-    def differences(self, tensors: NamedTensors) -> list[str]:
-        """Name the tensors that differ from the engine's after a cast to the less precise dtype. A tied tensor can have
-        several names. Raises BackendError as `ask` does."""
-        return self._differences(dict(tensors), first=0)
-
     def begin_as(self, tensors: NamedTensors) -> bool | None:
         """Return whether all tensors begin like the engine's; None if the engine has no checksums."""
         try:
-            return not self._differences(dict(tensors), first=BEGINNING)
+            return not self.differences(tensors, first=BEGINNING)
         except BackendError:
             return None
 
-    def _differences(self, tensors: Mapping[str, torch.Tensor], *, first: int) -> list[str]:
+    def differences(self, named_tensors: NamedTensors, *, first: int = 0) -> list[str]:
+        """Name the tensors that differ from the engine's, in the `first` elements (0: in any), after a cast to the less
+        precise dtype. A tied tensor can have several names. Raises BackendError as `ask` does."""
+        tensors = dict(named_tensors)
         known = {id(tensor) for name, tensor in tensors.items() if name in self._specs}
         names = [f"{name} is only in the trainer" for name, tensor in tensors.items() if id(tensor) not in known]
         names += [f"{name} is only in the engine" for name in self._specs if name not in tensors]
-        dtypes: dict[str, Any] = {
-            name: dtype
-            for name, spec in self._specs.items()
-            if name in tensors and (dtype := _less_precise(spec.dtype, tensors[name].dtype)) != spec.dtype
-        }
-        asked = ChecksumRequest(first, dtypes)
+        both = [(spec, tensors[spec.name]) for spec in self._specs.values() if spec.name in tensors]
+        dtypes: dict[str, Any] = {spec.name: _less_precise(spec.dtype, tensor.dtype) for spec, tensor in both}
+        casts = {spec.name: dtypes[spec.name] for spec, _ in both if dtypes[spec.name] != spec.dtype}
+        asked = ChecksumRequest(first, casts)
         if (theirs := self._answers.get(repr(asked))) is None:
             theirs = self._answers[repr(asked)] = self._ask(asked)
-        for name, spec in self._specs.items():
-            tensor = tensors.get(name)
-            if tensor is None:
-                continue
-            if tuple(tensor.shape) != spec.shape or tensor_checksum(
-                tensor, dtypes.get(name, spec.dtype), first
-            ) != theirs.get(name):
-                names.append(name)
+        for spec, tensor in both:
+            alike = tuple(tensor.shape) == spec.shape
+            if not alike or tensor_checksum(tensor, dtypes[spec.name], first) != theirs.get(spec.name):
+                names.append(spec.name)
         return names
-
-
-@torch.no_grad()
-def tensor_checksum(tensor: torch.Tensor, dtype: str, first: int = 0) -> str:
-    """Return the checksum of a tensor's elements, or of the first ones, cast to a dtype. Reads it piece by piece, on
-    its device."""
-    flat = tensor.detach().reshape(-1)
-    total = 0
-    for piece in (flat[:first] if first else flat).split(_PIECE):
-        words = piece.to(getattr(torch, dtype)).contiguous()
-        words = words.clone() if words.storage_offset() * words.itemsize % 8 else words  # The checksum reads i64.
-        total = (total * _FACTOR + checksum(words.view(torch.uint8))) % 2**64
-    return f"{total:016x}"
 
 
 def _less_precise(engine: str, trainer: torch.dtype) -> str:

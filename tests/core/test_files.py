@@ -32,7 +32,7 @@ from inflight.tools.demo.run import _Run
 from inflight.tools.demo.trainer import saved
 from inflight.tools.environment import write_result
 from inflight.tools.plots import save_figure
-from inflight.weights.transports.version_file import write_version
+from inflight.weights.transports.files import write_version
 
 LONG = "x" * 10_000
 

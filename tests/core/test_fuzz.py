@@ -34,7 +34,7 @@ from inflight.engine.loop.engine import Engine
 from inflight.engine.process.verbs import Verbs
 from inflight.stream.assembler import Assembler
 from inflight.weights.shared_memory import SharedMemorySlot
-from inflight.weights.transports.version_file import read_version
+from inflight.weights.transports.files import read_version
 
 NAMES = (
     *("decode_to_engine", "decode_from_engine", "read FileOrigin", "read BroadcastOrigin", "read Join", "read Status"),

@@ -54,6 +54,7 @@ from inflight.stream.writer import StreamWriter
 from inflight.weights import cuda_ipc
 from inflight.weights.comparison import ChecksumRequest
 from inflight.weights.shared_memory import SharedMemorySlot, default_directory
+from inflight.weights.trainer.engine_link import PublishedVersion
 from inflight.weights.trainer.publisher import Publisher
 
 
@@ -305,9 +306,9 @@ def test_a_closed_publisher_does_not_publish(engine):
 def test_optimizers_of_other_models_do_not_wait(engine):
     model, other = make_model("qwen3"), torch.nn.Linear(2, 2)
     with engine.publisher(model) as publisher:
-        publisher._copying = True  # as in the middle of a long copy
+        publisher._copies.copying = PublishedVersion(1, 0)  # as in the middle of a long copy
         torch.optim.SGD(other.parameters(), lr=0.1).step()
-        publisher._copying = False
+        publisher._copies.copying = None
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 

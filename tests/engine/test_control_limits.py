@@ -42,15 +42,15 @@ from inflight.core.messages import (
     to_raw,
 )
 from inflight.engine.model.shapes import shape_config
+from inflight.engine.process import directory
 from inflight.engine.process.control_socket import ControlSocket
-from inflight.engine.process.process import EngineProcess, directory
+from inflight.engine.process.process import EngineProcess
 from inflight.engine.process.publishing import PublisherLease
 from inflight.stream.writer import StreamWriter
 from inflight.weights.engine.slot_table import MAX_VERSIONS_AT_ONCE
 from inflight.weights.trainer.engine_link import EngineLink
-from inflight.weights.trainer.published_model import classify
-from inflight.weights.trainer.publisher_lock import TOKEN_BYTES, take_lock
-from inflight.weights.trainer.sources import ModelSource
+from inflight.weights.trainer.publisher_lock import TOKEN_BYTES, PublisherLock
+from inflight.weights.trainer.sources import ModelSource, classify
 from inflight.weights.transports import AcceptedTransports
 
 SLOTS = inflight.Slots.name()
@@ -366,22 +366,24 @@ def test_a_publisher_takes_its_place_where_the_disk_is_full(tmp_path, monkeypatc
     path = tmp_path / "lock"
     lease = PublisherLease(path, lambda holder: True)
     assert path.stat().st_size == TOKEN_BYTES
-    file, token = take_lock(str(path))
+    lock = PublisherLock()
+    token = lock.take(str(path), "nowhere")
     assert len(token) == TOKEN_BYTES == path.stat().st_size
     assert lease.take(b"a", token) is None
-    os.close(file)
+    lock.close()
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(InflightError, match=r"cannot be written into .*lock.*No space left"):
-        take_lock(str(path))
+        lock.take(str(path), "nowhere")
+    lock.close()
     lease = PublisherLease(path, lambda holder: True)  # that an engine starts does not depend on it
     monkeypatch.undo()
-    file, token = take_lock(str(path))  # nobody holds it
+    token = lock.take(str(path), "nowhere")  # nobody holds it
     assert lease.take(b"a", token) is None
-    os.close(file)
+    lock.close()
 
 
 def test_a_publisher_that_lost_its_place_learns_it_at_once(engine):

@@ -21,7 +21,7 @@ from inflight.engine.loop.engine import Engine
 from inflight.stream.assembler import Assembler
 from inflight.weights.tensors import slot_views
 from inflight.weights.trainer.lora import PeftSource
-from inflight.weights.trainer.published_model import classify
+from inflight.weights.trainer.sources import classify
 
 PROMPT = [(7 * i) % VOCABULARY for i in range(50)]
 """Three blocks of 16 tokens and two tokens more."""
@@ -231,7 +231,7 @@ def test_adapters_share_across_their_own_versions_alone(make_engine):
     engine = make_engine(prefix_across_versions=1, lora_rank=4, adapters=("one", "two"))
     bank, model = engine.adapters, with_adapters("qwen3", "one", "two")
     source = PeftSource(classify(model))
-    source.offer_to(bank.layout)
+    source.plan(bank.layout)
 
     def publish_adapters() -> None:
         [slot] = bank.slot_table.lend()

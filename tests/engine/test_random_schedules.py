@@ -127,7 +127,7 @@ class Schedules(RuleBasedStateMachine):
         assert scheduler.num_waiting + len(scheduler.running) == len(self.engine.requests.unfinished)
         batch_rows = [s.batch_row for s in scheduler.running.values()]
         assert len(set(batch_rows)) == len(batch_rows)
-        assert sum(self.engine.slot_table._pins.values()) == sum(
+        assert sum(self.engine.slot_table.readable.pins.values()) == sum(
             s.pin is not None for s in self.engine.requests.unfinished.values()
         )
 

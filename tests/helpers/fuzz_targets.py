@@ -43,8 +43,7 @@ from inflight.stream.writer import StreamWriter
 from inflight.weights import delta
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.transports.broadcast import BroadcastOrigin, Join
-from inflight.weights.transports.files import FileOrigin
-from inflight.weights.transports.version_file import read_changes, read_version, write_version
+from inflight.weights.transports.files import FileOrigin, read_changes, read_version, write_version
 
 _ASSEMBLER_BYTES = 24 << 20
 """The first pages of a TokenStore with every column at its widest, and again while one grows."""

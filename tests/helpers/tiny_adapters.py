@@ -9,7 +9,7 @@ from tiny_models import make_model
 from inflight.core.messages import SlotReady
 from inflight.weights.tensors import slot_views
 from inflight.weights.trainer.lora import PeftSource
-from inflight.weights.trainer.published_model import classify
+from inflight.weights.trainer.sources import classify
 
 
 def with_adapters(
@@ -32,7 +32,7 @@ def with_adapters(
 def publish_adapters(engine, model) -> None:
     """Into the idle slot of an engine in this process."""
     slot_table, source = engine.adapters.slot_table, PeftSource(classify(model))
-    source.offer_to(slot_table.layout)
+    source.plan(slot_table.layout)
     slot = slot_table.lend(in_use=engine.slot_in_use(slot_table))[0]
     version = engine.newest_version + 1
     source.fill(slot_views(slot_table.slots[slot].buffer, slot_table.layout), version)

@@ -126,7 +126,7 @@ def _die_during_a_publish(publisher: Publisher, rng: random.Random) -> None:
     """SIGKILL this process at a random moment of a random publish, from its copy to a little after its message."""
     sys.setswitchinterval(1e-4)  # see the copy begin
     time.sleep(rng.random() * 0.05)
-    while not publisher._copying:
+    while not publisher._copies.copying:
         time.sleep(0)
     time.sleep(rng.random() * (0.02 if isinstance(publisher._target, StagingBuffer) else 0.001))
     os.kill(os.getpid(), signal.SIGKILL)

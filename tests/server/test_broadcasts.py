@@ -18,8 +18,8 @@ from truth_teller import make_truth_teller, teach
 
 import inflight
 from inflight.server import broadcasts
-from inflight.weights.nccl import library
-from inflight.weights.nccl.group import NcclGroup
+from inflight.weights import nccl
+from inflight.weights.nccl import NcclGroup
 from inflight.weights.tensors import published_tensors
 
 BUFFER = 200_000
@@ -43,7 +43,7 @@ def stand_in(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _with_stand_in(stand_in, monkeypatch):
-    monkeypatch.setenv(library.VARIABLE, stand_in)
+    monkeypatch.setenv(nccl.VARIABLE, stand_in)
     monkeypatch.setattr(broadcasts, "_MEETING_S", _BOUND_S)
 
 

@@ -13,14 +13,12 @@ from tiny_models import make_model
 import inflight
 from inflight.core.errors import BroadcastError, WeightFileError
 from inflight.core.messages import Fill
-from inflight.weights.checksum import checksum
+from inflight.weights.comparison import checksum
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 from inflight.weights.trainer.engine_link import EngineLink
-from inflight.weights.trainer.published_model import classify
-from inflight.weights.trainer.sources import ModelSource
+from inflight.weights.trainer.sources import ModelSource, classify
 from inflight.weights.transports.broadcast import BroadcastGroup, Join, make_store
-from inflight.weights.transports.files import FileOrigin
-from inflight.weights.transports.version_file import read_version, write_version
+from inflight.weights.transports.files import FileOrigin, read_version, write_version
 
 
 def listening_addresses(pid: int | str) -> set[str]:
@@ -139,7 +137,7 @@ def layout_and_slot():
 
 
 def test_a_file_is_read_bit_for_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr("inflight.weights.transports.version_file._CHUNK_BYTES", 1000)  # tensors in many parts
+    monkeypatch.setattr("inflight.weights.transports.files._CHUNK_BYTES", 1000)  # tensors in many parts
     layout, slot = layout_and_slot()
     path = write_version(tmp_path, layout, 7, slot)
     read = torch.zeros_like(slot)

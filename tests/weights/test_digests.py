@@ -56,8 +56,8 @@ def test_they_are_those_of_the_tensors_and_any_bit_shows(table):
 
 
 def test_a_version_keeps_its_slot_until_it_was_read(table, monkeypatch):
-    go_on, read = threading.Event(), digests._sha256
-    monkeypatch.setattr(digests, "_sha256", lambda part: go_on.wait(20) and read(part))
+    go_on, read = threading.Event(), digests.sha256
+    monkeypatch.setattr(digests, "sha256", lambda part: go_on.wait(20) and read(part))
     digester = Digester(table)
     assert digester.ask(0) == []
     [slot] = table.lend()
@@ -79,13 +79,13 @@ def test_what_fails_is_told_and_tried_again(table, monkeypatch):
         raise MemoryError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(digests, "_sha256", fail)
+        patch.setattr(digests, "sha256", fail)
         digester = Digester(table)
         with pytest.raises(ProtocolError, match="of version 0 could not be computed: MemoryError: no more"):
             answered(digester, 0)
     assert answered(digester, 0).version == 0
     digester.settle()
-    assert not table._pins
+    assert not table.readable.pins
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -19,9 +19,8 @@ from nccl_trainer import NcclTrainer, announced, packed, pickled_id
 from waiting import PATIENCE_S
 
 from inflight.core.errors import BackendError, BroadcastError, InvalidRequestError
-from inflight.weights.nccl import library, rendezvous
-from inflight.weights.nccl.group import NcclGroup, TensorList, buffers
-from inflight.weights.nccl.rendezvous import Rendezvous, read_unique_id
+from inflight.weights import nccl
+from inflight.weights.nccl import NcclGroup, Rendezvous, TensorList, buffers, read_unique_id
 
 ID = bytes(range(128))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
@@ -105,7 +104,7 @@ def test_nothing_else_is_an_id_and_nothing_of_it_is_run(data, tmp_path, monkeypa
 )
 def test_what_an_id_is_not_made_of_is_refused_before_it_is_read(data, named, monkeypatch):
     """An unpickler that read it would take as much memory as it says."""
-    monkeypatch.setattr(rendezvous._Unpickler, "load", lambda _: pytest.fail("it is read"), raising=False)
+    monkeypatch.setattr(nccl._Unpickler, "load", lambda _: pytest.fail("it is read"), raising=False)
     with pytest.raises(InvalidRequestError, match=named):
         read_unique_id(data)
 
@@ -138,7 +137,7 @@ def test_what_cannot_be_met_is_refused_at_once(fields, message, stand_in):
     given = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, **fields}
     began = time.monotonic()
     with pytest.raises(InvalidRequestError, match=message):
-        NcclGroup(library.Nccl(stand_in), Rendezvous(**given), torch.device("cpu"), timeout_s=30)
+        NcclGroup(nccl.Nccl(stand_in), Rendezvous(**given), torch.device("cpu"), timeout_s=30)
     assert time.monotonic() - began < 10
 
 
@@ -190,7 +189,7 @@ def met(stand_in, *, by_id=False, timeout_s=20.0, **more):
     if not by_id:
         where = {"master_address": "127.0.0.1", "master_port": trainer.port}
     meeting = Rendezvous(rank_offset=1, world_size=2, **where, **more)
-    group = NcclGroup(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=timeout_s)
+    group = NcclGroup(nccl.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=timeout_s)
     thread.join(10)
     assert not thread.is_alive()
     return trainer, group
@@ -261,7 +260,7 @@ def test_a_trainer_that_sends_nothing_is_left_after_the_bound(stand_in):
 def test_a_trainer_that_does_not_come_is_not_waited_for_for_ever(stand_in):
     meeting = Rendezvous(master_address="127.0.0.1", master_port=nccl_trainer.free_port(), rank_offset=1, world_size=2)
     with pytest.raises(BroadcastError, match=r"the trainer's store .*(was not met|did not answer) within"):
-        NcclGroup(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=1)
+        NcclGroup(nccl.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=1)
 
 
 def test_a_group_is_left_while_it_receives(stand_in):
@@ -280,7 +279,7 @@ def test_a_trainer_that_is_killed_is_told(stand_in):
     command = [sys.executable, nccl_trainer.__file__, stand_in, str(number)]
     with listening, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[number]) as process:
         meeting = Rendezvous(master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2)
-        group = NcclGroup(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=30)
+        group = NcclGroup(nccl.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=30)
         assert process.stdout is not None
         assert process.stdout.readline() == "met\n"
         threading.Timer(0.3, process.kill).start()
@@ -292,19 +291,19 @@ def test_a_library_that_is_none_is_told(tmp_path):
     (tmp_path / "libnccl.so").write_bytes(b"no library")
     for path in (tmp_path / "libnccl.so", tmp_path / "nothing.so"):
         with pytest.raises(BackendError, match="NCCL cannot be loaded"):
-            library.Nccl(str(path))
+            nccl.Nccl(str(path))
     with pytest.raises(BackendError, match="ncclCommInitRank"):
-        library.Nccl("libc.so.6")
+        nccl.Nccl("libc.so.6")
 
 
 def test_where_nothing_can_be_received_the_reason_is_told(monkeypatch):
-    monkeypatch.delenv(library.VARIABLE, raising=False)
-    assert "this process sees no GPU" in (library.why_not("cuda:1") or "")
+    monkeypatch.delenv(nccl.VARIABLE, raising=False)
+    assert "this process sees no GPU" in (nccl.why_not("cuda:1") or "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert library.why_not("cuda:1") is None
-    assert "NCCL connects GPUs" in (library.why_not("cpu") or "")
-    monkeypatch.setenv(library.VARIABLE, "/a/library.so")
-    assert library.why_not("cpu") is None
+    assert nccl.why_not("cuda:1") is None
+    assert "NCCL connects GPUs" in (nccl.why_not("cpu") or "")
+    monkeypatch.setenv(nccl.VARIABLE, "/a/library.so")
+    assert nccl.why_not("cpu") is None
 
 
 _VLLM = """
@@ -342,7 +341,7 @@ def test_vllms_own_code_is_understood(stand_in, limit):
             master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, packed=True,
             packed_buffer_size_bytes=limit,
         )  # fmt: skip
-        group = NcclGroup(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=120)
+        group = NcclGroup(nccl.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=120)
         kinds = [torch.float32, torch.bfloat16, torch.uint8]
         sent = [(f"t{i}", torch.full((i % 7 + 1, 3), i).to(kinds[i % 3])) for i in range(50)]
         for (name, mine), (_, theirs) in zip(group.receive(described(sent)), sent, strict=True):

@@ -20,8 +20,8 @@ from inflight.core.errors import (
 )
 from inflight.weights.tensors import layout_of, slot_views
 from inflight.weights.trainer import publisher as publisher_module
-from inflight.weights.trainer.chunked_copy import ChunkedCopy
 from inflight.weights.trainer.engine_link import EngineAddress, LoneEngine, PublishedVersion
+from inflight.weights.transports.slots import ChunkedCopy
 
 
 class Returning(LoneEngine):

@@ -14,8 +14,8 @@ from waiting import PATIENCE_S
 
 from inflight.core.errors import LayoutMismatchError
 from inflight.weights.tensors import layout_of
-from inflight.weights.trainer.published_model import classify
 from inflight.weights.trainer.sharded import ShardGroup
+from inflight.weights.trainer.sources import classify
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "sharded_trainer.py"
 

@@ -29,16 +29,14 @@ from inflight.core.errors import (
 from inflight.core.messages import Fill
 from inflight.engine.model.shapes import shape_config
 from inflight.weights import delta
-from inflight.weights.checksum import checksum
+from inflight.weights.comparison import checksum
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 from inflight.weights.trainer import engine_link
 from inflight.weights.trainer.engine_link import EngineLink, PublishedVersion
-from inflight.weights.trainer.published_model import classify
-from inflight.weights.trainer.sources import ModelSource
+from inflight.weights.trainer.sources import ModelSource, classify
 from inflight.weights.transports import base
 from inflight.weights.transports.broadcast import BroadcastGroup
-from inflight.weights.transports.files import FileOrigin
-from inflight.weights.transports.version_file import write_version
+from inflight.weights.transports.files import FileOrigin, write_version
 
 
 @contextmanager
@@ -376,7 +374,7 @@ def test_a_full_disk(engine, tmp_path):
 
 def test_a_disk_that_is_too_small_is_told_with_sizes(tmp_path, monkeypatch):
     layout = layout_of(make_model("qwen3"))
-    monkeypatch.setattr("inflight.weights.transports.version_file.bytes_left", lambda directory: 1 << 10)
+    monkeypatch.setattr("inflight.weights.transports.files.bytes_left", lambda directory: 1 << 10)
     with pytest.raises(WeightFileError, match=r"it needs 0.\d MiB and 0.0 MiB are left"):
         write_version(tmp_path, layout, 1, torch.zeros(layout.total_bytes, dtype=torch.uint8))
 

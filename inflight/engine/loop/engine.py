@@ -169,7 +169,7 @@ class Engine(Parts, Backend):
         if schedule is not None:
             kind = "prefill" if schedule.prompts else "decode"
             with span(kind, version=schedule.version, sequences=len(schedule.rows)):
-                logits = self.runner.forward(schedule, self.slot_table.slot_of(schedule.version))
+                logits = self.runner.forward(schedule, self.slot_table.readable.slot_of(schedule.version))
                 launched = self._sample(schedule, logits)
         if self._overlap:
             launched, self._under_way = self._under_way, launched
@@ -221,7 +221,7 @@ class Engine(Parts, Backend):
         if schedule.version == self.slot_table.version:
             swap, self._untold_swap = self._untold_swap, None
         self.step_count += 1
-        slot = self.slot_table.slot_of(schedule.version)
+        slot = self.slot_table.readable.slot_of(schedule.version)
         adapter_slot = self.adapters.slot_table.live if self.adapters is not None else None
         return _Launched(schedule, slot, adapter_slot, swap, samples, routed_experts, scores, done)
 

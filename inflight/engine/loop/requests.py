@@ -175,7 +175,7 @@ class Requests:
         self.num_ended += 1
         self._scheduler.remove(sequence)
         if sequence.pin is not None:
-            self._slot_table.unpin(sequence.pin)
+            self._slot_table.readable.unpin(sequence.pin)
         del self.unfinished[sequence.request_id]
         members = self._groups[sequence.group_id]
         members.remove(sequence.request_id)
@@ -303,7 +303,7 @@ class Requests:
         self._groups[group_id] = {s.request_id for s in sequences}
         self.unfinished |= {s.request_id: s for s in sequences}
         if pin is not None:
-            self._slot_table.pin(pin, len(sequences))
+            self._slot_table.readable.pin(pin, len(sequences))
 
     def _announce(self, prompt: Prompt, group_id: int, first: int, origin: tuple[int, int] | None) -> None:
         """Announce the group in the next frame, and reserve its ids."""

@@ -64,7 +64,7 @@ class PublisherService:
             case Prepare():
                 self._submit(sender, message)
             case Fill():
-                self._slot_table.check_lent(message.slot, message.fingerprint)
+                self._slot_table.check(message)
                 self._load(sender, message)
                 self._slot_table.written()
             case SlotRequest():

@@ -18,7 +18,7 @@ class StagedSlots(SlotTable):
 
     def __init__(self, layout: WeightLayout, slots: Sequence[Slot]):
         super().__init__(layout, slots)
-        self.states = [SlotState.IDLE] * len(slots)
+        self.states[:] = [SlotState.IDLE] * len(slots)
         self.live = None
         self._taken: SlotReady | None = None
         """The version that is being prepared."""

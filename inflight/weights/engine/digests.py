@@ -47,7 +47,7 @@ class Digester:
         if self._thread is None and table.live is not None and table.version >= least:
             self._version, buffer = table.version, table.slots[table.live].buffer
             self._found, self._asked = None, asked
-            table.pin(self._version)
+            table.readable.pin(self._version)
             self._thread = threading.Thread(target=self._compute, args=(buffer,), name="inflight-digests", daemon=True)
             self._thread.start()
         return []
@@ -56,15 +56,14 @@ class Digester:
         """Unpin the version once its digests are computed."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
-            self._slot_table.unpin(self._version)
+            self._slot_table.readable.unpin(self._version)
 
     def _compute(self, buffer: torch.Tensor) -> None:
         layout, asked = self._slot_table.layout, self._asked
         try:
             use_own_stream(buffer.device)  # No pass waits for it.
             if asked is None:
-                parts = {spec.name: buffer[spec.offset : spec.offset + spec.nbytes] for spec in layout.tensors}
-                tensors = {name: _sha256(part) for name, part in parts.items()}
+                tensors = {name: sha256(view) for name, view in slot_views(buffer, layout).items()}
             else:
                 tensors = asked.of(slot_views(buffer, layout))
             self._found = Digests(self._version, tensors)
@@ -76,12 +75,7 @@ class Digester:
 
 def sha256(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes."""
-    return _sha256(tensor.detach().contiguous().view(-1).view(torch.uint8))
-
-
-def _sha256(part: torch.Tensor) -> str:
-    """Return the SHA-256 of u8[n]."""
     digest = hashlib.sha256()
-    for piece in part.split(_PIECE_BYTES):
+    for piece in tensor.detach().contiguous().view(-1).view(torch.uint8).split(_PIECE_BYTES):
         digest.update(piece.cpu().numpy().data)
     return digest.hexdigest()

@@ -11,7 +11,7 @@ from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import ChecksumError, InflightError, ProtocolError
 from inflight.core.messages import Fill, Prepare, SlotReady, read
 from inflight.weights import delta
-from inflight.weights.checksum import checksum
+from inflight.weights.comparison import checksum
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.engine.slot_table import SlotTable
 from inflight.weights.transports.base import Receiver, Transport

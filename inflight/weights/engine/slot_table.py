@@ -9,6 +9,7 @@ owner:
 A publisher that dies leaves its slots LENT. Their content was never announced, so it is never read.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 
@@ -16,7 +17,7 @@ import torch
 
 from inflight.core.errors import ProtocolError
 from inflight.core.layout import WeightLayout
-from inflight.core.messages import SlotReady
+from inflight.core.messages import Fill, SlotReady
 from inflight.weights.cuda_ipc import CudaSlot
 from inflight.weights.shared_memory import SharedMemorySlot
 
@@ -39,6 +40,40 @@ class SlotState(Enum):
     IDLE = "idle"
 
 
+class ReadableVersions:
+    """Versions that a forward pass can use, live and kept ones, and the requests that are pinned to them."""
+
+    def __init__(self, states: list[SlotState]):
+        self._states = states
+        self.by_slot: dict[int, int] = {0: 0}
+        self.pins: Counter[int] = Counter()
+        """Maps a version to the number of requests that are pinned to it."""
+
+    def slot_of(self, version: int) -> int:
+        return next(slot for slot, held in self.by_slot.items() if held == version)
+
+    def pin(self, version: int, requests: int = 1) -> None:
+        """Keep a version until it is unpinned as many times."""
+        assert version in self.by_slot.values()
+        self.pins[version] += requests
+
+    def unpin(self, version: int) -> None:
+        self.pins[version] -= 1
+        if not self.pins[version]:
+            del self.pins[version]
+            slot = self.slot_of(version)
+            if self._states[slot] is SlotState.KEPT:
+                self.retire(slot)
+
+    def retire(self, slot: int) -> None:
+        """Keep a slot that was live or kept while requests are pinned to its version; else make it idle."""
+        if self.by_slot[slot] in self.pins:
+            self._states[slot] = SlotState.KEPT
+        else:
+            self._states[slot] = SlotState.IDLE
+            del self.by_slot[slot]
+
+
 class SlotTable:
     """Slots of one engine. Slot 0 starts LIVE with version 0; the other slots start IDLE."""
 
@@ -46,6 +81,7 @@ class SlotTable:
         self.layout = layout
         self.slots = list(slots)
         self.states = [SlotState.LIVE] + [SlotState.IDLE] * (len(slots) - 1)
+        self.readable = ReadableVersions(self.states)
         self.live: int | None = 0
         """The slot of the live version; None while the publisher owns the only slot."""
         self.version = 0
@@ -55,32 +91,11 @@ class SlotTable:
         self._only_slot_is_whole = False
         """True if no slot is live, since the publisher owns or will soon own the only slot, and the slot is still
         unwritten."""
-        self._version_of: dict[int, int] = {0: 0}
-        """Maps live and kept slots to their versions."""
-        self._pins: dict[int, int] = {}
-        """Maps a version to the number of requests that are pinned to it."""
 
     @property
     def versions(self) -> list[int]:
         """Versions that a forward pass can use: live and kept ones."""
-        return sorted(self._version_of.values())
-
-    def slot_of(self, version: int) -> int:
-        """Return the slot of a version among `versions`."""
-        return next(slot for slot, held in self._version_of.items() if held == version)
-
-    def pin(self, version: int, requests: int = 1) -> None:
-        """Keep a version among `versions` until it is unpinned as many times."""
-        assert version in self._version_of.values()
-        self._pins[version] = self._pins.get(version, 0) + requests
-
-    def unpin(self, version: int) -> None:
-        self._pins[version] -= 1
-        if not self._pins[version]:
-            del self._pins[version]
-            slot = self.slot_of(version)
-            if self.states[slot] is SlotState.KEPT:
-                self._retire(slot)
+        return sorted(self.readable.by_slot.values())
 
     @property
     def newest_version(self) -> int:
@@ -106,27 +121,23 @@ class SlotTable:
         self._wanted = False
         if self._only_slot_is_whole and 0 not in written:
             self._only_slot_is_whole = False
-            self.states[0] = SlotState.LIVE
-            self._version_of[0] = self.version
-            self.live = 0
+            self._make_live(0, self.version)
 
-    def check_lent(self, slot: int, fingerprint: str) -> None:
-        """Raise ProtocolError if the slot is not lent, or the layout differs."""
+    def check(self, message: Fill | SlotReady) -> None:
+        """Raise ProtocolError if the slot is not lent, the layout differs, or the version is not newer or too large."""
+        slot, version = message.slot, message.version
         if not 0 <= slot < len(self.slots) or self.states[slot] is not SlotState.LENT:
             raise ProtocolError(f"slot {slot} is not lent to a publisher")
-        if fingerprint != self.layout.fingerprint:
+        if message.fingerprint != self.layout.fingerprint:
             raise ProtocolError(
-                f"slot {slot} was filled in layout {fingerprint[:12]}, the engine has {self.layout.fingerprint[:12]}"
+                f"slot {slot} was filled in layout {message.fingerprint[:12]}, the engine has "
+                f"{self.layout.fingerprint[:12]}"
             )
-
-    def check(self, message: SlotReady) -> None:
-        """Raise ProtocolError as `check_lent` does, or if the version is not newer or too large."""
-        self.check_lent(message.slot, message.fingerprint)
-        if message.version <= self.newest_version:
-            raise ProtocolError(f"version {message.version} is not newer than version {self.newest_version}")
-        if message.version > self.newest_version + MAX_VERSIONS_AT_ONCE:
+        if version <= self.newest_version:
+            raise ProtocolError(f"version {version} is not newer than version {self.newest_version}")
+        if version > self.newest_version + MAX_VERSIONS_AT_ONCE:
             raise ProtocolError(
-                f"version {message.version} is more than {MAX_VERSIONS_AT_ONCE} above version {self.newest_version}"
+                f"version {version} is more than {MAX_VERSIONS_AT_ONCE} above version {self.newest_version}"
             )
 
     def ready(self, message: SlotReady) -> None:
@@ -142,12 +153,10 @@ class SlotTable:
         ready, self._ready = self._ready, None
         if ready is not None:
             if self.live is not None:
-                self._retire(self.live)
-            self.states[ready.slot] = SlotState.LIVE
-            self._version_of[ready.slot] = ready.version
-            self.live, self.version = ready.slot, ready.version
-        elif self._wanted and self.live is not None and not self._pins:
-            self._retire(self.live)
+                self.readable.retire(self.live)
+            self._make_live(ready.slot, ready.version)
+        elif self._wanted and self.live is not None and not self.readable.pins:
+            self.readable.retire(self.live)
             self.live, self._only_slot_is_whole = None, True
         if self.live is None:
             self._wanted = False
@@ -160,10 +169,7 @@ class SlotTable:
             self.states[slot] = SlotState.LENT
         return idle
 
-    def _retire(self, slot: int) -> None:
-        """Keep a slot that was live or kept while requests are pinned to its version; else make it idle."""
-        if self._version_of[slot] in self._pins:
-            self.states[slot] = SlotState.KEPT
-        else:
-            self.states[slot] = SlotState.IDLE
-            del self._version_of[slot]
+    def _make_live(self, slot: int, version: int) -> None:
+        self.states[slot] = SlotState.LIVE
+        self.readable.by_slot[slot] = version
+        self.live, self.version = slot, version

@@ -24,7 +24,7 @@ from inflight.core.messages import Digests, Status, Welcome
 from inflight.core.options import EngineOptions
 from inflight.weights.engine.digests import sha256
 from inflight.weights.trainer.lora import KEEP_THE_BASE
-from inflight.weights.trainer.sources import PublishedLayout, WeightSource
+from inflight.weights.trainer.sources import WeightSource
 from inflight.weights.trainer.state_dict_source import read_checkpoint
 
 logger = logging.getLogger("inflight.weights")
@@ -43,7 +43,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Engine(Protocol):
-    """An engine whose weights are compared with the base of an adapter. `inflight.Engine` describes these."""
+    """An engine whose weights are compared with the base of an adapter, like `inflight.Engine`."""
 
     options: EngineOptions
 
@@ -55,6 +55,7 @@ class AdapterFiles(WeightSource):
     """The adapters of an engine, by the adapter names that it was launched with ("places")."""
 
     device = torch.device("cpu")
+    adapters = True
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -67,11 +68,11 @@ class AdapterFiles(WeightSource):
         self._layout: WeightLayout | None = None
         self._weights: WeightLayout | None = None
 
-    def offer(self, welcome: Welcome) -> PublishedLayout:
+    def offer(self, welcome: Welcome) -> WeightLayout:
         if welcome.adapter_layout is None:
             raise LayoutMismatchError("the engine holds no adapters; launch it with lora_rank")
         self._layout, self._weights = welcome.adapter_layout, welcome.layout
-        return PublishedLayout(welcome.adapter_layout, adapters=True)
+        return welcome.adapter_layout
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         for name, view in views.items():

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +12,7 @@ import torch
 from inflight.core import waiting
 from inflight.core.connection import Answer, Connection
 from inflight.core.decoders import msgpack_decoder
-from inflight.core.errors import (
-    ChecksumError,
-    EngineBusyError,
-    EngineDiedError,
-    EngineHungError,
-    InflightError,
-)
+from inflight.core.errors import ChecksumError, EngineBusyError, EngineDiedError, EngineHungError, InflightError
 from inflight.core.keys import ClientKeys, is_tcp
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import (
@@ -42,8 +36,7 @@ from inflight.core.messages import (
     read,
     to_raw,
 )
-from inflight.weights.checksum import checksum
-from inflight.weights.comparison import ChecksumRequest, EngineWeights
+from inflight.weights.comparison import ChecksumRequest, EngineWeights, checksum
 from inflight.weights.cuda_ipc import CudaSlot
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import slot_views
@@ -61,12 +54,11 @@ _CHECKSUMS_S = 600.0
 
 
 class PublishedEngine(Protocol):
-    """An engine of one member or several, as its publishers need to know it."""
+    """An engine of one member or several, as its publishers use it."""
 
     @property
     def changing(self) -> Any:
         """Lock that is held while members join and leave, and while a publisher attaches."""
-        ...
 
     @property
     def comes_back(self) -> bool:
@@ -84,15 +76,13 @@ class PublishedEngine(Protocol):
         """Call `publisher.add` with each process that joins, and `publisher.remove` when it has ended. Called with
         `changing` held."""
 
-    def published(self, version: int, called_ns: int) -> None:
-        """Note a call of `publish()`."""
+    def published(self, version: int, called_ns: int) -> None: ...
 
     def stepped(self, unpublished_steps: int) -> None:
         """Note the number of optimizer steps since the last publish."""
 
     def kill(self, endpoint: str) -> None:
-        """End a process that gets no further versions, since it did not answer. Called if another process replaces
-        it."""
+        """End a process that did not answer and that another process replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +106,7 @@ class LoneEngine:
     def __init__(self, endpoint: str, check: Callable[[], None] = lambda: None):
         """check: raises if the process is known to have ended."""
         self.changing: AbstractContextManager[Any] = nullcontext()
-        self._endpoint, self._check = endpoint, check
-
-    def check(self) -> None:
-        self._check()
+        self._endpoint, self.check = endpoint, check
 
     def serving(self) -> list[EngineAddress]:
         return [EngineAddress(self._endpoint, self)]
@@ -130,7 +117,7 @@ class LoneEngine:
     def kill(self, endpoint: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PublishedVersion:
     """One call of `publish()`."""
 
@@ -161,14 +148,19 @@ class EngineLink:
             offer = source.offer(self.welcome)
             self.matches = source.compare(EngineWeights(self.welcome.layout, self.messages.checksums))
             """True if the engine already computed with these weights, False if not; None if unknown."""
-            ticket = self.messages.ticket()
-            attach = Attach(ticket=ticket, transport=transport, lock_token=token, **offer._asdict())
+            attach = Attach(
+                ticket=self.messages.ticket(),
+                layout=offer,
+                transport=transport,
+                adapters=source.adapters,
+                aliases=source.aliases,
+                lock_token=token,
+            )
             self.attached = expect(self.messages.ask(attach), Attached)
         except BaseException:
             self.release()
             raise
         self.layout: WeightLayout = self.attached.layout
-        """The layout of the engine's slots."""
         self.version = self.attached.version
         """The newest version of the engine."""
         self.free = list(self.attached.free)
@@ -207,15 +199,22 @@ class EngineLink:
             pass
         self.check()
 
-    def announce(self, slot: int, record: PublishedVersion, checksum: int | None = None) -> None:
+    def announce(self, slot: int, published: PublishedVersion, checksum: int | None = None) -> None:
         """Return the slot with a whole version in it."""
-        fingerprint = self.layout.fingerprint
-        self.messages.send(SlotReady(slot=slot, fingerprint=fingerprint, checksum=checksum, **asdict(record)))
+        self.messages.send(
+            SlotReady(
+                slot=slot,
+                version=published.version,
+                fingerprint=self.layout.fingerprint,
+                published_ns=published.published_ns,
+                checksum=checksum,
+            )
+        )
         self._written.discard(slot)  # From now on the engine tracks its content.
-        self.version = record.version
+        self.version = published.version
 
     def check(self) -> None:
-        """Raise EngineDiedError if no member of the engine is left, or if this process has ended."""
+        """Raise EngineDiedError if the engine, or this process of it, has ended."""
         self.address.engine.check()
         self.address.check_process()
         if self.lock.engine_has_ended():
@@ -224,7 +223,8 @@ class EngineLink:
     def detach(self) -> None:
         """Return all slots and close the connection."""
         try:
-            self._take_all()
+            while self._take_one():
+                pass
             # Where the trainer writes to no slot, the engine tracks which slots were written.
             self.messages.send(Detach(written=sorted(self._written) if self.attached.slots else []))
         finally:
@@ -235,17 +235,15 @@ class EngineLink:
         self.messages.close()
         self.lock.close()
 
-    def _take_all(self) -> None:
-        """Take all slots that the engine has passed to this publisher, and skip its errors."""
-        while True:
-            try:
-                if not self.messages.pump(0):
-                    return
-            except InflightError as error:
-                logger.info("a publisher that detaches leaves this to its successor: %s", error)
+    def _take_one(self) -> bool:
+        """Process a message, or skip an error. Return whether one had arrived."""
+        try:
+            return self.messages.pump(0)
+        except InflightError as error:
+            logger.info("a publisher that detaches leaves this to its successor: %s", error)
+            return True
 
     def _take(self, message: FromEngine | InflightError) -> None:
-        """Process a message that answers no request."""
         if isinstance(message, InflightError):
             raise message
         if isinstance(message, SlotFree):
@@ -268,7 +266,6 @@ class EngineMessages:
         self._check, self._timeout_s = check, timeout_s
         self._given_up = False
         self._keeps_slots_because = ""
-        """The reason why the engine keeps its slots, from its last status."""
         self._connection = Connection(address.endpoint, unasked, linger_ms=_LINGER_MS, keys=address.keys)
         self.ticket, self.pump, self.close = self._connection.ticket, self._connection.pump, self._connection.close
 
@@ -334,7 +331,7 @@ class EngineMessages:
                 self.send(self._call("status", {})).add_done_callback(self._take_status)
 
     def checksums(self, request: ChecksumRequest) -> dict[str, str]:
-        """Request checksums of the engine's weights until they are computed. Raises BackendError if it has none."""
+        """Wait for checksums of the engine's weights. Raises BackendError if it has none."""
         wait, found = waiting.Wait(), list[Digests]()
         while not found:
             found = read(_DIGESTS, expect(self.ask(self._call("checksums", {"asked": request})), Result).value)
@@ -367,21 +364,22 @@ class DirectSlots:
     ):
         """refuse: receives the error of a version that the engine did not take. with_checksum: the engine compares a
         checksum before a version goes live."""
+        self.engines = [engine]
         self._engine, self._refuse = engine, refuse
         self._slot_timeout_s, self._with_checksum = slot_timeout_s, with_checksum
         self.sent_bytes, self.sent_version = engine.layout.total_bytes, 0
         self._buffers = engine.map_slots()
         self.views = [slot_views(buffer, engine.layout) for buffer in self._buffers]
-
-    @property
-    def engines(self) -> list[EngineLink]:
-        return [self._engine]
+        self.release, self.check = engine.give_back, engine.check
 
     def add(self, attach: Callable[[], EngineLink], transport: object) -> EngineLink:
         raise InflightError(
             "this publisher writes straight to the slots of its engine; to add engines later, make it with a list "
             "of at least two, or with another transport than Slots"
         )
+
+    def let_go(self, endpoint: str) -> None:
+        """Keep the engine: no other process takes its place."""
 
     def acquire(self) -> int:
         """Wait for a slot to write to. Raises as `EngineLink.acquire` does."""
@@ -398,18 +396,9 @@ class DirectSlots:
         except ChecksumError as error:
             self._refuse(error)
 
-    def announce(self, slot: int, record: PublishedVersion) -> None:
-        """Send the engine the version in a slot."""
-        self.sent_version = record.version
-        self._engine.announce(slot, record, checksum(self._buffers[slot]) if self._with_checksum else None)
-
-    def release(self, slot: int) -> None:
-        """Return a slot without an announcement."""
-        self._engine.give_back(slot)
-
-    def check(self) -> None:
-        """Raise the error that keeps versions from reaching the engine, if there is one."""
-        self._engine.check()
+    def announce(self, slot: int, published: PublishedVersion) -> None:
+        self.sent_version = published.version
+        self._engine.announce(slot, published, checksum(self._buffers[slot]) if self._with_checksum else None)
 
     def close(self) -> None:
         """Detach from the engine and unmap its slots."""

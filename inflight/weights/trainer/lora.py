@@ -6,23 +6,21 @@ through `.data` are not counted, and stay invisible. An adapter is published as 
 dtype, with zeros for projections without an adapter and for unused ranks.
 """
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from inflight_kernels import ScaledCopies, copy_all
+from inflight_kernels import ScaledCopies
 from torch import nn
 
 from inflight.core.errors import LayoutMismatchError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
 from inflight.weights.comparison import EngineWeights
-from inflight.weights.tensors import dtype_name
+from inflight.weights.tensors import fill, layout_of
 from inflight.weights.trainer import peft_layers
-from inflight.weights.trainer.published_model import PublishedModel
-from inflight.weights.trainer.sources import ModelSource, PublishedLayout
+from inflight.weights.trainer.sources import ModelSource, PublishedModel, same_objects
 
 _SHOWN = 3
 """Maximum number of parameters in an error."""
@@ -30,17 +28,13 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class _LoraPair:
-    """A LoRA adapter on one projection: A [r, K], B [N, r] and α / r."""
+    """A LoRA adapter on one projection: A [r, K] and B [N, r]. The layer has α / r."""
 
     name: str
     a: torch.Tensor
     b: torch.Tensor
     layer: Any
     adapter: str
-
-    @property
-    def scale(self) -> float:
-        return self.layer.scaling[self.adapter]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +79,17 @@ class PeftSource(ModelSource):
         self._checked: tuple[list[object], list[int], list[int]] = [], [], []
         """The base that was last compared: modules and parameters, and the write counts of `outside` and `inside`."""
 
-    def offer(self, welcome: Welcome) -> PublishedLayout:
+    def offer(self, welcome: Welcome) -> WeightLayout:
+        self.plan(welcome.adapter_layout)
         if welcome.adapter_layout is not None:
-            return self.offer_to(welcome.adapter_layout)
-        self._plan_again(None)
-        offer = PublishedLayout(
-            WeightLayout.build((n, tuple(t.shape), dtype_name(t.dtype)) for n, t in self._offered())
-        )
+            return welcome.adapter_layout
+        offered = dict(self._plan.plain)
+        for layer, _, names in self._plan.merged:
+            own = peft_layers.own_tensors(layer)
+            offered |= {whole: own[key] for key, whole in names.items()}
+        offer = layout_of(offered)
         known = {spec.name for spec in welcome.layout.tensors}
-        apart = [name for spec in offer.layout.tensors if (name := spec.name) not in known]
+        apart = [name for spec in offer.tensors if (name := spec.name) not in known]
         if apart and getattr(getattr(self._base, "config", None), "tie_word_embeddings", False):
             raise LayoutMismatchError(
                 f"{apart[0]} is the same tensor as the embedding in the engine (tied weights), but the adapters make "
@@ -101,11 +97,6 @@ class PeftSource(ModelSource):
                 "tie_word_embeddings=false that holds both"
             )
         return offer
-
-    def offer_to(self, adapter_layout: WeightLayout) -> PublishedLayout:
-        """Return a PublishedLayout of adapters for slots of this layout. Raises as `offer` does."""
-        self._plan_again(adapter_layout)
-        return PublishedLayout(adapter_layout, adapters=True)
 
     def compare(self, engine: EngineWeights) -> bool | None:
         """Raise LayoutMismatchError, naming tensors, if the engine's weights are not the base of adapters alone."""
@@ -117,12 +108,13 @@ class PeftSource(ModelSource):
 
     def prepare(self) -> None:
         """Plan again if the model has changed. Raises as `offer` and `compare` do."""
-        if not _same(self._seen, _state(self._root)):
-            self._plan_again(self._layout)
+        objects, values = _state(self._root)
+        if values != self._seen[1] or not same_objects(self._seen[0], objects):
+            self.plan(self._layout)
         if self._engine is None:
             return
         objects, outside, inside = self._checked
-        if not _same_objects(objects, self._seen[0]) or outside != _writes(self._plan.outside):
+        if not same_objects(objects, self._seen[0]) or outside != _writes(self._plan.outside):
             self._check_base(self._engine, merged_once=self._merged_once)
         elif not self._merged_once and inside != _writes(self._plan.inside):
             self._check_base(self._engine)
@@ -130,22 +122,21 @@ class PeftSource(ModelSource):
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         plan = self._plan
         if self._layout is None:
-            with torch.no_grad():
-                for name, tensor in self._merged():
-                    views[name].copy_(tensor)
-                copy_all([views[name] for name in plan.plain], [tensor.detach() for tensor in plan.plain.values()])
+            for name, tensor in self._merged():
+                views[name].copy_(tensor.detach())
+            fill({name: views[name] for name in plan.plain}, plan.plain)
             return
         view = next(iter(views.values()))
         if id(view) not in plan.copies:  # Walking over the model takes longer than the copy.
             plan.copies[id(view)] = _copies_to(views, plan)
-        plan.copies[id(view)].run([factor for part in plan.parts for factor in (1.0, part.scale)])
+        plan.copies[id(view)].run([factor for part in plan.parts for factor in (1.0, part.layer.scaling[part.adapter])])
 
-    def _plan_again(self, adapter_layout: WeightLayout | None) -> None:
+    def plan(self, adapter_layout: WeightLayout | None) -> None:
+        """Plan the copies into adapter slots of this layout, or of merged weights. Raises LayoutMismatchError."""
         state = _state(self._root)
         plan = self._merge_plan() if adapter_layout is None else self._adapter_plan(adapter_layout)
         self._layout, self._plan, self._seen = adapter_layout, plan, state
-
-    # ---- adapters alone -----------------------------------------------------------------------------------------
+        self.adapters = adapter_layout is not None
 
     def _adapter_plan(self, layout: WeightLayout) -> _Plan:
         parts: list[_LoraPair] = []
@@ -210,8 +201,6 @@ class PeftSource(ModelSource):
             f"the base of the adapters differs from the engine's weights ({_named(differences)}): {reason}"
         )
 
-    # ---- merged -------------------------------------------------------------------------------------------------
-
     def _merge_plan(self) -> _Plan:
         inside = {id(parameter) for parameter in self._base.parameters()}
         lost = [name for name, parameter in self._root.named_parameters() if id(parameter) not in inside]
@@ -240,12 +229,6 @@ class PeftSource(ModelSource):
                 plan.plain.update({whole: own[key] for key, whole in names.items()})
         return plan
 
-    def _offered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._plan.plain.items()
-        for layer, _, names in self._plan.merged:
-            own = peft_layers.own_tensors(layer)
-            yield from ((whole, own[key]) for key, whole in names.items())
-
     def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield merged tensors layer by layer. All of them in fp32 would take twice the memory of the model."""
         for layer, adapters, names in self._plan.merged:
@@ -269,7 +252,8 @@ def _lora_parts(name: str, layer: Any) -> list[_LoraPair]:
         variant = layer.lora_variant.get(adapter)
         odd = odd or (f"{type(variant).__name__.removesuffix('Variant')}" if variant is not None else "")
         odd = odd or ("a bias of lora_B" if layer.lora_B[adapter].bias is not None else "")
-    odd = odd or (f"a base of another kind ({type(layer.base_layer).__name__})" if not _is_linear(layer) else "")
+    is_linear = isinstance(layer.base_layer, nn.Linear) and layer.base_layer.weight.is_floating_point()
+    odd = odd or (f"a base of another kind ({type(layer.base_layer).__name__})" if not is_linear else "")
     odd = odd or ("no values yet (it is on the meta device)" if any(p.is_meta for p in layer.parameters()) else "")
     active = [adapter for adapter in layer.active_adapters if adapter in adapters]
     if odd:
@@ -287,10 +271,6 @@ def _lora_parts(name: str, layer: Any) -> list[_LoraPair]:
     return [
         _LoraPair(f"{adapter}.{name}", a[adapter].weight, b[adapter].weight, layer, adapter) for adapter in adapters
     ]
-
-
-def _is_linear(layer: Any) -> bool:
-    return isinstance(layer.base_layer, nn.Linear) and layer.base_layer.weight.is_floating_point()
 
 
 def _check_enabled(name: str, layer: Any) -> None:
@@ -347,15 +327,6 @@ def _state(root: nn.Module) -> tuple[list[object], list[object]]:
 def _writes(tensors: Mapping[str, torch.Tensor]) -> list[int]:
     """Return the number of writes to each tensor, as autograd counts them. Tensors of inference mode have no count."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors.values()]
-
-
-def _same(before: tuple[list[object], list[object]], now: tuple[list[object], list[object]]) -> bool:
-    """Compare objects by identity. `before` keeps its objects alive, so no new one has the same address."""
-    return before[1] == now[1] and _same_objects(before[0], now[0])
-
-
-def _same_objects(before: list[object], now: list[object]) -> bool:
-    return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
 def _named(names: Sequence[str]) -> str:

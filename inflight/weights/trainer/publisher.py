@@ -5,10 +5,10 @@ itself (a step hook); other code that writes to them calls `wait_copied()` first
 weights in the calling thread before it returns.
 """
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, InflightError, NonFiniteWeightsError
+from inflight.core.layout import Alias
 from inflight.core.spans import note, span
 from inflight.core.waiting import LOG_EVERY_S
 from inflight.weights.cuda_ipc import use_own_stream
@@ -32,9 +33,8 @@ from inflight.weights.trainer.engine_link import (
     PublishedVersion,
 )
 from inflight.weights.trainer.lora import PeftSource
-from inflight.weights.trainer.published_model import classify
 from inflight.weights.trainer.sharded import ShardGroup
-from inflight.weights.trainer.sources import ModelSource, WeightSource
+from inflight.weights.trainer.sources import ModelSource, WeightSource, classify
 from inflight.weights.trainer.staging import StagingBuffer
 from inflight.weights.trainer.state_dict_source import StateDictSource, Weights, copy_state_dict
 from inflight.weights.transports.base import Transport
@@ -52,7 +52,7 @@ Engine = Any
 
 
 @named()
-class Publisher:
+class Publisher(AbstractContextManager["Publisher"]):
     """Publishes a model's parameters, or given weights, to one engine or several.
 
     Tensor names and shapes must equal the engines'; dtypes can differ (fp32 masters are cast into bf16 slots). Of a
@@ -84,102 +84,101 @@ class Publisher:
         versions (EngineBusyError). After one of these errors every call raises it again.
         """
         self._transport = transport = transport or Slots()
-        self._check_finite, self._timeout_s = check_finite, timeout_s
-        self._condition = threading.Condition()
-        self._pending: PublishedVersion | None = None
-        self._copying = False
         self.closed = False
         """True once `close()` was called."""
-        self._handing = threading.Lock()
-        """Held while given weights are copied."""
-        self._error: InflightError | None = None
-        self._refused: Exception | None = None
-        self._source = _source_of(model)
+        self._source = source = _source_of(model)
         if isinstance(transport, Slots):
-            self._source.copy = transport.copy()
-        self._gpu = self._source.device if self._source.device.type == "cuda" else None
-        self._written: Any = None  # events on the trainer's and on the copy's stream
-        self._copied: Any = None
+            source.copy = transport.copy()
         several = isinstance(engines, Sequence) and not isinstance(engines, str)
         if several and not engines:
             raise ValueError("a publisher needs at least one engine to begin with")
-        self._engines = [_published(engine) for engine in (engines if several else [engines])]
+        self._engines = _Engines([_published(engine) for engine in (engines if several else [engines])])
+        self._copies = copies = _CopyThread(source, self._engines, check_finite=check_finite)
+        self._attach = partial(_attach, source, timeout_s)
+        link: EngineLink | None = None
         target: DirectSlots | StagingBuffer | None = None
-        changing = contextlib.ExitStack()
+        changing = ExitStack()
         try:
-            for engine in self._engines:
+            for engine in self._engines.all:
                 changing.enter_context(engine.changing)
-            link, others = self._attach_first(transport)
+            link, others = self._engines.attach_first(partial(self._attach, transport=transport))
+            if not others and isinstance(transport, Slots):
+                self._transport = transport = replace(transport, timeout_s=slot_timeout_s)
+            # Weights that might not be finite, or might not fit, do not overwrite the only weights of an engine.
+            may_spoil = link.welcome.num_slots == 1 and (check_finite or isinstance(source, StateDictSource))
+            is_direct = not (others or may_spoil or link.address.engine.comes_back)
+            if is_direct and isinstance(transport, Slots):
+                with_checksum = transport.checksum
+                target = DirectSlots(link, copies.refuse, slot_timeout_s=slot_timeout_s, with_checksum=with_checksum)
+            else:
+                target = StagingBuffer(link, transport, source.device, copies.refuse)
+            self._target = copies.target = target
+            self._aliases = link.attached.aliases
             self.endpoints = {link.address.endpoint}
             """Control sockets of the processes that get versions."""
-            self._aliases = link.attached.aliases
-            self._target = target = self._make_target(link, transport, None if others else slot_timeout_s)
             self.matches = link.matches
             """True if the engines had the trainer's weights before the first publish, False if not. None if that is not
             known: for adapters, for weights given by name, and for sharded models, as no rank has the whole model."""
-            self._published = self._warned = False
+            self.lost = target.lost
+            """Errors of engines that ended, or did not answer in time, by endpoint. The other engines continue without
+            them."""
             self.version = link.version
             """The version that the last `publish()` returned."""
             for address in others:
-                with contextlib.suppress(EngineDiedError) if address.engine.comes_back else contextlib.nullcontext():
-                    self._add(address, transport)
-            for engine in self._engines:
+                with suppress(EngineDiedError) if address.engine.comes_back else nullcontext():
+                    self.add(address, transport=transport)
+            for engine in self._engines.all:
                 engine.follow(self)
         except BaseException as error:
             self.closed = True
             reason = error if isinstance(error, InflightError) else InflightError(f"rank 0 failed: {error!r}")
-            with contextlib.suppress(InflightError):  # which the other ranks of a sharded model raise
-                self._source.start(reason)
+            with suppress(InflightError):  # which the other ranks of a sharded model raise
+                source.start(reason)
             if target is not None:
                 target.close()
+            elif link is not None:
+                link.release()
             raise
         finally:
             changing.close()
-        self._source.start((link.layout, self.version))
-        self._unpublished_steps = 0
+        source.start((link.layout, self.version))
         if self.matches is False:  # the engine's weights are as stale as after an optimizer step
-            self._count_step()
-        self.last_copy_s = 0.0
-        """Seconds that the last copy of the parameters took."""
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
-        self._thread = threading.Thread(target=self._run, name="inflight-publisher", daemon=True)
-        self._thread.start()
+            self._engines.stepped()
+        copies.differs = self.matches is False
+        copies.start()
 
     def add(self, engine: Engine | EngineAddress, *, transport: Transport | None = None) -> None:
         """Send another engine the last sent version and all later versions. engine: also a process that joins one of
         the engines. transport: None uses the transport of this publisher. Raises the errors of the constructor, and
         InflightError if this publisher writes straight to an engine's slots."""
-        transport = transport or self._transport
+        transport, copies = transport or self._transport, self._copies
         if isinstance(engine, EngineAddress):
-            self._add(engine, transport)
+            link = self._target.add(partial(self._attach, engine, transport), transport)
+            with copies.condition:
+                self.matches = self.matches and link.matches
+                copies.differs = copies.differs or (self.matches is False and not copies.has_published)
+                self.version = max(self.version, link.version)
+                self.endpoints = self.endpoints | {engine.endpoint}
             return
         added = _published(engine)
         with added.changing:
             for address in added.serving():
-                self._add(address, transport)
-            with self._condition:
-                self._engines = [*self._engines, added]
+                self.add(address, transport=transport)
+            with copies.condition:
+                self._engines.all = [*self._engines.all, added]
             added.follow(self)
-
-    def _add(self, address: EngineAddress, transport: Transport) -> None:
-        link = self._target.add(partial(self._attach, address, transport), transport)
-        with self._condition:
-            self.matches = self.matches and link.matches
-            self.version = max(self.version, link.version)
-            self.endpoints = self.endpoints | {address.endpoint}
 
     def remove(self, endpoint: str) -> None:
         """Stop sending versions to the process at this endpoint, and free the memory that this process shared with
         it."""
-        with self._condition:
+        with self._copies.condition:
             self.endpoints = self.endpoints - {endpoint}
-        if isinstance(self._target, StagingBuffer):
-            self._target.let_go([endpoint])
+        self._target.let_go(endpoint)
 
     def continue_from(self, version: int) -> None:
         """Give the next publish this number, in a run that continues. Raises ValueError unless it is larger than the
         last number."""
-        with self._condition:
+        with self._copies.condition:
             if version <= self.version:
                 raise ValueError(f"version {version} cannot follow version {self.version}")
             self.version = version - 1
@@ -190,15 +189,14 @@ class Publisher:
         return self._target.sent_version
 
     @property
-    def lost(self) -> dict[str, Exception]:
-        """Errors of engines that ended, or did not answer in time, by endpoint. The other engines continue without
-        them."""
-        return dict(self._target.lost)
-
-    @property
     def sent_bytes(self) -> int:
         """Bytes sent of the last version that all engines received: the whole version, or a delta."""
         return self._target.sent_bytes
+
+    @property
+    def last_copy_s(self) -> float:
+        """Seconds that the last copy of the parameters took."""
+        return self._copies.last_copy_s
 
     def publish(self, weights: Weights | None = None) -> int:
         """Announce the current parameters as the next version, and return its number at once.
@@ -212,21 +210,25 @@ class Publisher:
         contain all of the engine's tensors, in fitting shapes, under the engine's names or a checkpoint's. Raises
         LayoutMismatchError, WeightFileError or NonFiniteWeightsError, naming the problem; then nothing is published.
         """
-        if isinstance(self._source, StateDictSource):
-            return self._publish_named(self._source, weights)
-        if weights is not None:
+        copies, source, called_ns, slot = self._copies, self._source, now_ns(), None
+        are_given = isinstance(source, StateDictSource)
+        if weights is not None and not are_given:
             raise TypeError(
                 "this publisher reads its model; to hand weights over, make one without: engine.publisher()"
             )
-        with self._condition:
-            self._check_open()
-            self._source.prepare()
-            record = self._number(now_ns())
-            if self._gpu is not None:
-                self._written = torch.cuda.current_stream(self._gpu).record_event()
-            self._pending = record
-            self._condition.notify_all()
-        return record.version
+        with copies.handing if are_given else copies.condition:
+            copies.check()
+            if self.closed:
+                raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
+            if are_given:
+                slot = copies.copy_given(source.pairs(weights), self._aliases, self.version + 1)
+            else:
+                source.prepare()
+            self.version += 1
+            published = PublishedVersion(self.version, called_ns)
+            self._engines.published(published)
+            copies.hand_over(published, slot)
+        return published.version
 
     def wait_copied(self) -> None:
         """Wait until no announced version reads the parameters any longer, so that they can change.
@@ -235,187 +237,209 @@ class Publisher:
         a GPU the caller's stream waits, not the caller. Raises the error of the publish, EngineHungError and
         EngineBusyError after the bounds of this publisher.
         """
-        with self._condition:
-            while not self._condition.wait_for(
-                lambda: (self._pending is None and not self._copying) or self._error is not None, LOG_EVERY_S
+        self._copies.wait_copied()
+
+    def check(self) -> None:
+        """Raise the error of a publish, if there is one."""
+        self._copies.check()
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Send announced versions and detach. After `timeout_s` seconds the rest is dropped with a warning. Engines
+        continue with the newest whole version. Safe to call twice."""
+        self.closed = True
+        self._copies.close(timeout_s, self.version)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close() if kind is None else self.close(_GIVE_UP_S)
+
+
+class _Engines:
+    """Engines of a publisher. They note its versions, and the optimizer steps since the last one."""
+
+    def __init__(self, engines: list[PublishedEngine]):
+        self.all = engines
+        self._unpublished_steps = 0
+
+    def attach_first(self, attach: Callable[[EngineAddress], EngineLink]) -> tuple[EngineLink, list[EngineAddress]]:
+        """Attach to a process that serves; while the engine is being restarted, to the next one. Returns the others,
+        too."""
+        while True:
+            first, *others = [address for engine in self.all for address in engine.serving()]
+            try:
+                return attach(first), others
+            except EngineDiedError:
+                if not first.engine.comes_back:
+                    raise
+
+    def published(self, published: PublishedVersion) -> None:
+        self._unpublished_steps = 0
+        for engine in self.all:
+            engine.published(published.version, published.published_ns)
+
+    def stepped(self) -> None:
+        self._unpublished_steps += 1
+        for engine in self.all:
+            engine.stepped(self._unpublished_steps)
+
+    def check(self) -> bool:
+        """Raise the error of an engine that is not restarted any more. Return whether an engine can be restarted."""
+        returning = [engine for engine in self.all if engine.comes_back]
+        for engine in returning:
+            engine.check()
+        return bool(returning)
+
+
+class _CopyThread:
+    """Copies the newest version from the source to a slot of the target, and announces it."""
+
+    def __init__(self, source: WeightSource, engines: _Engines, *, check_finite: bool):
+        self._source, self._engines, self._check_finite = source, engines, check_finite
+        self._gpu = source.device if source.device.type == "cuda" else None
+        self.target: Any = None
+        self.condition = threading.Condition()
+        self.handing = threading.Lock()
+        """Held while given weights are copied."""
+        self.has_published = False
+        self.differs = False
+        """True until the first publish, or until it is logged, if the engine's weights are not the trainer's."""
+        self.last_copy_s = 0.0
+        self._pending: PublishedVersion | None = None
+        self.copying: PublishedVersion | None = None
+        self._written: Any = None  # events on the trainer's and on the copy's stream
+        self._copied: Any = None
+        self._closing = False
+        self._error: InflightError | None = None
+        self._refused: Exception | None = None
+
+    def start(self) -> None:
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._thread = threading.Thread(target=self._run, name="inflight-publisher", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error that ended this thread or an engine, or once the error of a refused version."""
+        if self._error is not None:
+            raise self._error
+        if not self._engines.check() and not self._closing:
+            self.target.check()
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+
+    def refuse(self, error: Exception) -> None:
+        """Note the error of a version that keeps its engine's weights as they are."""
+        logger.warning("%s", error)
+        self._refused = error
+
+    def copy_given(self, pairs: Iterator[tuple[str, torch.Tensor]], aliases: Sequence[Alias], version: int) -> int:
+        """Copy given weights in the calling thread, which holds `handing`. Return their slot."""
+        target, called_ns = self.target, now_ns()
+        slot = target.acquire()
+        try:
+            began_ns = now_ns()
+            copy_state_dict(target.views[slot], aliases, pairs)
+            note(f"publish copy, version {version}", began_ns)
+            if self._check_finite:
+                _check_finite_values(version, target.views[slot])
+        except BaseException:
+            target.release(slot)
+            raise
+        self.last_copy_s = (now_ns() - called_ns) / 1e9
+        return slot
+
+    def hand_over(self, published: PublishedVersion, slot: int | None) -> None:
+        """Announce the version in a slot, or request a copy of the source from this thread."""
+        self.has_published, self.differs = True, False
+        if slot is not None:
+            self.target.announce(slot, published)
+            return
+        if self._gpu is not None:
+            self._written = torch.cuda.current_stream(self._gpu).record_event()
+        self._pending = published
+        self.condition.notify_all()
+
+    def wait_copied(self) -> None:
+        """Wait until no announced version reads the source any longer."""
+        with self.condition:
+            while not self.condition.wait_for(
+                lambda: (self._pending is None and self.copying is None) or self._error is not None, LOG_EVERY_S
             ):
-                if self._copying:  # Otherwise the thread waits for an engine and logs that.
-                    logger.warning("waiting for version %d to be copied", self.version)
+                if self.copying is not None:  # Otherwise the thread waits for an engine and logs that.
+                    logger.warning("waiting for version %d to be copied", self.copying.version)
             self.check()
             copied, self._copied = self._copied, None
         if copied is not None and self._gpu is not None:
             torch.cuda.current_stream(self._gpu).wait_event(copied)
 
-    def check(self) -> None:
-        """Raise the error of a publish, if there is one."""
-        if self._error is not None:
-            raise self._error
-        returning = [engine for engine in self._engines if engine.comes_back]
-        for engine in returning:
-            engine.check()
-        if not self.closed and not returning:
-            self._target.check()
-        refused, self._refused = self._refused, None
-        if refused is not None:
-            raise refused
-
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Send announced versions and detach. After `timeout_s` seconds the rest is dropped with a warning. Engines
-        continue with the newest whole version. Safe to call twice."""
-        with self._condition:
-            self.closed = True
-            self._condition.notify_all()
+    def close(self, timeout_s: float, version: int) -> None:
+        """Send what is announced, at most up to this version, and detach. Drop it after the time limit."""
+        with self.condition:
+            self._closing = True
+            self.condition.notify_all()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            logger.warning("closing a publisher that could not send version %d in %g s", self.version, timeout_s)
-            for engine in self._target.engines:
+            logger.warning("closing a publisher that could not send version %d in %g s", version, timeout_s)
+            for engine in self.target.engines:
                 engine.messages.give_up()
             self._thread.join(_GIVE_UP_S)
         if self._thread.is_alive():  # It is inside a copy or a broadcast.
-            for engine in self._target.engines:
+            for engine in self.target.engines:
                 engine.lock.unlock()
         self._hook.remove()
-
-    def __enter__(self) -> "Publisher":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close() if kind is None else self.close(_GIVE_UP_S)
-
-    def _publish_named(self, source: StateDictSource, weights: Weights | None) -> int:
-        """Publish given weights in the calling thread, while the publisher's thread is idle."""
-        target, called_ns = self._target, now_ns()
-        with self._handing:
-            self._check_open()
-            pairs = source.pairs(weights)
-            slot = target.acquire()
-            try:
-                began_ns = now_ns()
-                copy_state_dict(target.views[slot], self._aliases, pairs)
-                note(f"publish copy, version {self.version + 1}", began_ns)
-                if self._check_finite:
-                    _check_finite_values(self.version + 1, target.views[slot])
-            except BaseException:
-                target.release(slot)
-                raise
-            self.last_copy_s = (now_ns() - called_ns) / 1e9
-            record = self._number(called_ns)
-            target.announce(slot, record)
-            return record.version
-
-    def _number(self, called_ns: int) -> PublishedVersion:
-        """Return the next version, and report it to the engines' meters."""
-        self.version += 1
-        self._unpublished_steps = 0
-        self._published = True
-        for engine in self._engines:
-            engine.published(self.version, called_ns)
-        return PublishedVersion(self.version, called_ns)
-
-    def _check_open(self) -> None:
-        self.check()
-        if self.closed:
-            raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Before an optimizer changes parameters of this model, wait for the copy."""
         if self._source.is_changed_by(optimizer):
             with span("wait for the publish copy"):
                 self.wait_copied()
-            self._count_step()
-
-    def _count_step(self) -> None:
-        self._unpublished_steps += 1
-        for engine in self._engines:
-            engine.stepped(self._unpublished_steps)
-
-    def _attach(self, address: EngineAddress, transport: Transport) -> EngineLink:
-        if not isinstance(transport, Transport):
-            raise TypeError(
-                "transport must be inflight.Slots(), inflight.Broadcast(), inflight.Files(directory=…) or one of your "
-                f"own (a subclass of inflight.weights.transports.Transport), got {transport!r}"
-            )
-        return EngineLink(address, self._source, transport=transport.name(), timeout_s=self._timeout_s)
-
-    def _attach_first(self, transport: Transport) -> tuple[EngineLink, list[EngineAddress]]:
-        """Attach to a process that serves; while the engine is being restarted, to the next one. Returns the others,
-        too."""
-        while True:
-            first, *others = [address for engine in self._engines for address in engine.serving()]
-            try:
-                return self._attach(first, transport), others
-            except EngineDiedError:
-                if not first.engine.comes_back:
-                    raise
-
-    def _make_target(
-        self, link: EngineLink, transport: Transport, slot_timeout_s: float | None
-    ) -> DirectSlots | StagingBuffer:
-        """slot_timeout_s: None if more engines follow."""
-        # Weights that might not be finite, or might not fit, do not overwrite the only weights of an engine.
-        may_spoil = link.welcome.num_slots == 1 and (self._check_finite or isinstance(self._source, StateDictSource))
-        try:
-            if slot_timeout_s is not None and isinstance(transport, Slots):
-                self._transport = transport = replace(transport, timeout_s=slot_timeout_s)
-                if not may_spoil and not link.address.engine.comes_back:
-                    return DirectSlots(
-                        link, self._refuse, slot_timeout_s=slot_timeout_s, with_checksum=transport.checksum
-                    )
-            return StagingBuffer(link, transport, self._source.device, self._refuse)
-        except BaseException:
-            link.release()
-            raise
-
-    # ---- the thread ---------------------------------------------------------------------------------------------
+            self._engines.stepped()
 
     def _run(self) -> None:
-        target = self._target
+        target = self.target
         use_own_stream(self._source.device)
         try:
             while self._wait_for_work():
                 slot = target.acquire()
-                with self._condition:  # Take the newest version. A later publish() starts another round.
+                with self.condition:  # Take the newest version. A later publish() starts another round.
                     assert self._pending is not None
-                    record, self._pending, self._copying = self._pending, None, True
+                    published, self._pending = self._pending, None
+                    self.copying = published
                 began_ns = now_ns()
-                self._copy(target.views[slot], record.version)
-                note(f"publish copy, version {record.version}", began_ns)
+                self._copy(target.views[slot], published.version)
+                note(f"publish copy, version {published.version}", began_ns)
                 try:
                     if self._check_finite:
-                        _check_finite_values(record.version, target.views[slot])
+                        _check_finite_values(published.version, target.views[slot])
                 except NonFiniteWeightsError as error:
                     target.release(slot)
-                    self._refuse(error)
+                    self.refuse(error)
                 else:
-                    target.announce(slot, record)
+                    target.announce(slot, published)
         except Exception as error:  # The next publish(), wait_copied() or check() raises it.
             if not isinstance(error, InflightError):
                 logger.exception("publishing failed")
             reason = error if isinstance(error, InflightError) else InflightError(f"publishing failed: {error!r}")
-            with self._condition:
-                self._error, self._copying, self._pending = reason, False, None
-                self._condition.notify_all()
-        with self._handing:
+            with self.condition:
+                self._error, self.copying, self._pending = reason, None, None
+                self.condition.notify_all()
+        with self.handing:
             target.close()
-        with contextlib.suppress(RuntimeError):  # The other ranks have ended.
+        with suppress(RuntimeError):  # The other ranks have ended.
             self._source.close()
 
     def _wait_for_work(self) -> bool:
         while True:
-            with self._condition:
-                if self._condition.wait_for(lambda: self._pending is not None or self.closed, _LISTEN_EVERY_S):
+            with self.condition:
+                if self.condition.wait_for(lambda: self._pending is not None or self._closing, _LISTEN_EVERY_S):
                     return self._pending is not None
-            self._warn_of_other_weights()
-            with self._handing:  # A thread with given weights is using the engine's connection.
-                self._target.listen()
-
-    def _warn_of_other_weights(self) -> None:
-        if self.matches is False and not self._published and not self._warned:
-            self._warned = True
-            logger.warning(
-                "the engine's weights are not the trainer's: tokens drawn before the first publish() come from other "
-                "weights than the trained ones"
-            )
+            if self.differs:
+                self.differs = False
+                logger.warning(
+                    "the engine's weights are not the trainer's: tokens drawn before the first publish() come from "
+                    "other weights than the trained ones"
+                )
+            with self.handing:  # A thread with given weights is using the engine's connection.
+                self.target.listen()
 
     def _copy(self, views: dict[str, torch.Tensor], version: int) -> None:
         """Fill a slot. Afterwards the parameters can change again, on a GPU in the order of its stream."""
@@ -428,19 +452,15 @@ class Publisher:
         self._source.fill(views, version)
         if copied is not None:
             copied.record()
-        with self._condition:
-            self._copying = False
+        with self.condition:
+            self.copying = None
             self._copied = copied
-            self._condition.notify_all()
+            self.condition.notify_all()
         if begun is not None and copied is not None:
             copied.synchronize()  # An announced slot is whole: the engine's stream never waits for the trainer's.
             self.last_copy_s = begun.elapsed_time(copied) / 1e3
         else:
             self.last_copy_s = (now_ns() - began_ns) / 1e9
-
-    def _refuse(self, error: Exception) -> None:
-        logger.warning("%s", error)
-        self._refused = error
 
 
 def _source_of(model: nn.Module | WeightSource | Weights | Callable[[], Weights] | None) -> WeightSource:
@@ -458,6 +478,15 @@ def _published(engine: Engine) -> PublishedEngine:
     if isinstance(engine, str):
         return LoneEngine(engine)
     return engine if hasattr(engine, "serving") else engine.address.engine
+
+
+def _attach(source: WeightSource, timeout_s: float, address: EngineAddress, transport: Transport) -> EngineLink:
+    if not isinstance(transport, Transport):
+        raise TypeError(
+            "transport must be inflight.Slots(), inflight.Broadcast(), inflight.Files(directory=…) or one of your "
+            f"own (a subclass of inflight.weights.transports.Transport), got {transport!r}"
+        )
+    return EngineLink(address, source, transport=transport.name(), timeout_s=timeout_s)
 
 
 def _check_finite_values(version: int, views: dict[str, torch.Tensor]) -> None:

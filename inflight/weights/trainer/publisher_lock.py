@@ -24,10 +24,21 @@ class PublisherLock:
         """Held while one of the two files is used."""
 
     def take(self, publisher_lock: str, engine_lock: str) -> str:
-        """Lock the publisher's file and return a token that proves this to the engine; "" if the engine is on another
-        machine. Raises PublisherConflictError if another publisher holds the lock."""
-        self._engine = _open(engine_lock)
-        self._publisher, token = take_lock(publisher_lock)
+        """Lock the publisher's file, write a new token into it that proves this to the engine, and return the token; ""
+        if the engine is on another machine. Raises PublisherConflictError if another publisher holds the lock."""
+        self._engine, self._publisher = _open(engine_lock), _open(publisher_lock)
+        if self._publisher is None:
+            return ""
+        token = secrets.token_hex(TOKEN_BYTES // 2)
+        try:
+            fcntl.flock(self._publisher, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(self._publisher, token.encode(), 0)
+        except BlockingIOError as error:
+            raise PublisherConflictError(
+                "another publisher is attached to this engine; close() it first (one engine follows one trainer)"
+            ) from error
+        except OSError as error:
+            raise InflightError(f"the publisher's token cannot be written into {publisher_lock}: {error}") from error
         return token
 
     def engine_has_ended(self) -> bool:
@@ -48,28 +59,6 @@ class PublisherLock:
             for file in filter(None, (self._publisher, self._engine)):
                 os.close(file)
             self._publisher = self._engine = None
-
-
-def take_lock(path: str) -> tuple[int | None, str]:
-    """Lock a publisher's file, write a new token into it, and return both; None and "" if the engine is on another
-    machine."""
-    file = _open(path)
-    if file is None:
-        return None, ""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(file)
-        raise PublisherConflictError(
-            "another publisher is attached to this engine; close() it first (one engine follows one trainer)"
-        ) from error
-    token = secrets.token_hex(TOKEN_BYTES // 2)
-    try:
-        os.pwrite(file, token.encode(), 0)
-    except OSError as error:
-        os.close(file)
-        raise InflightError(f"the publisher's token cannot be written into {path}: {error}") from error
-    return file, token
 
 
 def is_free(file: int) -> bool:

@@ -10,6 +10,7 @@ its part in their attribute `ds_tensor`, flat and padded to the same length on e
 import logging
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -23,11 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InflightError, LayoutMismatchError, from_wire
 from inflight.core.layout import WeightLayout
-from inflight.core.messages import Welcome
 from inflight.core.waiting import LOG_EVERY_S
-from inflight.weights.tensors import layout_of
-from inflight.weights.trainer.published_model import PublishedModel, classify, is_in_zero
-from inflight.weights.trainer.sources import PublishedLayout, WeightSource
+from inflight.weights.comparison import EngineWeights
+from inflight.weights.trainer.sources import ModelSource, PublishedModel, classify, is_in_zero
 
 logger = logging.getLogger("inflight.weights")
 
@@ -44,7 +43,7 @@ class _EngineState(msgspec.Struct):
     error: tuple[str, str] | None = None
 
 
-class ShardGroup(WeightSource):
+class ShardGroup(ModelSource):
     """The ranks that hold a model together. Rank 0 publishes from it; each other rank has a ShardSender.
 
     The constructor is collective: all ranks call it in the same order. Raises LayoutMismatchError for a tensor that is
@@ -52,14 +51,18 @@ class ShardGroup(WeightSource):
     """
 
     def __init__(self, model: PublishedModel):
-        self._model, self._size, self.device = model, dist.get_world_size(), model.device
+        super().__init__(model)
+        self._size = dist.get_world_size()
         # These are the tensors between two steps: in a forward pass FSDP puts whole parameters into the model.
         self._spread = {name: _spread_of(name, tensor, self._size) for name, tensor in model.tensors.items()}
         self._control: Any = dist.new_group(backend="gloo", timeout=_LONGEST_STEP)
         self._data: Any = dist.new_group(backend="nccl" if self.device.type == "cuda" else "gloo")
 
-    def offer(self, welcome: Welcome) -> PublishedLayout:
-        return PublishedLayout(layout_of(self._model.tensors))
+    def compare(self, engine: EngineWeights) -> None:  # No rank has the whole model.
+        return None
+
+    def prepare(self) -> None:  # The tensors between two steps stay.
+        return
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         self.command(version)
@@ -92,14 +95,6 @@ class ShardGroup(WeightSource):
         dist.broadcast(number, src=0, group=self._control)
         return int(number)
 
-    def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step of this optimizer changes the model. With ZeRO-3 any optimizer might: ZeRO-3 writes the
-        parameters from separate copies."""
-        if self._model.kind == "zero":
-            return True
-        ours = {id(tensor) for tensor in self._model.tensors.values()}
-        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
-
     @torch.no_grad()
     def receive(self, views: Mapping[str, torch.Tensor]) -> None:
         """On rank 0: fill a slot with the parts of all ranks."""
@@ -110,14 +105,13 @@ class ShardGroup(WeightSource):
                 continue
             view = view if spread == "rows" else view.view(-1)
             rows = -(-len(view) // self._size)
-            pending = [
+            pending: list[Any] = [
                 dist.irecv(part, src=rank, group=self._data)
                 for rank in range(1, self._size)
                 if len(part := view[rank * rows : (rank + 1) * rows])
             ]
             view[:rows].copy_(_part(tensor))
             for work in pending:
-                assert work is not None
                 work.wait()
 
     @torch.no_grad()
@@ -168,7 +162,7 @@ def _part(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class ShardSender:
+class ShardSender(AbstractContextManager["ShardSender"]):
     """The publisher of a sharded model on ranks other than 0. Every rank calls `publish()`, in step.
 
     Until a version is copied its parameters must not change. A `torch.optim` optimizer that holds them (with ZeRO-3,
@@ -176,8 +170,8 @@ class ShardSender:
     (`engine.publisher(model)`).
     """
 
-    def __init__(self, model: nn.Module):
-        self._group = ShardGroup(classify(model))
+    def __init__(self, model: nn.Module | PublishedModel):
+        self._group = ShardGroup(model if isinstance(model, PublishedModel) else classify(model))
         layout, version = self._group.start()
         self._dtypes = {spec.name: getattr(torch, spec.dtype) for spec in layout.tensors}
         self._condition = threading.Condition()
@@ -227,9 +221,6 @@ class ShardSender:
         if self._thread.is_alive():
             logger.warning("rank 0 has not closed its Publisher within %g s; this rank goes on without it", timeout_s)
         self._hook.remove()
-
-    def __enter__(self) -> "ShardSender":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,28 +1,23 @@
-"""Sources of published weights. A publisher copies from one; the kind of model decides which."""
+"""Sources of published weights. A model is classified once, and its kind selects the source."""
 
+import operator
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from inflight_kernels import copy_all
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from inflight.core.errors import InflightError, LayoutMismatchError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
 from inflight.weights.comparison import EngineWeights
-from inflight.weights.tensors import CopyTensors, layout_of
-from inflight.weights.trainer.published_model import PublishedModel, classify
-
-
-class PublishedLayout(NamedTuple):
-    """Tensors that a publisher offers to an engine, in the publisher's own dtypes."""
-
-    layout: WeightLayout
-    adapters: bool = False
-    """True for adapters, False for weights."""
-    aliases: bool = False
-    """True if tensors can arrive under other names than the engine's."""
+from inflight.weights.tensors import CopyTensors, layout_of, published_tensors, unwrap
+from inflight.weights.trainer.peft_layers import is_of_peft
 
 
 class WeightSource(ABC):
@@ -31,10 +26,15 @@ class WeightSource(ABC):
     device: torch.device
     copy: CopyTensors = staticmethod(copy_all)
     """Copies tensors of a model that one process holds. The publisher sets it; other sources can ignore it."""
+    adapters: bool = False
+    """True if the tensors are adapters, False if they are weights."""
+    aliases: bool = False
+    """True if tensors can arrive under other names than the engine's."""
 
     @abstractmethod
-    def offer(self, welcome: Welcome) -> PublishedLayout:
-        """Return a layout that fits this engine. Raises LayoutMismatchError if none does."""
+    def offer(self, welcome: Welcome) -> WeightLayout:
+        """Return a layout that fits this engine, in the dtypes of the source. Raises LayoutMismatchError if none
+        does."""
 
     def compare(self, engine: EngineWeights) -> bool | None:
         """Return whether the engine already has these tensors; None if unknown. Raises LayoutMismatchError if they
@@ -59,15 +59,71 @@ class WeightSource(ABC):
         """Release other ranks. Nothing is copied later."""
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    """A model as a publisher reads it."""
+
+    root: nn.Module
+    """The model without wrappers such as DistributedDataParallel."""
+    kind: Literal["full", "fsdp", "zero", "peft"]
+    """full: each tensor is whole in this process. fsdp: DTensors are spread over ranks. zero: DeepSpeed ZeRO-3 spreads
+    tensors over ranks. peft: layers have adapters. They are published alone or merged, as the engine needs them."""
+    tensors: dict[str, torch.Tensor]
+    """Parameters and persistent buffers by published name, tied tensors once. Empty for "peft"."""
+    objects: list[torch.Tensor]
+    """Parameters and buffers when the model was classified."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.kind in ("fsdp", "zero")
+
+    def has_changed(self) -> bool:
+        """Return whether the model has other parameters or buffers now. New values do not count."""
+        return not same_objects(self.objects, _objects(self.root))
+
+
+def classify(model: nn.Module) -> PublishedModel:
+    """Classify a model. Raises LayoutMismatchError for adapters on a model that is spread over ranks."""
+    root = unwrap(model)
+    objects = _objects(root)
+    kind = "full"
+    if any(is_in_zero(tensor) for tensor in objects):
+        kind = "zero"
+    elif any(isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1 for tensor in objects):
+        kind = "fsdp"
+    if "peft" in sys.modules and any(is_of_peft(module) for module in root.modules()):
+        if kind != "full":
+            raise LayoutMismatchError(
+                "adapters on a model that is spread over ranks cannot be published; shard the model without them, or "
+                "train them on one rank"
+            )
+        kind = "peft"
+    return PublishedModel(root, kind, {} if kind == "peft" else published_tensors(root), objects)
+
+
+def is_in_zero(tensor: torch.Tensor) -> bool:
+    """Return whether ZeRO-3 holds a tensor. ZeRO-3 leaves it empty, also on a single rank."""
+    return hasattr(tensor, "ds_id")
+
+
+def same_objects(before: list, now: list) -> bool:
+    """Compare objects by identity. `before` keeps its objects alive, so no new one has the same address."""
+    return len(before) == len(now) and all(map(operator.is_, before, now))
+
+
+def _objects(root: nn.Module) -> list[torch.Tensor]:
+    return [*root.parameters(), *root.buffers()]
+
+
 class ModelSource(WeightSource):
     """A model whose tensors are whole in this process."""
 
     def __init__(self, model: PublishedModel):
         self._model = model
-        self.device = model.device
+        self.device = next(model.root.parameters()).device
 
-    def offer(self, welcome: Welcome) -> PublishedLayout:
-        return PublishedLayout(layout_of(self._model.tensors))
+    def offer(self, welcome: Welcome) -> WeightLayout:
+        return layout_of(self._model.tensors)
 
     def compare(self, engine: EngineWeights) -> bool | None:
         return engine.begin_as(self._model.tensors.items())
@@ -88,5 +144,9 @@ class ModelSource(WeightSource):
         self.copy(list(views.values()), [tensors[name].detach() for name in views])
 
     def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        ours = {id(parameter) for parameter in self._model.root.parameters()}
-        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
+        """Return whether a step of this optimizer changes the model. With ZeRO-3 any optimizer might: ZeRO-3 writes the
+        parameters from separate copies."""
+        ours = {id(tensor) for tensor in (*self._model.root.parameters(), *self._model.tensors.values())}
+        return self._model.kind == "zero" or any(
+            id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]
+        )

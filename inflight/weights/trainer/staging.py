@@ -6,7 +6,7 @@ last version stays, for engines that attach later and as the base of the next de
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -32,23 +32,25 @@ class StagingBuffer:
         self, engine: EngineLink, transport: Transport, device: torch.device, refuse: Callable[[Exception], None]
     ):
         """refuse: receives the error of an engine that did not take a version."""
-        self._layout, self._device, self._refuse = engine.layout, device, refuse
+        self._layout, self._device = engine.layout, device
         self._condition = threading.Condition()  # Its lock is reentrant.
         self._buffers: list[torch.Tensor] = []
         self.views = []
         self._free: list[int] = []
         self._newest: tuple[int, PublishedVersion] | None = None
         self._sent: tuple[int, StagedVersion] | None = None
-        self._senders: list[tuple[Transport, Sender]] = []
-        self._arriving: list[tuple[EngineLink, Transport]] = [(engine, transport)]
-        self.lost: dict[str, Exception] = {}
-        self._ended: set[str] = set()
-        """Endpoints of engines that the thread must release."""
+        self._members = _Members(self._condition, refuse)
+        self._members.arriving.append((engine, transport))
+        self.lost = self._members.lost
         self.sent_bytes = self.sent_version = 0
         self._closing = False
         self._error: InflightError | None = None
         self._thread = threading.Thread(target=self._run, name="inflight-staging", daemon=True)
         self._thread.start()
+
+    @property
+    def engines(self) -> list[EngineLink]:
+        return self._members.engines
 
     def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
         """Add an engine and send it the last version at once. Raises LayoutMismatchError, or the error of `attach`."""
@@ -59,16 +61,17 @@ class StagingBuffer:
             raise LayoutMismatchError(f"all engines of a publisher hold the same tensors: {difference}")
         with self._condition:
             self.lost.pop(engine.address.endpoint, None)
-            self._arriving.append((engine, transport))
+            self._members.arriving.append((engine, transport))
             self._condition.notify_all()
         return engine
 
-    def let_go(self, endpoints: Collection[str]) -> None:
-        """Unmap the slots of engines that have ended. Waits some seconds for that."""
+    def let_go(self, endpoint: str) -> None:
+        """Unmap the slots of an engine that has ended. Waits some seconds for that."""
+        ended = self._members.ended
         with self._condition:
-            self._ended.update(endpoints)
+            ended.add(endpoint)
             self._condition.notify_all()
-            if not self._condition.wait_for(lambda: not self._ended or not self._thread.is_alive(), _LET_GO_S):
+            if not self._condition.wait_for(lambda: not ended or not self._thread.is_alive(), _LET_GO_S):
                 logger.warning("the slots of an engine that has ended stay mapped until a version has been sent")
 
     def acquire(self) -> int:
@@ -86,11 +89,11 @@ class StagingBuffer:
             self.listen()
             return self._free.pop()
 
-    def announce(self, slot: int, record: PublishedVersion) -> None:
+    def announce(self, slot: int, published: PublishedVersion) -> None:
         with self._condition:
             if self._newest is not None:  # The latest version wins.
                 self._free.append(self._newest[0])
-            self._newest = slot, record
+            self._newest = slot, published
             self._condition.notify_all()
 
     def release(self, slot: int) -> None:
@@ -110,21 +113,12 @@ class StagingBuffer:
             if not self.engines:
                 raise list(self.lost.values())[-1]
 
-    @property
-    def engines(self) -> list[EngineLink]:
-        with self._condition:
-            sent = [engine for _, sender in self._senders for engine in sender.engines]
-            return sent + [engine for engine, _ in self._arriving if engine not in sent]
-
     def close(self) -> None:
         with self._condition:
             self._closing = True
             self._condition.notify_all()
         self._thread.join()
-        for _, sender in self._senders:
-            sender.close()
-        for engine, _ in self._arriving:
-            engine.detach()
+        self._members.close()
 
     # ---- the thread -------------------------------------------------------------------------------------------------
 
@@ -135,10 +129,14 @@ class StagingBuffer:
             with ThreadPoolExecutor(thread_name_prefix="inflight-sender", initializer=own_stream) as pool:
                 while (work := self._next()) is not None:
                     slot, staged, base = work
-                    sendings = [pool.submit(sender.send, staged, base) for _, sender in self._senders]
-                    for sending in sendings:
-                        sending.result()
-                    self._account(slot, staged)
+                    self._members.send(pool, staged, base)
+                    with self._condition:
+                        if self._sent is not None and self._sent[0] != slot:
+                            self._free.append(self._sent[0])
+                        self._sent = slot, staged
+                        self.sent_version = staged.version
+                        self.sent_bytes, self._error = self._members.account()
+                        self._condition.notify_all()
         except Exception as error:  # The publisher's next call raises it.
             if not isinstance(error, InflightError):
                 logger.exception("sending failed")
@@ -149,14 +147,46 @@ class StagingBuffer:
     def _next(self) -> tuple[int, StagedVersion, StagedVersion | None] | None:
         """Wait for a slot to send; return it, its version and the last version; None once the publisher closes."""
         with self._condition:
-            while not (self._newest or self._closing or (self._arriving and self._sent)):
-                self._remove_ended()
+            while not (self._newest or self._closing or (self._members.arriving and self._sent)):
+                self._members.remove_ended()
                 self._condition.wait()
-            self._remove_ended()
+            self._members.remove_ended()
             if self._newest is None and self._closing:
                 return None
-            arriving = list(self._arriving)
             newest, self._newest = self._newest, None
+        self._members.admit()
+        if newest is None:
+            assert self._sent is not None
+            return *self._sent, None
+        slot, published = newest
+        staged = StagedVersion(published.version, published.published_ns, self._buffers[slot])
+        return slot, staged, self._sent[1] if self._sent else None
+
+
+class _Members:
+    """Engines of a staging buffer, by sender. Engines with equal settings of a transport share one."""
+
+    def __init__(self, condition: threading.Condition, refuse: Callable[[Exception], None]):
+        """condition: notified after each change. Other threads hold it while they read."""
+        self._condition, self._refuse = condition, refuse
+        self._senders: list[tuple[Transport, Sender]] = []
+        self.arriving: list[tuple[EngineLink, Transport]] = []
+        """Engines that have attached and have no sender yet."""
+        self.lost: dict[str, Exception] = {}
+        self.ended: set[str] = set()
+        """Endpoints of engines to be released."""
+        self._fatal: InflightError | None = None
+
+    @property
+    def engines(self) -> list[EngineLink]:
+        with self._condition:
+            sent = [engine for _, sender in self._senders for engine in sender.engines]
+            return sent + [engine for engine, _ in self.arriving if engine not in sent]
+
+    def admit(self) -> None:
+        """Give each arriving engine a sender."""
+        with self._condition:
+            arriving = list(self.arriving)
         for engine, transport in arriving:
             equal = (s for settings, s in self._senders if settings == transport and not transport.writes_to_slots)
             sender = next(equal, None) or transport.sender()
@@ -165,59 +195,60 @@ class StagingBuffer:
                 sender.add(engine)
             except InflightError as error:  # It ended after it attached.
                 ended = error
-            with self._condition:  # Until now it is among `engines` by `_arriving`.
-                self._arriving.remove((engine, transport))
+            with self._condition:  # Until now it is among `engines` by `arriving`.
+                self.arriving.remove((engine, transport))
                 if ended is not None:
                     self._lose(engine, ended)
                 elif (transport, sender) not in self._senders:
                     self._senders.append((transport, sender))
-        if newest is None:
-            assert self._sent is not None
-            return *self._sent, None
-        slot, record = newest
-        return slot, StagedVersion(self._buffers[slot], record), self._sent[1] if self._sent else None
 
-    def _account(self, slot: int, staged: StagedVersion) -> None:
-        """Note that every engine has the version or failed to take it."""
-        with self._condition:
-            if self._sent is not None and self._sent[0] != slot:
-                self._free.append(self._sent[0])
-            self._sent = slot, staged
-            self.sent_version = staged.version
-            self.sent_bytes = sum(sender.sent_bytes for _, sender in self._senders)
+    def send(self, pool: ThreadPoolExecutor, staged: StagedVersion, base: StagedVersion | None) -> None:
+        """Return when every engine has the version or failed to take it."""
+        for sending in [pool.submit(sender.send, staged, base) for _, sender in self._senders]:
+            sending.result()
+
+    def account(self) -> tuple[int, InflightError | None]:
+        """Drop engines that `send` has lost. Return the sent bytes, and an error if no version can be sent any more."""
+        sent_bytes = sum(sender.sent_bytes for _, sender in self._senders)
+        for _, sender in self._senders:
+            for error in sender.refused.values():
+                self._refuse(error)
+            for engine, error in sender.lost.items():
+                sender.engines.remove(engine)
+                self._lose(engine, error)
+        self._drop_idle_senders()
+        return sent_bytes, self._fatal
+
+    def remove_ended(self) -> None:
+        """Release the engines at the endpoints in `ended`."""
+        if not self.ended:
+            return
+        for engine in [e for e in self.engines if e.address.endpoint in self.ended]:
+            self.arriving = [(e, transport) for e, transport in self.arriving if e is not engine]
             for _, sender in self._senders:
-                for error in sender.refused.values():
-                    self._refuse(error)
-                for engine, error in sender.lost.items():
-                    sender.engines.remove(engine)
-                    self._lose(engine, error)
-            self._drop_idle_senders()
-            self._condition.notify_all()
+                sender.engines = [e for e in sender.engines if e is not engine]
+            engine.release()
+        self._drop_idle_senders()
+        for endpoint in self.ended:
+            self.lost.pop(endpoint, None)
+        self.ended.clear()
+        self._condition.notify_all()
+
+    def close(self) -> None:
+        for _, sender in self._senders:
+            sender.close()
+        for engine, _ in self.arriving:
+            engine.detach()
 
     def _lose(self, engine: EngineLink, error: Exception) -> None:
         logger.warning("publishing goes on without an engine: %s", error)
         # A traceback would keep the slots of a dead engine mapped.
         self.lost[engine.address.endpoint] = error.with_traceback(None)
         if isinstance(error, EngineBusyError) and not self.engines:
-            self._error = error  # A successor would lose the versions of pinned requests.
+            self._fatal = error  # A successor would lose the versions of pinned requests.
         elif engine.address.engine.comes_back:  # Otherwise it would continue with old weights.
             engine.address.engine.kill(engine.address.endpoint)
         engine.detach()
-
-    def _remove_ended(self) -> None:
-        """Release engines for `let_go`."""
-        if not self._ended:
-            return
-        for engine in [e for e in self.engines if e.address.endpoint in self._ended]:
-            self._arriving = [(e, transport) for e, transport in self._arriving if e is not engine]
-            for _, sender in self._senders:
-                sender.engines = [e for e in sender.engines if e is not engine]
-            engine.release()
-        self._drop_idle_senders()
-        for endpoint in self._ended:
-            self.lost.pop(endpoint, None)
-        self._ended.clear()
-        self._condition.notify_all()
 
     def _drop_idle_senders(self) -> None:
         self._senders = [(t, sender) for t, sender in self._senders if sender.engines or not t.writes_to_slots]

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from inflight.core.errors import LayoutMismatchError, ProtocolError, WeightFileError
-from inflight.core.layout import Alias
+from inflight.core.layout import Alias, WeightLayout
 from inflight.core.messages import Welcome
-from inflight.weights.trainer.sources import PublishedLayout, WeightSource
+from inflight.weights.trainer.sources import WeightSource
 
 Weights = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 """Pairs of a name and a tensor, a mapping of names to tensors, or the path of a checkpoint: a directory of safetensors
@@ -37,14 +37,16 @@ _ADAPTER = "adapter_model.safetensors"
 class StateDictSource(WeightSource):
     """Weights that arrive with each `publish()`, in the engine's layout."""
 
+    aliases = True
+
     def __init__(self, weights: Weights | Callable[[], Weights] | None = None):
         """weights: for each `publish()` without weights; a function is called each time."""
         self._weights = weights
         gpu = torch.cuda.is_initialized()
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
-    def offer(self, welcome: Welcome) -> PublishedLayout:
-        return PublishedLayout(welcome.layout, aliases=True)
+    def offer(self, welcome: Welcome) -> WeightLayout:
+        return welcome.layout
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         raise AssertionError("there is no model to copy")
@@ -91,8 +93,11 @@ def copy_state_dict(
     wrong: list[str] = []
     num_pairs = 0
     for pair in pairs:
-        name, tensor = _checked(pair)
-        num_pairs += 1
+        match pair:
+            case (str() as name, torch.Tensor() as tensor):
+                num_pairs += 1
+            case _:
+                raise TypeError(f"weights are pairs of a name and a tensor, got {str(pair)[:80]}")
         if name.endswith("rotary_emb.inv_freq"):
             continue  # Old checkpoints contain it; the model computes it.
         place = places.get(name) or places.get(unwrapped(name))
@@ -113,14 +118,6 @@ def copy_state_dict(
     wrong += [f"{name}: came in part only" for name, left in missing.items() if left and name not in absent]
     if wrong:
         raise LayoutMismatchError(_complaint(wrong, num_pairs))
-
-
-def _checked(pair: object) -> tuple[str, torch.Tensor]:
-    if isinstance(pair, (tuple, list)) and len(pair) == 2:
-        name, tensor = pair
-        if isinstance(name, str) and isinstance(tensor, torch.Tensor):
-            return name, tensor
-    raise TypeError(f"weights are pairs of a name and a tensor, got {str(pair)[:80]}")
 
 
 def _problem(place: _Place | None, tensor: torch.Tensor, missing: Mapping[str, int]) -> str | None:
@@ -180,9 +177,6 @@ def _complaint(wrong: list[str], num_pairs: int) -> str:
     return f"what was handed over does not hold the engine's tensors: {shown}{hints}; nothing was published"
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
-
-
 def read_checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors of a checkpoint, one at a time. Files are mapped, so that they can exceed memory.
 
@@ -197,14 +191,14 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.T
             absent = sorted(expected.difference(opened.keys()))
         if absent:
             raise WeightFileError(f"{file} lacks {absent[0]}, which {path / _INDEX} says it holds")
-    return _tensors_of(list(files))
 
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for file in files:
+            with _opened(file) as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    yield name, opened.get_tensor(name)
 
-def _tensors_of(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in files:
-        with _opened(file) as opened:
-            for name in opened.keys():  # noqa: SIM118
-                yield name, opened.get_tensor(name)
+    return tensors()
 
 
 def _files_of(directory: Path) -> dict[Path, set[str]]:
@@ -213,7 +207,16 @@ def _files_of(directory: Path) -> dict[Path, set[str]]:
         raise WeightFileError(f"{directory} is neither a directory nor a file")
     if (directory / _FILE).exists():
         return {directory / _FILE: set()}
-    files = _index_of(directory) or {file: set[str]() for file in sorted(directory.glob("*.safetensors"))}
+    files: dict[Path, set[str]] = {}
+    index = directory / _INDEX
+    try:
+        for name, file in json.loads(index.read_bytes())["weight_map"].items() if index.is_file() else ():
+            if Path(file).name != file:
+                raise ValueError(f"{file!r} is not the name of a file beside it")
+            files.setdefault(directory / file, set()).add(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightFileError(f"{index} is no index of safetensors files: {error!r}") from error
+    files = files or {file: set[str]() for file in sorted(directory.glob("*.safetensors"))}
     if list(files) == [directory / _ADAPTER]:
         raise WeightFileError(
             f"{directory} holds an adapter and no weights; adapters are published from a PEFT model "
@@ -221,22 +224,6 @@ def _files_of(directory: Path) -> dict[Path, set[str]]:
         )
     if not files:
         raise WeightFileError(f"{directory} holds no .safetensors file")
-    return files
-
-
-def _index_of(directory: Path) -> dict[Path, set[str]]:
-    """Return a map of files to names from the index, or an empty map without an index."""
-    path = directory / _INDEX
-    if not path.is_file():
-        return {}
-    files: dict[Path, set[str]] = {}
-    try:
-        for name, file in json.loads(path.read_bytes())["weight_map"].items():
-            if Path(file).name != file:
-                raise ValueError(f"{file!r} is not the name of a file beside it")
-            files.setdefault(directory / file, set()).add(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightFileError(f"{path} is no index of safetensors files: {error!r}") from error
     return files
 
 

@@ -21,9 +21,7 @@ class AcceptedTransports:
 
     def __init__(self, names: Sequence[str] = ()):
         """names: "module:Class" each. Raises InflightError for one that cannot be imported."""
-        self._by_name: dict[str, type[Transport]] = {}
-        for transport in (Slots, Broadcast, Files, *map(_load, names)):
-            self._by_name[transport.name()] = transport
+        self._by_name = {kind.name(): kind for kind in (Slots, Broadcast, Files, *map(_load, names))}
 
     def find(self, name: str) -> type[Transport]:
         """Return the transport of this name. Raises ProtocolError if the engine does not accept it."""

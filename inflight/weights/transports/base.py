@@ -19,7 +19,7 @@ from inflight.core.errors import EngineDiedError, InflightError, ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Fill, Prepare, to_raw
 from inflight.weights import delta
-from inflight.weights.checksum import checksum
+from inflight.weights.comparison import checksum
 from inflight.weights.trainer.engine_link import EngineLink, PublishedVersion
 
 _ATTEMPTS = 3
@@ -51,21 +51,16 @@ class Transport(ABC):
 
 
 @dataclass(frozen=True)
-class StagedVersion:
+class StagedVersion(PublishedVersion):
     """A whole version in the staging buffer."""
 
     data: torch.Tensor
     """The bytes of a slot, u8[total_bytes]."""
-    record: PublishedVersion
 
     @cached_property
     def checksum(self) -> int:
         """Checksum of the data. It takes as long as several copies and is computed on first use."""
         return checksum(self.data)
-
-    @property
-    def version(self) -> int:
-        return self.record.version
 
 
 class Sender(ABC):
@@ -80,22 +75,19 @@ class Sender(ABC):
     def __init__(self, *, timeout_s: float, delta: bool = False):
         """timeout_s: bound for an engine to lend a slot, to prepare or to fill. A slower engine is dropped. delta:
         lets `changes` return deltas."""
+        self.timeout_s, self._delta = timeout_s, delta
         self.engines: list[EngineLink] = []
-        self.timeout_s = timeout_s
         self.sent_bytes = 0
         """Bytes that `deliver` sent of this version. Bytes for several engines count once."""
         self.lost: dict[EngineLink, Exception] = {}
         """Engines that ended or did not answer in time during this version."""
         self.refused: dict[EngineLink, Exception] = {}
         """Errors of engines that did not take this version."""
-        self._delta = delta
         self._slots: dict[EngineLink, int] = {}
         self._fills: dict[EngineLink, tuple[Fill, Answer]] = {}
         """Requests of `fill` in this attempt."""
         self._holds: dict[EngineLink, int] = {}
         """Maps an engine to the version that filled it last. This can be the base of a delta."""
-
-    # ---- for subclasses -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
@@ -159,18 +151,12 @@ class Sender(ABC):
         for engine in self.engines:
             engine.detach()
 
-    # ---- for the staging buffer ---------------------------------------------------------------------------------
-
     def send(self, staged: StagedVersion, base: StagedVersion | None) -> None:
-        """Send the version to every engine that lacks it, and set `lost`, `refused` and `sent_bytes`."""
+        """Send the version to every engine that lacks it, and set `lost`, `refused` and `sent_bytes`. The staging
+        buffer calls this."""
         self.lost, self.refused, self.sent_bytes = {}, {}, 0
         for _ in range(_ATTEMPTS):
-            self._slots, self._fills = {}, {}
-            for engine in self.engines:
-                if engine not in self.lost and engine.version < staged.version:
-                    self._try(engine, partial(self._acquire, engine))
-            if self._slots:
-                self._attempt(staged, base)
+            self._attempt(staged, base)
         if not self.refused_later:
             self.refused = {e: error for e, error in self.refused.items() if e.version < staged.version}
 
@@ -179,13 +165,19 @@ class Sender(ABC):
         self._slots[engine] = engine.acquire(self.timeout_s, "timeout_s of the transport")
 
     def _attempt(self, staged: StagedVersion, base: StagedVersion | None) -> None:
+        self._slots, self._fills = {}, {}
+        for engine in self.engines:
+            if engine not in self.lost and engine.version < staged.version:
+                self._try(engine, partial(self._acquire, engine))
+        if not self._slots:
+            return
         try:
             self.deliver(self._slots, staged, base)
         except InflightError as error:
             self.refused |= {engine: error for engine in self._slots if engine not in self._fills}
         for engine, (fill, answer) in self._fills.items():
             if self._try(engine, partial(engine.messages.wait_for, answer, self.timeout_s)):
-                engine.announce(fill.slot, staged.record)
+                engine.announce(fill.slot, staged)
                 self._holds[engine] = fill.version
             else:
                 self._holds.pop(engine, None)  # The next attempt sends the whole version.
@@ -222,9 +214,8 @@ class Receiver(ABC):
     def __init__(self, layout: WeightLayout, device: torch.device):
         self.layout, self.device = layout, device
 
-    def prepare(self, setup: Any) -> None:
+    def prepare(self, setup: Any) -> None:  # noqa: B027
         """Prepare for versions: join a process group, for example."""
-        raise ProtocolError(f"{type(self).__name__} needs no preparation")
 
     @abstractmethod
     def receive(self, origin: Any, version: int, slot: torch.Tensor) -> None:

@@ -1,8 +1,5 @@
-"""The transport of process groups. They are independent of torch.distributed's default group, which the trainer can
-use.
-
-Each change of the set of engines makes a new group under a new name.
-"""
+"""The transport of process groups, apart from torch.distributed's default group. Each change of the set of engines
+makes a new group under a new name."""
 
 import ipaddress
 import socket
@@ -45,7 +42,11 @@ class Broadcast(Transport):
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
-        if not (self.allow_unencrypted or _is_loopback(self.host)):
+        try:
+            is_loopback = ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # Names other than localhost can be redirected.
+            is_loopback = self.host == "localhost"
+        if not (self.allow_unencrypted or is_loopback):
             raise ValueError(
                 f"host {self.host!r} is not this machine's loopback, and a broadcast is neither encrypted nor "
                 "authenticated: pass allow_unencrypted=True within a network that you trust, or a tunnel; or take "
@@ -58,14 +59,6 @@ class Broadcast(Transport):
     @classmethod
     def receiver(cls, layout: WeightLayout, device: torch.device) -> "BroadcastReceiver":
         return BroadcastReceiver(layout, device)
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether a host is on the loopback. Names other than localhost are not, as they can be redirected."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -140,7 +133,7 @@ class BroadcastSender(Sender):
     def _drop_group(self) -> None:
         if self._group is not None:
             self._group.close()
-            self._group, self._members = None, []
+            self._group = None
 
 
 class BroadcastReceiver(Receiver):
@@ -231,22 +224,19 @@ class BroadcastGroup:
 def _make(join: Join, store: dist.Store, timeout: timedelta, device: torch.device) -> Any:
     if join.backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo
+        # A rank listens only on this machine's address towards the host. Connecting UDP sends nothing.
+        family, kind, *_, address = socket.getaddrinfo(join.host, join.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            own_address = probe.getsockname()[0]
         choices = gloo._Options()
         choices._timeout = timeout
-        choices._devices = [gloo.create_device(hostname=_own_address(join.host, join.port))]
+        choices._devices = [gloo.create_device(hostname=own_address)]
         return gloo(store, join.rank, join.size, choices)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     with torch.cuda.device(device):
         return dist.ProcessGroupNCCL(store, join.rank, join.size, options)
-
-
-def _own_address(host: str, port: int) -> str:
-    """Return this machine's address towards a host. A rank listens only there."""
-    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # This sends nothing.
-        probe.connect(address)
-        return probe.getsockname()[0]
 
 
 def _first_line(error: Exception) -> str:

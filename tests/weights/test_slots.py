@@ -6,11 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import inflight
-from inflight.weights.trainer import chunked_copy as chunked_copy_module
-from inflight.weights.trainer.chunked_copy import ChunkedCopy, chunks
-from inflight.weights.trainer.engine_link import PublishedVersion
+from inflight.weights.transports import slots as slots_module
 from inflight.weights.transports.base import StagedVersion
-from inflight.weights.transports.slots import SlotSender
+from inflight.weights.transports.slots import ChunkedCopy, SlotSender, chunks
 
 CUT = 8192
 SHAPES = st.lists(st.sampled_from([(3,), (2, 5000), (4 * CUT + 1,), (7, CUT), (0, 4)]), min_size=1, max_size=6)
@@ -50,7 +48,7 @@ def test_the_first_copy_measures_and_the_next_are_in_pieces_of_that_many_millise
         sizes.append(sum(t.nbytes for t in (*to, *source)))
         return sizes[-1] / 1e9
 
-    monkeypatch.setattr(chunked_copy_module, "_timed", timed)
+    monkeypatch.setattr(slots_module, "_timed", timed)
     copy = ChunkedCopy(chunk_ms=0.5)
     tensors = [torch.zeros(1 << 18)], [torch.zeros(1 << 18)]
     copy(*tensors)
@@ -68,12 +66,12 @@ def test_what_several_engines_get_is_copied_in_pieces_too():
     sender._buffers = [torch.zeros_like(data) for _ in range(2)]
 
     class Engine:
-        def announce(self, slot, record, checksum):
-            told.append((slot, record.version))
+        def announce(self, slot, published, checksum):
+            told.append((slot, published.version))
 
     engine = Engine()
     for slot in (0, 1):  # whole, then in pieces
-        sender.deliver({engine: slot}, StagedVersion(data, PublishedVersion(1 + slot, 0)), None)
+        sender.deliver({engine: slot}, StagedVersion(1 + slot, 0, data), None)
     assert all(torch.equal(buffer, data) for buffer in sender._buffers)
     assert told == [(0, 1), (1, 2)]
     assert sender._copy.bytes_per_s > 0

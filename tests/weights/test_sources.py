@@ -7,7 +7,7 @@ from tiny_models import make_model
 from torch import nn
 
 from inflight.core.errors import LayoutMismatchError
-from inflight.weights.trainer.published_model import classify
+from inflight.weights.trainer.sources import classify
 
 
 def in_zero(layer: nn.Module) -> nn.Module:

@@ -1,1 +1,0 @@
-"""Receives weights by NCCL from a trainer that uses vLLM's protocol."""
