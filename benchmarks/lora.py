@@ -97,15 +97,15 @@ def measure_throughput(dtype: torch.dtype) -> dict[str, Any]:
     )
     speeds: dict[str, list[float]] = {"with_adapter": [], "without": []}
     with Engine(options) as engine:
-        assert engine.adapters is not None
+        assert engine.adapter_slots is not None
         source = PeftSource(classify(make_model(dtype, adapters=True)))
-        slot_table = engine.adapters.slot_table
+        slot_table = engine.adapter_slots
         source.offer_to(slot_table.layout)
         source.fill(slot_views(slot_table.slots[slot_table.live or 0].buffer, slot_table.layout), 0)
         for pair in range(PAIRS + 1):
             for name, values in speeds.items():
                 adapter = "default" if name == "with_adapter" else None
-                engine.submit([Prompt(ids, PARAMS, adapter=adapter) for ids in prompts()])
+                engine.requests.submit([Prompt(ids, PARAMS, adapter=adapter) for ids in prompts()])
                 began = time.perf_counter()
                 while engine.has_work:
                     engine.step()

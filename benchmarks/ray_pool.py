@@ -125,17 +125,17 @@ def draw_alone(pipe: Connection) -> None:
     with Engine(options) as engine:
         while pipe.recv():
             numbers = random.Random(0)
-            group_ids = engine.submit([Prompt(*make_prompt(numbers)) for _ in range(2 * SEQUENCES // GROUP)])
+            group_ids = engine.requests.submit([Prompt(*make_prompt(numbers)) for _ in range(2 * SEQUENCES // GROUP)])
             begin, before, num_ended = time.perf_counter(), 0, 0
             while (passed := time.perf_counter() - begin) < FIRST_S + WINDOW_S:
                 before = engine.num_tokens if passed < FIRST_S else before
                 frame = engine.step()
                 num_ended += 0 if frame is None else len(frame.header.finishes)
                 for _ in range(num_ended // GROUP):
-                    group_ids += engine.submit([Prompt(*make_prompt(numbers))])
+                    group_ids += engine.requests.submit([Prompt(*make_prompt(numbers))])
                 num_ended %= GROUP
             pipe.send(engine.num_tokens - before)
-            engine.cancel(group_ids)
+            engine.requests.cancel(group_ids)
             while engine.has_work:
                 engine.step()
 

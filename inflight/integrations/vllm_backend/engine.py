@@ -20,6 +20,7 @@ from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
 from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
+from inflight.engine.loop.headers import FrameHeaders
 from inflight.engine.loop.outputs import token_columns
 from inflight.engine.loop.requests import Requests
 from inflight.engine.loop.sequence import Sequence
@@ -53,12 +54,13 @@ class VllmEngine(Backend):
     def __init__(self, options: EngineOptions, started: Started | None = None):
         """started: a vLLM engine; None starts one."""
         started = started or start(options)
-        super().__init__(started.options)
+        self.options = started.options
         self._core, self._started = started.core, started
         self.device = started.device
         self.vocab_size = started.vocab_size
         self.aliases = started.aliases
         self.slot_table: StagedSlots = started.slot_table
+        self.adapter_slots: StagedSlots | None = started.adapter_slots
         self.execution = Execution(
             attention="vllm",
             fused=True,
@@ -66,7 +68,9 @@ class VllmEngine(Backend):
             kv_cache_bytes=started.kv_cache_bytes,
             kv_cache_tokens=started.kv_blocks * started.block_tokens,
         )
-        self.scheduler: VllmScheduler = VllmScheduler(self.max_sequences, records_columns=started.records_columns)
+        self.scheduler: VllmScheduler = VllmScheduler(
+            self.options.max_sequences, records_columns=started.records_columns
+        )
         self.requests = Requests(
             self.scheduler,
             self.slot_table,
@@ -74,18 +78,17 @@ class VllmEngine(Backend):
             vocab_size=self.vocab_size,
             can_read_text=started.tokenizer is not None,
         )
+        self.headers = FrameHeaders(self.requests)
         self.stop = StopCondition(started.eos_ids, started.tokenizer)
         self._preparing: StagedSlots | None = None
         """The slots of the version that the workers prepare."""
         self._preparing_since_ns = 0
         self._num_reused_tokens = 0
-
-    def describe(self) -> str:
-        started, reason = self._started, self._started.reload_reason
+        reason = started.reload_reason
         how = f"reloads weights by itself ({reason})" if reason else "weights are prepared beside it and swapped"
-        return (
-            f"{started.name} on {self.device}, {how}, up to {self.max_sequences} sequences of {self.max_context:,} "
-            f"tokens, KV cache for {self.execution.kv_cache_tokens:,} tokens"
+        self.description = (
+            f"{started.name} on {self.device}, {how}, up to {self.options.max_sequences} sequences of "
+            f"{self.options.max_context:,} tokens, KV cache for {self.execution.kv_cache_tokens:,} tokens"
         )
 
     def close(self) -> None:
@@ -142,13 +145,7 @@ class VllmEngine(Backend):
 
     @property
     def idle(self) -> bool:
-        if self._preparing is not None or self.requests.has_news:
-            return False
-        return self.blocked or not self.scheduler.has_work or self.scheduler.held_back
-
-    @property
-    def adapter_slots(self) -> StagedSlots | None:
-        return self._started.adapter_slots
+        return self._preparing is None and super().idle
 
     def load(self) -> Load:
         pool = self._started.kv_pool
@@ -190,7 +187,7 @@ class VllmEngine(Backend):
         table = self._preparing
         assert table is not None
         if not all(self._rpc("inflight_prepared")):
-            self.stall_clock.handled(table, began_ns)
+            self.headers.stall_clock.handled(table, began_ns)
             if now_ns() - self._preparing_since_ns > _PREPARE_S * 1e9:
                 raise BackendError(f"a worker of vLLM has not prepared a version within {_PREPARE_S:.0f} s")
             return
@@ -199,7 +196,7 @@ class VllmEngine(Backend):
         ready, self._preparing = table.commit(), None
         self.scheduler.send_back([name for name in self._started.unbegun() if name in self.scheduler.running])
         num_in_flight = sum(bool(s.tokens) for s in self.scheduler.running.values())
-        self._note_swap(table, ready, began_ns, num_in_flight)
+        self.headers.swapped(table, ready, began_ns, num_in_flight, has_work=self.scheduler.has_work)
 
     def _begin_to_prepare(self, began_ns: int) -> bool:
         """Make the workers prepare the oldest waiting version, of the weights or of the adapters. Return True if it
@@ -214,7 +211,7 @@ class VllmEngine(Backend):
         self._rpc("inflight_prepare", ready.slot, adapters)
         if not self.scheduler.has_work or (self._started.reload_reason and not adapters):
             return True
-        self.stall_clock.handled(table, began_ns)
+        self.headers.stall_clock.handled(table, began_ns)
         return False
 
     def _hand_over(self) -> None:
@@ -256,15 +253,14 @@ class VllmEngine(Backend):
     def _emit(self, rows: list["_Row"], columns: Columns, *, stepped: bool) -> TokenFrame | None:
         """Return the frame of a step, with the tokens of these rows. Without a step, return a frame that reports starts
         and ends of requests, or None if there are none."""
-        if not (stepped or self.requests.has_news or self._untold_swap is not None):
-            return None
-        swap, self._untold_swap = self._untold_swap, None
+        if not stepped:
+            return self.headers.frame_without_tokens(self.version, self.step_count)
         names, recorded = columns
         place = {name: index for index, name in enumerate(names)}
         starts = [row.sequence for row in rows if row.starts]
         taken_over = [sequence.prefix_taken_over() for sequence in starts if sequence.taken_over]
         return TokenFrame(
-            self._header(self.version, len(rows), swap, starts, taken_over),
+            self.headers.header(self.version, self.step_count, len(rows), self.headers.take_swap(), starts, taken_over),
             np.array([row.sequence.request_id for row in rows], np.uint64),
             np.array([row.token for row in rows], np.int32),
             np.array([row.logprob for row in rows], np.float32),

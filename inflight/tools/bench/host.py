@@ -92,7 +92,7 @@ def _measure_point(settings: HostOptions, sequences: int) -> dict[str, Any]:
         without_full_collections(),
     ):
         count = sequences if not settings.backlog else 2 * sequences // 8 + 4
-        engine.submit([prompt() for _ in range(count)])
+        engine.requests.submit([prompt() for _ in range(count)])
         for _ in range(WARM_UP_STEPS + sequences):
             engine.step()
         measured: list[_Steps] = []
@@ -101,7 +101,7 @@ def _measure_point(settings: HostOptions, sequences: int) -> dict[str, Any]:
             measured.append(steps)
             while len(steps.wall_ms) < num_steps:
                 if settings.backlog and engine.load().num_waiting < sequences:
-                    engine.submit([prompt() for _ in range(max(1, sequences // 8))])
+                    engine.requests.submit([prompt() for _ in range(max(1, sequences // 8))])
                 frame = steps.step()
                 if frame is None:
                     raise InflightError(f"the engine of {sequences} sequences had nothing to do")
