@@ -87,7 +87,7 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     """Record the entropy of the distribution of each token, in nats."""
     return_sampling_mask: bool = False
     """Record the sampling mask: the token ids that top-k, top-p and min-p kept at each position, or the removed ids if
-    most of a large vocabulary was kept (`SamplingMask.cut_from`). The mask is empty where these filters are off."""
+    most of a large vocabulary was kept (`SamplingMask.cut_from`). Without these filters there is no mask."""
     cache_salt: str = ""
     """Share prefix-cache blocks only with prompts of the same salt, of at most 256 characters."""
     columns: tuple[str, ...] = ()
