@@ -256,7 +256,7 @@ def test_adapters_share_across_their_own_versions_alone(make_engine):
         ({"kv_on_swap": "recompute"}, 'needs kv_on_swap="keep"'),
         ({"prefix_caching": False}, "needs the prefix cache"),
         ({"record_routed_experts": True}, "needs the prefix cache"),
-        ({"prefix_across_versions": -1}, "a number of versions, at least 0, got -1"),
+        ({"prefix_across_versions": -1}, "prefix_across_versions must be at least 0, got -1"),
     ],
 )
 def test_options_that_cannot_go_together(options, message):
