@@ -152,8 +152,11 @@ def test_what_was_asked_for_arrives_with_every_token(launch):
         n=2, max_tokens=9, top_p=0.8, return_entropy=True, top_logprobs=3, return_sampling_mask=True, ignore_eos=True
     )
     for rollout in engine.generate([[1, 2, 3, 4]], params)[0]:
-        assert rollout.entropies.shape == (9,)
-        assert rollout.top_token_ids.shape == rollout.top_logprobs.shape == (9, 3)
+        assert {name: column.shape for name, column in rollout.columns.items()} == {
+            "entropies": (9,),
+            "top_token_ids": (9, 3),
+            "top_logprobs": (9, 3),
+        }
         left = rollout.sampling_mask.split()
         assert all(token in ids for token, ids in zip(rollout.token_ids, left, strict=True))
         model = make_model("qwen3-moe").config

@@ -95,7 +95,7 @@ def draw(directory: str, device: str, dtype: str, options: dict[str, Any]) -> tu
     )
     rollouts: list[Rollout] = []
     with Engine(settings) as engine:
-        engine.submit(
+        engine.requests.submit(
             [
                 Prompt(
                     rng.integers(engine.vocab_size, size=length).tolist(),
@@ -109,7 +109,7 @@ def draw(directory: str, device: str, dtype: str, options: dict[str, Any]) -> tu
             frame = engine.step()
             for group in assembler.add(frame) if frame is not None else ():
                 rollouts += group
-        return engine.describe(), sorted(rollouts, key=lambda rollout: rollout.request_id)
+        return engine.description, sorted(rollouts, key=lambda rollout: rollout.request_id)
 
 
 def errors(rollouts: list[Rollout], exact: PreTrainedModel, rounded: PreTrainedModel) -> dict[str, Any]:

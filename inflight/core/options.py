@@ -20,7 +20,10 @@ _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "journal_sync": JOURNAL_SYNCS,
 }
+_POSITIVE = ("slots", "max_sequences", "max_queued", "max_clients")
 _BOUNDS = ("max_unconsumed_tokens", "max_unconsumed_rollouts", "max_unconsumed_lag", "max_unacknowledged_bytes")
+_SIZES = ("max_prefill_tokens", "kv_cache_tokens", "prefix_across_versions", "stream_memory_bytes", "restarts")
+_LEAST = dict.fromkeys(_POSITIVE, 1) | dict.fromkeys((*_BOUNDS, *_SIZES), 0)
 
 
 class _ModelOption(CheckedStruct, frozen=True):
@@ -192,15 +195,9 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
             if chosen not in choices and not (name == "attention" and ":" in chosen):
                 named = f"{', '.join(choices[:-1])} or {choices[-1]}"
                 raise ValueError(f"{name} must be {named}, got {chosen!r}")
-        for name in ("slots", "max_sequences", "max_queued", "max_clients"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_prefill_tokens", "kv_cache_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be positive, or 0 for a default, got {getattr(self, name)}")
-        for name in (*_BOUNDS, "stream_memory_bytes", "restarts"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         for name in ("rank_timeout_s", "answer_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -208,10 +205,6 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
             raise ValueError(f"max_context must be 0 (the model's own) or at least 2, got {self.max_context}")
         if not 0 < self.kv_cache_fraction <= 1:
             raise ValueError(f"kv_cache_fraction must be in (0, 1], got {self.kv_cache_fraction}")
-        if self.prefix_across_versions < 0:
-            raise ValueError(
-                f"prefix_across_versions is a number of versions, at least 0, got {self.prefix_across_versions}"
-            )
         if self.prefix_across_versions and self.kv_on_swap != "keep":
             raise ValueError(
                 f'prefix_across_versions keeps what older weights computed and needs kv_on_swap="keep", got '

@@ -146,18 +146,3 @@ class Rollout:
             prompt="",
             text="",
         )
-
-    @property
-    def entropies(self) -> np.ndarray | None:
-        """f32[T], in nats, if params.return_entropy is set."""
-        return self.columns.get("entropies")
-
-    @property
-    def top_token_ids(self) -> np.ndarray | None:
-        """i32[T, params.top_logprobs], the most likely tokens first, if params.top_logprobs is set."""
-        return self.columns.get("top_token_ids")
-
-    @property
-    def top_logprobs(self) -> np.ndarray | None:
-        """f32[T, params.top_logprobs], their log-probabilities."""
-        return self.columns.get("top_logprobs")

@@ -86,8 +86,8 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     return_entropy: bool = False
     """Record the entropy of the distribution of each token, in nats."""
     return_sampling_mask: bool = False
-    """Record the sampling mask: the token ids that top-k, top-p, min-p and the tokenizer kept at each position, or the
-    removed ids if most of a large vocabulary was kept (`SamplingMask.cut_from`)."""
+    """Record the sampling mask: the token ids that top-k, top-p and min-p kept at each position, or the removed ids if
+    most of a large vocabulary was kept (`SamplingMask.cut_from`). Without these filters there is no mask."""
     cache_salt: str = ""
     """Share prefix-cache blocks only with prompts of the same salt, of at most 256 characters."""
     columns: tuple[str, ...] = ()

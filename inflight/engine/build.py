@@ -48,8 +48,6 @@ from inflight.weights.tensors import fill, layout_of, published_tensors, slot_vi
 logger = logging.getLogger("inflight.engine")
 
 _PREFILL_TOKENS = {"cuda": 2048, "cpu": 256}
-_MOST_RANGES = 1024
-"""Maximum number of ranges of banned ids in the announcement of a group, some 10 bytes each."""
 
 
 class Parts:
@@ -87,16 +85,15 @@ class Parts:
         self.slot_table = SlotTable(layout, slots)
         backend = choose_backend(options.attention, layers.attention, self.device)
         self.attention = backend.name
-        self.adapters: AdapterBank | None = None
-        if options.lora_rank:
-            self.adapters = AdapterBank(model, options, self.device, backend)
+        adapters = AdapterBank(model, options, self.device, backend) if options.lora_rank else None
+        self.adapter_slots = None if adapters is None else adapters.slot_table
         modules = [module_over(model, layout, slot.buffer) for slot in slots]
         del model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # frees the loaded copy of the weights; all free memory is for the KV cache
-        if self.adapters is not None:
+        if adapters is not None:
             for module in modules:
-                self.adapters.attach(module)
+                adapters.attach(module)
 
         self.memory = KVMemory(layers.attention, backend, options, self.device, layers.states)
         self.cache = KVCache(
@@ -109,12 +106,12 @@ class Parts:
         eos_ids = eos_token_ids(modules[0].generation_config, modules[0].config, tokenizer=tokenizer)
         self.rows = Rows(
             options.max_sequences,
-            num_tables=self.cache.num_tables,
-            max_blocks=self.cache.max_blocks,
+            num_tables=len(self.memory.groups),
+            max_blocks=self.memory.max_blocks,
             eos_ids=eos_ids,
             adapters=options.adapters,
         )
-        self.runner = ModelRunner(modules, self.memory, self.rows, options, self.adapters, unfused_reason)
+        self.runner = ModelRunner(modules, self.memory, self.rows, options, adapters, unfused_reason)
         self.scheduler: Scheduler = Scheduler(self.cache, self.rows, options, order)
         self.stop = StopCondition(eos_ids, tokenizer)
         self.vocab_size = int(text_config.vocab_size)
@@ -129,7 +126,7 @@ class Parts:
             options,
             vocab_size=self.vocab_size,
             can_read_text=tokenizer is not None,
-            banned=_announced(banned),
+            banned=ranges_of(banned),
         )
         own_columns = load_columns(options.columns, vocab_size=self.vocab_size, device=self.device)
         self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns, banned)
@@ -153,20 +150,6 @@ def _resolved(options: EngineOptions, config: PretrainedConfig, device: torch.de
         prefix_caching=options.prefix_caching and not records,
         cuda_graphs=options.cuda_graphs and not records,
     )
-
-
-def _announced(banned: list[int]) -> tuple[tuple[int, int], ...]:
-    """Return ranges of these ids, in order, for the trainer. None, with a warning, if they are too many for a frame."""
-    ranges = ranges_of(banned)
-    if len(ranges) <= _MOST_RANGES:
-        return ranges
-    logger.warning(
-        "the tokenizer lacks %d ids of the model's vocabulary in %d places, and rollouts list at most %d: the "
-        "trainer's distribution includes these ids, and importance ratios are not 1 on-policy; "
-        "use return_sampling_mask=True",
-        len(banned), len(ranges), _MOST_RANGES,
-    )  # fmt: skip
-    return ()
 
 
 def _custom_backend(name: str, layers: list[LayerShape], device: torch.device) -> AttentionBackend:

@@ -204,8 +204,12 @@ def _sampling_params(trainer: Any) -> SamplingParams:
         if ours == "stop_token_ids":
             value = [*trainer.eos_token_ids, *value]
         settings[ours] = [value] if ours == "stop" and isinstance(value, str) else value
-    given = {name: value for name, value in settings.items() if value is not None}
-    return SamplingParams(**{k: tuple(v) if isinstance(v, (list, set)) else v for k, v in given.items()})
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list | set) else value
+        for name, value in settings.items()
+        if value is not None
+    }
+    return SamplingParams(**given)
 
 
 def check_ended(rollouts: list[Rollout]) -> None:

@@ -147,9 +147,9 @@ def kept_tokens(mask: SamplingMask | None) -> list[list[int] | None] | None:
 
 
 def _tops(rollout: Rollout) -> Iterable[list[tuple[int, float]]]:
-    if rollout.top_token_ids is None or rollout.top_logprobs is None:
+    if "top_logprobs" not in rollout.columns:
         return ([] for _ in range(len(rollout.token_ids)))
-    return _rows(rollout.top_token_ids, rollout.top_logprobs)
+    return _rows(rollout.columns["top_token_ids"], rollout.columns["top_logprobs"])
 
 
 def _rows(top_token_ids: np.ndarray, top_logprobs: np.ndarray) -> Iterable[list[tuple[int, float]]]:

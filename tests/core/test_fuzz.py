@@ -30,7 +30,7 @@ from inflight.core.messages import (
     to_raw,
 )
 from inflight.core.sampling import SamplingParams
-from inflight.engine.loop.engine import Engine
+from inflight.engine.loop.requests import Requests
 from inflight.engine.process.verbs import Verbs
 from inflight.stream.assembler import Assembler
 from inflight.weights.shared_memory import SharedMemorySlot
@@ -155,7 +155,7 @@ def test_limits_of_sampling_hold_in_frames_and_calls(fields, message):
         TokenFrame.decode(data)
     call = Call(verb="submit", arguments=to_raw({"prompts": [{"token_ids": [1], "params": fields}]}, "a prompt"))
     with pytest.raises(ProtocolError, match=message):
-        Verbs(Engine.__new__(Engine)).answer(call)
+        Verbs(Requests.__new__(Requests)).answer(call)
 
 
 @pytest.mark.parametrize("shape", [(0, 2**62), (0, 2**63), (0, 129)])

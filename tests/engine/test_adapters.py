@@ -21,7 +21,7 @@ ARCHITECTURES = ["qwen3", "gemma2", "phi3", "qwen3-moe"]
 def run(engine, prompts, after: dict | None = None):
     """Rollouts in the order of the prompts; `after[step]` is called after that step."""
     assembler, rollouts = Assembler(), []
-    engine.submit(prompts)
+    engine.requests.submit(prompts)
     for step in itertools.count():
         if not engine.has_work:
             break
@@ -108,10 +108,10 @@ def test_a_fork_goes_on_with_its_adapter(make_engine):
     model = with_adapters("qwen3", "default")
     engine, assembler = make_engine(lora_rank=4), Assembler()
     publish_adapters(engine, model)
-    engine.submit([Prompt([5] * 20, SamplingParams(max_tokens=20, ignore_eos=True), adapter="default")])
+    engine.requests.submit([Prompt([5] * 20, SamplingParams(max_tokens=20, ignore_eos=True), adapter="default")])
     for _ in range(6):
         assembler.add(engine.step())
-    engine.fork(0)
+    engine.requests.fork(0)
     rollouts = []
     while engine.has_work:
         rollouts += [r for group in assembler.add(engine.step()) for r in group]
@@ -187,4 +187,4 @@ def test_adapters_that_do_not_fit_are_named(make_engine, change, message):
 )
 def test_requests_for_adapters_that_are_not_there(make_engine, rank, prompt, message):
     with pytest.raises(InvalidRequestError, match=message):
-        make_engine(lora_rank=rank).submit([prompt])
+        make_engine(lora_rank=rank).requests.submit([prompt])

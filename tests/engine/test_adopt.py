@@ -52,10 +52,10 @@ def assert_same(rollout, expected) -> None:
 
 def test_ids_may_be_chosen_by_who_submits(make_engine):
     engine, assembler = make_engine(), Assembler()
-    assert engine.submit(PROMPTS[:2], [Ids(40, 100), Ids(7, 20)]) == [40, 7]
-    assert engine.submit(PROMPTS[2:3]) == [41]
+    assert engine.requests.submit(PROMPTS[:2], [Ids(40, 100), Ids(7, 20)]) == [40, 7]
+    assert engine.requests.submit(PROMPTS[2:3]) == [41]
     engine.step()
-    assert engine.fork(100, 0, ids=Ids(3, 60)) == 3
+    assert engine.requests.fork(100, 0, ids=Ids(3, 60)) == 3
     rollouts = drive(engine, assembler)
     assert {r.request_id for r in rollouts if r.group_id in (40, 7)} == set()  # whose start no frame has told here
     assert {r.request_id for r in rollouts} == {60, 61, 62}
@@ -63,16 +63,16 @@ def test_ids_may_be_chosen_by_who_submits(make_engine):
 
 def test_ids_that_are_taken_are_refused_and_nothing_is_accepted(make_engine):
     engine = make_engine()
-    engine.submit(PROMPTS[:1], [Ids(4, 10)])
+    engine.requests.submit(PROMPTS[:1], [Ids(4, 10)])
     for ids in ([Ids(4, 20)], [Ids(5, 12)], [Ids(5, 9)], [Ids(5, 2**62 + 1)]):
         with pytest.raises(InvalidRequestError, match="its ids are taken, or too large"):
-            engine.submit(PROMPTS[1:2], ids)
+            engine.requests.submit(PROMPTS[1:2], ids)
     with pytest.raises(InvalidRequestError, match="group 6 cannot begin"):
-        engine.submit(PROMPTS[1:3], [Ids(5, 20), Ids(6, 21)])
+        engine.requests.submit(PROMPTS[1:3], [Ids(5, 20), Ids(6, 21)])
     with pytest.raises(InvalidRequestError, match="group 4 cannot begin"):
-        engine.fork(10, 0, ids=Ids(4, 90))
+        engine.requests.fork(10, 0, ids=Ids(4, 90))
     with pytest.raises(InvalidRequestError, match="2 prompts came with 1 ids"):
-        engine.submit(PROMPTS[1:3], [Ids(5, 20)])
+        engine.requests.submit(PROMPTS[1:3], [Ids(5, 20)])
     assert set(engine.requests.unfinished) == {10, 11, 12}
 
 
@@ -82,7 +82,7 @@ def test_rollouts_outlive_their_engines(make_engine, deaths):
     samples leave some of them waiting, and others not begun, when it dies."""
     expected = {r.request_id: r for r in run(make_engine(max_sequences=5), PROMPTS)}
     engine, assembler = make_engine(max_sequences=5), Assembler()
-    prompts = dict(zip(engine.submit(PROMPTS), PROMPTS, strict=True))
+    prompts = dict(zip(engine.requests.submit(PROMPTS), PROMPTS, strict=True))
     rollouts = []
     for steps in deaths:
         rollouts += drive(engine, assembler, steps)
@@ -92,7 +92,7 @@ def test_rollouts_outlive_their_engines(make_engine, deaths):
         ended = {rollout.group_id for rollout in rollouts}
         for group_id in prompts.keys() - known - ended:  # accepted, and no frame told of it
             groups.append(Unfinished(group_id, prompts[group_id]))
-        assert engine.adopt(groups, 4, assembler.next_request_id) == {}
+        assert engine.requests.adopt(groups, 4, assembler.next_request_id) == {}
         drawn = sum(len(tokens) for group in groups for tokens in group.drawn.values())
     rollouts += drive(engine, assembler)
     assert sorted(r.group_id for r in rollouts) == [0] * 3 + [1] * 2 + [2] * 2 + [3]
@@ -105,7 +105,7 @@ def test_rollouts_outlive_their_engines(make_engine, deaths):
         for rollout in rollouts:
             [twin] = [r for r in expected.values() if (r.group_id, r.sample) == (rollout.group_id, rollout.sample)]
             assert_same(rollout, twin)
-    [new] = engine.submit([PROMPTS[0]])
+    [new] = engine.requests.submit([PROMPTS[0]])
     assert new == 4
     assert {r.request_id for r in drive(engine, assembler)}.isdisjoint(expected)
 
@@ -113,14 +113,14 @@ def test_rollouts_outlive_their_engines(make_engine, deaths):
 def test_what_was_drawn_keeps_its_version_and_time(make_engine):
     engine, assembler = make_engine(), Assembler()
     publish(engine, make_model("qwen3", 1))
-    engine.submit(PROMPTS[:1])
+    engine.requests.submit(PROMPTS[:1])
     drive(engine, assembler, 6)
     before = {r.request_id: r for r in assembler.partial(0)}
     successor = make_engine()
     for seed in (1, 2):
         publish(successor, make_model("qwen3", seed))
         successor._swap()
-    successor.adopt(hand_over(assembler, {0: PROMPTS[0]}), 1, 3)
+    successor.requests.adopt(hand_over(assembler, {0: PROMPTS[0]}), 1, 3)
     for rollout in drive(successor, assembler):
         earlier = before[rollout.request_id]
         count = len(earlier.token_ids)
@@ -133,7 +133,7 @@ def test_what_was_drawn_keeps_its_version_and_time(make_engine):
 def test_samples_that_have_all_their_tokens_end(make_engine):
     engine, assembler = make_engine(), Assembler()
     prompt = Prompt([1, 2], SamplingParams(max_tokens=3, seed=5, ignore_eos=True))
-    engine.adopt([Unfinished(0, prompt, 0, {0: [7, 8, 9]})], 1, 1)
+    engine.requests.adopt([Unfinished(0, prompt, 0, {0: [7, 8, 9]})], 1, 1)
     frame = engine.step()
     assert [(f.request_id, f.reason, f.num_tokens) for f in frame.header.finishes] == [(0, "length", 3)]
     assert frame.header.num_tokens == 0
@@ -154,11 +154,11 @@ def test_samples_that_have_all_their_tokens_end(make_engine):
 def test_groups_whose_ids_cannot_be_are_refused_whole(make_engine, group, message):
     engine = make_engine()
     with pytest.raises(InvalidRequestError, match=message):
-        engine.adopt([Unfinished(1, PROMPTS[1]), group], 2, 20)
+        engine.requests.adopt([Unfinished(1, PROMPTS[1]), group], 2, 20)
     assert not engine.has_work
-    engine.submit(PROMPTS[:1])
+    engine.requests.submit(PROMPTS[:1])
     with pytest.raises(InvalidRequestError, match="taken"):
-        engine.adopt([Unfinished(0, PROMPTS[0], 0, {0: [1]})], 5, 5)
+        engine.requests.adopt([Unfinished(0, PROMPTS[0], 0, {0: [1]})], 5, 5)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_groups_whose_ids_cannot_be_are_refused_whole(make_engine, group, messag
 )
 def test_a_group_that_this_engine_cannot_draw_is_named_and_others_go_on(make_engine, group, message):
     engine, assembler = make_engine(), Assembler()
-    refused = engine.adopt([group, Unfinished(1, PROMPTS[1])], 2, 20)
+    refused = engine.requests.adopt([group, Unfinished(1, PROMPTS[1])], 2, 20)
     assert list(refused) == [0]
     assert message in refused[0]
     assert {rollout.group_id for rollout in drive(engine, assembler)} == {1}

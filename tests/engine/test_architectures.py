@@ -46,7 +46,7 @@ def generate(path: Path, **options: object) -> tuple[list[Rollout], str | None]:
     engine = Engine(EngineOptions(model=str(path), device="cpu", max_sequences=6, max_prefill_tokens=9, **options))
     try:
         rng = random.Random(0)
-        longest = min(engine.max_context, 100) // 2
+        longest = min(engine.options.max_context, 100) // 2
         prompts = [
             Prompt(
                 [rng.randrange(VOCABULARY - 10) for _ in range(length)],

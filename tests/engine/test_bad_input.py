@@ -471,12 +471,12 @@ def test_an_engine_that_is_killed_is_reported_and_leaves_nothing_behind(model_di
 def test_cancelled_requests_arrive_while_the_only_slot_is_lent(make_engine):
     engine = make_engine(slots=1)
     assembler = Assembler()
-    [group] = engine.submit([Prompt([1, 2], SamplingParams(max_tokens=50, ignore_eos=True))])
+    [group] = engine.requests.submit([Prompt([1, 2], SamplingParams(max_tokens=50, ignore_eos=True))])
     assembler.add(engine.step())
     engine.slot_table.request()
     assert engine.step() is None
     assert engine.blocked
-    engine.cancel([group])
+    engine.requests.cancel([group])
     [[rollout]] = assembler.add(engine.step())
     assert (rollout.finish_reason, len(rollout.token_ids)) == ("cancelled", 1)
     assert engine.step() is None

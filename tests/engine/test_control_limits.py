@@ -202,16 +202,16 @@ def test_too_many_samples_in_one_call_are_refused(engine):
 def test_samples_beyond_the_bound_are_refused_by_name_until_others_have_ended(make_engine):
     engine = make_engine(max_queued=10)
     long, short = (inflight.SamplingParams(n=8, max_tokens=count, ignore_eos=True) for count in (50, 2))
-    [group] = engine.submit([Prompt([1, 2], long)])
+    [group] = engine.requests.submit([Prompt([1, 2], long)])
     for _ in range(2):  # a refusal leaves nothing behind
         with pytest.raises(QueueFullError, match=r"8 samples do not fit beside the 8 .* at most 10.*max_queued"):
-            engine.submit([Prompt([1, 2], short)])
-    engine.submit([Prompt([1, 2], inflight.SamplingParams(n=2, max_tokens=50))])
+            engine.requests.submit([Prompt([1, 2], short)])
+    engine.requests.submit([Prompt([1, 2], inflight.SamplingParams(n=2, max_tokens=50))])
     engine.step()
     with pytest.raises(QueueFullError, match="1 samples do not fit beside the 10"):
-        engine.fork(0, None, inflight.SamplingParams(), None)
-    engine.cancel([group], [])
-    engine.submit([Prompt([1, 2], short)])
+        engine.requests.fork(0, None, inflight.SamplingParams(), None)
+    engine.requests.cancel([group], [])
+    engine.requests.submit([Prompt([1, 2], short)])
 
 
 def test_questions_take_a_share_of_the_generators_time_and_work_is_taken_at_once(make_engine, tmp_path):

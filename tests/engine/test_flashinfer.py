@@ -187,11 +187,11 @@ def test_sequences_that_decode_never_leave_their_graph_while_others_join(fake_gp
 def test_a_swap_picks_the_graphs_of_the_other_slot(fake_gpu, make_engine):
     engine, assembler, models = make_engine(), Assembler(), [make_model("qwen3", seed) for seed in (0, 1)]
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
-    engine.submit([Prompt([1, 2, 3], params, version=version) for version in (LIVE_VERSION, None)])
+    engine.requests.submit([Prompt([1, 2, 3], params, version=version) for version in (LIVE_VERSION, None)])
     for _ in range(5):
         assembler.add(engine.step())
     publish(engine, models[1])
-    engine.submit([Prompt([4, 5], params)])
+    engine.requests.submit([Prompt([4, 5], params)])
     rollouts = []
     while engine.has_work:
         frame = engine.step()

@@ -21,7 +21,7 @@ def compute(cache: KVCache, length: int, *, version: int = 0, holding: Holding |
     holding = cache.new_holding() if holding is None else holding
     assert cache.reserve(holding, length)
     cache.advance(holding, length - holding.computed, version, version)
-    cache.remember(holding, length, lambda start, end: tuple(TOKENS[start:end]))
+    cache.prefixes.remember(holding, length, lambda start, end: tuple(TOKENS[start:end]))
     return holding
 
 
@@ -96,7 +96,7 @@ def test_of_two_entries_for_the_same_tokens_the_newer_one_stays():
     for holding, version in ((old, 1), (new, 2)):
         assert cache.reserve(holding, 8)
         cache.advance(holding, 8, "", version)
-        cache.remember(holding, 8, lambda start, end: tuple(TOKENS[start:end]))
+        cache.prefixes.remember(holding, 8, lambda start, end: tuple(TOKENS[start:end]))
     cache.release(old)
     matched = cache.new_holding()
     assert cache.match(matched, TOKENS[:9], "", oldest=2) == 8
@@ -146,8 +146,8 @@ def test_shared_blocks_are_full_and_the_last_one_is_copied_once():
     assert (child.computed, child.namespace, child.oldest) == (10, 0, 0)
     assert cache.share(child, grandchild, 9)
     origin = parent.blocks[0][2]
-    assert cache.take_copies() == [{child.blocks[0][2]: origin, grandchild.blocks[0][2]: origin}]
-    assert cache.take_copies() == [{}]
+    assert cache.copies.take() == [{child.blocks[0][2]: origin, grandchild.blocks[0][2]: origin}]
+    assert cache.copies.take() == [{}]
     check_blocks(cache, [parent, child, grandchild])
 
 
@@ -187,10 +187,10 @@ def prefill(cache: KVCache, length: int) -> Holding:
     holding = cache.new_holding()
     cache.match(holding, TOKENS[:length], 0)
     while holding.computed < length:
-        count = cache.next_chunk(holding, length)
+        count = cache.prefixes.next_chunk(holding, length)
         assert cache.reserve(holding, holding.computed + count)
         cache.advance(holding, count, 0, 0)
-        cache.remember(holding, length, lambda start, end: tuple(TOKENS[start:end]))
+        cache.prefixes.remember(holding, length, lambda start, end: tuple(TOKENS[start:end]))
     return holding
 
 
@@ -217,20 +217,20 @@ def test_a_fork_gets_a_copy_of_the_last_state_and_none_of_an_earlier_one():
     assert child.blocks == [[], []]
     assert cache.share(parent, child, 10)
     [parent_state], [child_state] = parent.blocks[1], child.blocks[1]
-    assert cache.take_copies()[1] == {child_state: parent_state}
+    assert cache.copies.take()[1] == {child_state: parent_state}
     check_blocks(cache, [parent, child])
 
 
 def test_a_prefix_ends_at_a_snapshot_of_which_a_sequence_gets_a_copy():
     cache = make_hybrid()
     first = prefill(cache, 14)
-    [snapshot] = cache.take_copies()[1]
-    assert cache.take_restored() == [{}, {}]
+    [snapshot] = cache.copies.take()[1]
+    assert cache.restored.take() == [{}, {}]
     state = first.blocks[1][0]
     assert snapshot != state
     again = cache.new_holding()
     assert cache.match(again, TOKENS[:20], 0) == 12
-    assert cache.take_restored()[1] == {again.blocks[1][0]: snapshot}
+    assert cache.restored.take()[1] == {again.blocks[1][0]: snapshot}
     assert len({again.blocks[1][0], snapshot, state}) == 3
     check_blocks(cache, [first, again])
 
@@ -268,5 +268,5 @@ def test_a_snapshot_does_not_make_way_for_its_own_copy():
 def test_without_keys_and_values_nothing_is_remembered():
     cache = KVCache([(PerRow(), 5)], block_size=SIZE, max_blocks=10)
     holding = compute(cache, 14)
-    assert cache.next_chunk(holding, 30) == 16
+    assert cache.prefixes.next_chunk(holding, 30) == 16
     assert cache.match(cache.new_holding(), TOKENS[:14], 0) == 0

@@ -78,13 +78,13 @@ def live(engine: Engine) -> list[Rollout]:
     step = 0
     while prompts or engine.has_work:
         if prompts and step % 3 == 0:
-            engine.submit([prompts.pop(0)])
+            engine.requests.submit([prompts.pop(0)])
         if step % 8 == 5 and (unfinished := [s for s in engine.requests.unfinished.values() if s.tokens]):
             parent = unfinished[step % len(unfinished)]
             at = None if step % 16 == 5 else len(parent.tokens) // 2
-            engine.fork(parent.request_id, at, SamplingParams(max_tokens=8, seed=step, n=2, ignore_eos=True))
+            engine.requests.fork(parent.request_id, at, SamplingParams(max_tokens=8, seed=step, n=2, ignore_eos=True))
         if step % 11 == 10 and engine.requests.unfinished:
-            engine.cancel([], [next(iter(engine.requests.unfinished))])
+            engine.requests.cancel([], [next(iter(engine.requests.unfinished))])
         if (frame := engine.step()) is not None:
             rollouts += [r for group in assembler.add(frame) for r in group]
         check_blocks(engine.cache, [s.holding for s in engine.requests.unfinished.values()])
@@ -107,7 +107,7 @@ def test_recorded_logprobs_equal_a_full_forward_whatever_happens(make_toy_engine
     engine = make_toy_engine(layers, **MODES[mode])
     rollouts = live(engine)
     assert worst_error(plain(layers), rollouts) < TOLERANCE
-    assert (engine.scheduler.num_preemptions > 0) == (mode == "preempted" and layers == HYBRID)
+    assert (engine.scheduler.preemption.count > 0) == (mode == "preempted" and layers == HYBRID)
     assert (engine.cache.num_reused_tokens > 0) == (mode != "uncached" and layers == HYBRID)
     assert engine.runner.unfused_reason is not None
 
@@ -135,28 +135,28 @@ def test_the_process_of_an_engine_imports_the_kind(toy_dir):
 # ---- planted mistakes -----------------------------------------------------------------------------------------------
 
 
-def keep_old_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_old_states(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     monkeypatch.setattr(KVMemory, "begin", lambda self, batch: self.backend.begin(batch, self))
 
 
-def do_not_copy_to_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = KVCache.take_copies
-    monkeypatch.setattr(KVCache, "take_copies", lambda self: [*take(self)[:-1], {}])
+def do_not_copy_to_forks(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    take = engine.cache.copies.take
+    monkeypatch.setattr(engine.cache.copies, "take", lambda: [*take()[:-1], {}])
 
 
-def do_not_restore_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = KVCache.take_restored
-    monkeypatch.setattr(KVCache, "take_restored", lambda self: [{} for _ in take(self)])
+def do_not_restore_snapshots(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    take = engine.cache.restored.take
+    monkeypatch.setattr(engine.cache.restored, "take", lambda: [{} for _ in take()])
 
 
-def reuse_without_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+def reuse_without_a_snapshot(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """A match of keys and values counts, and the state starts from whatever a new block holds."""
 
     def match(self: KVCache, holding, token_ids, namespace, *, oldest=0):
         found: list[Entry] = []
         for start in range(0, (len(token_ids) - 1) // self.block_size * self.block_size, self.block_size):
             key = (namespace, found[-1].id if found else -1, tuple(token_ids[start : start + self.block_size]))
-            if (entry := self._entries.get(key)) is None:
+            if (entry := self.prefixes._entries.get(key)) is None:
                 break
             found.append(entry)
         for entry in found:
@@ -171,7 +171,7 @@ def reuse_without_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "match", match)
 
 
-def fork_from_a_later_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def fork_from_a_later_state(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     share = KVCache.share
 
     def share_later(self: KVCache, parent, child, length):
@@ -196,7 +196,7 @@ def fork_from_a_later_state(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_planted_mistake_shows(make_toy_engine, monkeypatch, plant):
     engine = make_toy_engine()
-    plant(monkeypatch)
+    plant(monkeypatch, engine)
     assert worst_error(plain(), live(engine)) > 0.01
 
 
@@ -253,7 +253,7 @@ def test_no_prefix_is_shared_across_versions(make_toy_engine):
 def test_after_a_swap_states_are_kept_or_computed_again(make_toy_engine, policy, overlap):
     engine = make_toy_engine(kv_on_swap=policy, max_prefill_tokens=20, overlap=overlap)
     assembler, rollouts, models, steps = Assembler(), [], [make_toy(HYBRID)], 0
-    engine.submit(ragged_prompts(8, [SamplingParams(max_tokens=40, ignore_eos=True, n=2)]))
+    engine.requests.submit(ragged_prompts(8, [SamplingParams(max_tokens=40, ignore_eos=True, n=2)]))
     while engine.has_work:
         frame = engine.step()
         rollouts += [r for group in assembler.add(frame) for r in group] if frame else []
@@ -276,7 +276,7 @@ def test_after_a_swap_states_are_kept_or_computed_again(make_toy_engine, policy,
 
 def test_a_sleeping_engine_frees_its_states(make_toy_engine):
     engine, assembler, rollouts = make_toy_engine(), Assembler(), []
-    engine.submit([Prompt([4, 5] * 20, SamplingParams(max_tokens=20, seed=3, ignore_eos=True, n=2))])
+    engine.requests.submit([Prompt([4, 5] * 20, SamplingParams(max_tokens=20, seed=3, ignore_eos=True, n=2))])
     for _ in range(6):
         assembler.add(engine.step())
     engine.sleep()

@@ -54,7 +54,7 @@ def test_who_does_not_ask_gets_none_and_is_sampled_the_same(make_engine):
 
 def test_no_frame_carries_it_where_nobody_asked(make_engine):
     engine = make_engine(columns=COLUMNS)
-    engine.submit([Prompt([1, 2], SamplingParams(max_tokens=3))])
+    engine.requests.submit([Prompt([1, 2], SamplingParams(max_tokens=3))])
     while engine.has_work:
         assert engine.step().extras == {}
 
@@ -86,7 +86,7 @@ def test_a_column_of_another_length_than_its_rollout_is_refused(make_engine):
 def test_frames_of_own_columns_need_no_code_of_theirs(make_engine):
     """Another process reads them without the function; what it did not ask for is not put into its rollouts."""
     engine, assembler = make_engine(columns=COLUMNS), Assembler()
-    engine.submit([Prompt([1, 2], SamplingParams(max_tokens=3, columns=("margin",)))])
+    engine.requests.submit([Prompt([1, 2], SamplingParams(max_tokens=3, columns=("margin",)))])
     rollouts = []
     while engine.has_work:
         frame = TokenFrame.decode(engine.step().encode())
@@ -101,7 +101,7 @@ def test_frames_of_own_columns_need_no_code_of_theirs(make_engine):
 def test_a_request_can_ask_only_for_columns_of_the_launch(make_engine):
     prompt = Prompt([1], SamplingParams(columns=("os:system",)))
     with pytest.raises(InvalidRequestError, match=r"column 'os:system'; .* launched with columns margin, rank"):
-        make_engine(columns=COLUMNS).submit([prompt])
+        make_engine(columns=COLUMNS).requests.submit([prompt])
     with pytest.raises(TypeError, match="columns must be a tuple of strings, got 'margin'"):
         SamplingParams(columns="margin")
 

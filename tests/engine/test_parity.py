@@ -13,6 +13,7 @@ from inflight.core.errors import InvalidRequestError, ModelLoadError, Unsupporte
 from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
+from inflight.engine.process.process import state_of
 from inflight.stream.assembler import Assembler
 
 TOLERANCES = dict.fromkeys(CONFIGS, TOLERANCE) | {"gpt-oss": 2e-4}
@@ -49,7 +50,7 @@ def test_recorded_logprobs_equal_a_full_forward(make_engine, name, mode):
     worst = max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts)
     assert worst < TOLERANCES[name]
     assert (engine.runner.unfused_reason is None) == (mode != "unfused")
-    assert (engine.scheduler.num_preemptions > 0) == (mode == "preempted")
+    assert (engine.scheduler.preemption.count > 0) == (mode == "preempted")
     assert engine.cache.num_used_blocks == 0
 
 
@@ -123,7 +124,7 @@ def test_a_disturbed_sequence_draws_what_an_undisturbed_one_draws(make_engine, n
 @pytest.mark.parametrize("name", SOME_AT_ONCE)
 def test_a_fork_draws_what_a_new_prompt_with_the_same_tokens_draws(make_engine, name):
     engine, assembler = make_engine(name), Assembler()
-    [group] = engine.submit([Prompt([8, 1, 77] * 7, SamplingParams(max_tokens=40, seed=1, ignore_eos=True))])
+    [group] = engine.requests.submit([Prompt([8, 1, 77] * 7, SamplingParams(max_tokens=40, seed=1, ignore_eos=True))])
     forks: list[int] = []
     finished: dict[int, list[Rollout]] = {}
     step = 0
@@ -133,7 +134,7 @@ def test_a_fork_draws_what_a_new_prompt_with_the_same_tokens_draws(make_engine, 
         if step in (3, 12, 25):  # in a block, at its end, after a sliding window has moved on
             params = SamplingParams(max_tokens=9, seed=50 + step, n=3, ignore_eos=True)
             request_id = assembler.partial(group)[0].request_id
-            forks += [engine.fork(request_id, at, params) for at in (None, max(0, step - 10))]
+            forks += [engine.requests.fork(request_id, at, params) for at in (None, max(0, step - 10))]
         step += 1
     for fork in forks:
         prompt = Prompt(finished[fork][0].prompt_token_ids.tolist(), finished[fork][0].params)
@@ -148,10 +149,12 @@ def test_a_fork_draws_what_a_new_prompt_with_the_same_tokens_draws(make_engine, 
 def test_a_fork_of_a_sample_that_has_just_joined_shares_what_is_still_to_be_copied(make_engine):
     """The second sample's last block is a copy that the next pass makes; the fork's is a copy of that."""
     engine = make_engine()
-    [group] = engine.submit([Prompt([8, 1, 77] * 7, SamplingParams(max_tokens=20, n=2, seed=1, ignore_eos=True))])
+    [group] = engine.requests.submit(
+        [Prompt([8, 1, 77] * 7, SamplingParams(max_tokens=20, n=2, seed=1, ignore_eos=True))]
+    )
     frames = [engine.step()]
     params = SamplingParams(max_tokens=12, seed=2, ignore_eos=True)
-    forks = [engine.fork(request_id, at, params) for request_id in (0, 1) for at in (0, 1)]
+    forks = [engine.requests.fork(request_id, at, params) for request_id in (0, 1) for at in (0, 1)]
     while engine.has_work:
         frames.append(engine.step())
     assembler = Assembler()
@@ -199,7 +202,7 @@ def test_the_prefix_cache_is_never_shared_across_versions(make_engine):
 def test_after_a_swap_keys_and_values_are_kept_or_computed_again(make_engine, policy, overlap):
     engine, assembler = make_engine(kv_on_swap=policy, max_prefill_tokens=20, overlap=overlap), Assembler()
     prompts = ragged_prompts(12, [SamplingParams(max_tokens=40, ignore_eos=True, n=2)])
-    engine.submit(prompts)
+    engine.requests.submit(prompts)
     models, rollouts = [make_model("qwen3")], []
     steps = 0
     while engine.has_work:
@@ -222,7 +225,7 @@ def test_after_a_swap_keys_and_values_are_kept_or_computed_again(make_engine, po
     else:
         assert np.mean(errors[1]) > 0.01
     assert engine.cache.num_used_blocks == 0
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.preemption.count == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -234,8 +237,8 @@ def test_prompts_that_swaps_interrupt_are_computed_by_one_version(make_engine, n
     assembler, rollouts, models = Assembler(), [], [make_model(name)]
     params = SamplingParams(n=2, max_tokens=6, seed=3, ignore_eos=True, prompt_logprobs=2)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, 60).tolist()
-    engine.submit([Prompt(ids, msgspec.structs.replace(params, prompt_logprobs=None))])
-    engine.submit([Prompt(ids[:30], params)])
+    engine.requests.submit([Prompt(ids, msgspec.structs.replace(params, prompt_logprobs=None))])
+    engine.requests.submit([Prompt(ids[:30], params)])
     steps = 0
     while engine.has_work:
         frame = engine.step()
@@ -264,10 +267,10 @@ def test_prompts_that_swaps_interrupt_are_computed_by_one_version(make_engine, n
 def test_a_fork_of_a_prompt_in_prefill_is_computed_by_one_version(make_engine):
     engine, assembler = make_engine(kv_on_swap="recompute", max_prefill_tokens=8), Assembler()
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
-    engine.submit([Prompt(list(range(3, 43)), params)])
+    engine.requests.submit([Prompt(list(range(3, 43)), params)])
     for _ in range(2):
         assembler.add(engine.step())
-    engine.fork(0, params=params)
+    engine.requests.fork(0, params=params)
     assembler.add(engine.step())
     other = make_model("qwen3", seed=1)
     publish(engine, other)
@@ -283,10 +286,10 @@ def test_a_fork_of_a_prompt_in_prefill_is_computed_by_one_version(make_engine):
 def test_a_fork_that_waits_recomputes_what_its_parent_had_from_older_weights(make_engine):
     engine, assembler = make_engine(max_sequences=1, kv_on_swap="recompute"), Assembler()
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
-    engine.submit([Prompt([3] * 20, params)])
+    engine.requests.submit([Prompt([3] * 20, params)])
     for _ in range(4):
         assembler.add(engine.step())
-    forked = engine.fork(0, params=params)  # there is no batch_row for it yet
+    forked = engine.requests.fork(0, params=params)  # there is no batch_row for it yet
     other = make_model("qwen3", seed=1)
     publish(engine, other)
     rollouts = []
@@ -299,7 +302,9 @@ def test_a_fork_that_waits_recomputes_what_its_parent_had_from_older_weights(mak
 
 def test_what_two_versions_computed_is_not_remembered(make_engine):
     engine, assembler = make_engine(), Assembler()
-    engine.submit([Prompt([3] * 5, SamplingParams(max_tokens=60, seed=1, ignore_eos=True))])  # less than a block
+    engine.requests.submit(
+        [Prompt([3] * 5, SamplingParams(max_tokens=60, seed=1, ignore_eos=True))]
+    )  # less than a block
     rollouts = []
     for _ in range(4):
         assembler.add(engine.step())
@@ -321,13 +326,13 @@ def test_a_preempted_sequence_knows_its_last_token_in_any_lane(make_engine):
     prompts = ragged_prompts(16, [SamplingParams(max_tokens=80, ignore_eos=True)], seed=1)
     for rollout in run(engine, prompts):
         assert np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max() < TOLERANCE
-    assert engine.scheduler.num_preemptions > 3
+    assert engine.scheduler.preemption.count > 3
 
 
 def test_pinned_requests_keep_their_version_while_others_go_on(make_engine):
     engine, assembler = make_engine(slots=2), Assembler()
     pinned = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, n=2)
-    groups = engine.submit(
+    groups = engine.requests.submit(
         [
             Prompt([1, 2, 3], pinned, version=LIVE_VERSION),
             Prompt([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True)),
@@ -349,14 +354,14 @@ def test_pinned_requests_keep_their_version_while_others_go_on(make_engine):
     alone = run(make_engine(), [Prompt([1, 2, 3], pinned)])
     assert [r.token_ids.tolist() for r in by_group[groups[0]]] == [r.token_ids.tolist() for r in alone]
     with pytest.raises(InvalidRequestError, match="pinned to version 0, which no slot holds; held are 1"):
-        engine.submit([Prompt([1], pinned, version=0)])
+        engine.requests.submit([Prompt([1], pinned, version=0)])
 
 
 def test_a_sleeping_engine_gives_its_memory_back_and_goes_on_afterwards(make_engine):
     params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True, n=2)
     expected = run(make_engine(), [Prompt([4, 5], params)])
     engine, assembler = make_engine(), Assembler()
-    engine.submit([Prompt([4, 5], params)])
+    engine.requests.submit([Prompt([4, 5], params)])
     for _ in range(6):
         assembler.add(engine.step())
     engine.sleep()
@@ -364,16 +369,16 @@ def test_a_sleeping_engine_gives_its_memory_back_and_goes_on_afterwards(make_eng
     assert engine.step() is None
     assert engine.idle
     engine.wake()
-    engine.admit(may_begin=False)  # who has begun goes on all the same
+    engine.scheduler.admits = False  # sequences that have started continue
     assert not engine.idle
-    assert engine.state == "generating"
-    engine.submit([Prompt([7], params)])
+    assert state_of(engine) == "generating"
+    engine.requests.submit([Prompt([7], params)])
     rollouts = []
     while not engine.idle:
         rollouts += [r for group in assembler.add(engine.step()) for r in group]
     assert [r.token_ids.tolist() for r in rollouts] == [r.token_ids.tolist() for r in expected]
-    assert engine.state == "waits for the trainer"
-    engine.admit(may_begin=True)
+    assert state_of(engine) == "waits for the trainer"
+    engine.scheduler.admits = True
     assert not engine.idle
 
 

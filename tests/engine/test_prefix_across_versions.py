@@ -117,7 +117,7 @@ def test_a_conversation_goes_on_through_publishes(make_engine):
     for turn in range(4):
         params = SamplingParams(max_tokens=14, ignore_eos=True, seed=turn)
         assembler, rollouts = Assembler(), []
-        engine.submit([Prompt(context, params)])
+        engine.requests.submit([Prompt(context, params)])
         while engine.has_work:
             if engine.step_count % 5 == 2:
                 publish(engine, model)
@@ -156,7 +156,7 @@ def test_the_versions_that_are_recorded_are_those_that_computed(make_engine):
             publish(engine, proclaiming(engine.slot_table.newest_version + 1))
         if rng.random() < 0.3:
             prompt = [*rng.choice(stems)[: rng.randint(1, 70)], rng.randrange(VOCABULARY)]
-            engine.submit([Prompt(prompt, SamplingParams(max_tokens=rng.randint(1, 40)))])
+            engine.requests.submit([Prompt(prompt, SamplingParams(max_tokens=rng.randint(1, 40)))])
         frame = engine.step()
         if frame is None:
             continue
@@ -173,7 +173,7 @@ def test_the_versions_that_are_recorded_are_those_that_computed(make_engine):
             rollouts += group
     checked = [r for r in rollouts if r.request_id in truth]
     assert len(checked) > 10
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.preemption.count > 0
     for rollout in checked:
         assert rollout.prefix_version == min(truth[rollout.request_id])
         assert 0 <= rollout.weight_versions[0] - rollout.prefix_version <= 3 or len(truth[rollout.request_id]) > 1
@@ -185,10 +185,10 @@ def test_samples_of_a_group_and_forks_say_what_they_took_over(make_engine):
     one(engine, PROMPT)
     publish(engine, model)
     assembler = Assembler()
-    engine.submit([Prompt(PROMPT, SamplingParams(n=3, max_tokens=12, ignore_eos=True))])
+    engine.requests.submit([Prompt(PROMPT, SamplingParams(n=3, max_tokens=12, ignore_eos=True))])
     for _ in range(4):
         assembler.add(engine.step())
-    engine.fork(1, 3)
+    engine.requests.fork(1, 3)
     rollouts = []
     while engine.has_work:
         rollouts += [r for group in assembler.add(engine.step()) for r in group]
@@ -215,7 +215,7 @@ def test_pinned_requests_share_with_requests_of_the_same_pin_alone(make_engine):
     engine = make_engine(prefix_across_versions=8, slots=3)
     new = make_model("qwen3", seed=1)
     one(engine, PROMPT)
-    engine.submit([Prompt(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True), version=LIVE_VERSION)])
+    engine.requests.submit([Prompt(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True), version=LIVE_VERSION)])
     engine.step()
     publish(engine, new)
     one_more = one(engine, PROMPT)  # and the pinned one to its end
@@ -229,14 +229,15 @@ def test_pinned_requests_share_with_requests_of_the_same_pin_alone(make_engine):
 
 def test_adapters_share_across_their_own_versions_alone(make_engine):
     engine = make_engine(prefix_across_versions=1, lora_rank=4, adapters=("one", "two"))
-    bank, model = engine.adapters, with_adapters("qwen3", "one", "two")
+    slot_table, model = engine.adapter_slots, with_adapters("qwen3", "one", "two")
     source = PeftSource(classify(model))
-    source.plan(bank.layout)
+    source.plan(slot_table.layout)
 
     def publish_adapters() -> None:
-        [slot] = bank.slot_table.lend()
-        source.fill(slot_views(bank.slot_table.slots[slot].buffer, bank.layout), 0)
-        bank.slot_table.ready(SlotReady(slot, engine.newest_version + 1, bank.layout.fingerprint, 0))
+        [slot] = slot_table.lend()
+        source.fill(slot_views(slot_table.slots[slot].buffer, slot_table.layout), 0)
+        version = max(table.newest_version for table in engine.slot_tables) + 1
+        slot_table.ready(SlotReady(slot, version, slot_table.layout.fingerprint, 0))
 
     def reused() -> list[tuple[int, int | None]]:
         return [prefix(one(engine, PROMPT, adapter=adapter)) for adapter in ("one", "two", None)]
@@ -255,7 +256,7 @@ def test_adapters_share_across_their_own_versions_alone(make_engine):
         ({"kv_on_swap": "recompute"}, 'needs kv_on_swap="keep"'),
         ({"prefix_caching": False}, "needs the prefix cache"),
         ({"record_routed_experts": True}, "needs the prefix cache"),
-        ({"prefix_across_versions": -1}, "a number of versions, at least 0, got -1"),
+        ({"prefix_across_versions": -1}, "prefix_across_versions must be at least 0, got -1"),
     ],
 )
 def test_options_that_cannot_go_together(options, message):
@@ -280,11 +281,11 @@ def test_random_loads_draw_as_if_everything_were_computed_for_them(make_engine: 
         if step < 220 and rng.random() < 0.2:
             prompt = [*stem[: rng.randint(1, 60)], rng.randrange(VOCABULARY)]
             params = SamplingParams(max_tokens=rng.randint(1, 25), ignore_eos=True, n=rng.choice([1, 1, 3]))
-            engine.submit([Prompt(prompt, params)])
+            engine.requests.submit([Prompt(prompt, params)])
         if rng.random() < 0.1 and engine.requests.unfinished:
-            engine.fork(rng.choice(sorted(engine.requests.unfinished)))
+            engine.requests.fork(rng.choice(sorted(engine.requests.unfinished)))
         if rng.random() < 0.15:
-            slots = engine.slot_table.lend(in_use=engine.slot_in_use(engine.slot_table))
+            slots = engine.slot_table.lend(in_use=engine.slots_in_use.get(engine.slot_table))
             if slots:
                 publish(engine, model, slots[0])
         frame = engine.step()
@@ -294,8 +295,8 @@ def test_random_loads_draw_as_if_everything_were_computed_for_them(make_engine: 
     while engine.has_work:
         frame = engine.step()
         rollouts += [r for group in (assembler.add(frame) if frame else ()) for r in group]
-    assert engine.scheduler.num_preemptions or name == "mistral-sliding"  # which needs few blocks
-    assert engine.num_swaps > 10
+    assert engine.scheduler.preemption.count or name == "mistral-sliding"  # which needs few blocks
+    assert engine.headers.num_swaps > 10
     assert max(error(model, rollout) for rollout in rollouts) < TOLERANCE
     older = [r for r in rollouts if r.prefix_version is not None and r.prefix_version < r.weight_versions[0]]
     assert len(older) > 5

@@ -63,7 +63,7 @@ def test_scores_equal_a_full_forward(make_engine, name, options):
             assert rollout.prompt_scores is None
         else:
             check(model, rollout)
-    assert (engine.scheduler.num_preemptions > 0) == ("kv_cache_tokens" in options)
+    assert (engine.scheduler.preemption.count > 0) == ("kv_cache_tokens" in options)
 
 
 def test_nobody_draws_otherwise_because_a_neighbours_prompt_is_scored(make_engine):
@@ -83,10 +83,10 @@ def test_a_prompt_that_the_prefix_cache_holds_is_scored_all_the_same(make_engine
 
 def test_a_fork_is_scored_with_what_its_parent_drew(make_engine):
     engine, assembler = make_engine(), Assembler()
-    engine.submit([Prompt(ids(20), PLAIN)])
+    engine.requests.submit([Prompt(ids(20), PLAIN)])
     for _ in range(8):
         assembler.add(engine.step())
-    engine.fork(0, 5, ASKED)
+    engine.requests.fork(0, 5, ASKED)
     groups = []
     while engine.has_work:
         if (frame := engine.step()) is not None:
@@ -131,13 +131,13 @@ def test_samples_that_find_no_room_do_not_score_the_prompt_again(make_engine):
 
 def test_a_fork_of_a_scored_sample_shares_what_was_computed(make_engine):
     engine = make_engine()
-    engine.submit([Prompt(ids(40), SamplingParams(max_tokens=9, ignore_eos=True, prompt_logprobs=2))])
+    engine.requests.submit([Prompt(ids(40), SamplingParams(max_tokens=9, ignore_eos=True, prompt_logprobs=2))])
     for _ in range(12):
         engine.step()
         if engine.requests.unfinished[0].tokens:
             break
     scored = count_scored(engine)
-    engine.fork(0)
+    engine.requests.fork(0)
     while engine.has_work:
         engine.step()
     assert sum(scored) == 0
@@ -159,4 +159,4 @@ def test_what_cannot_be_is_refused_by_name(make_engine):
     most = engine.vocab_size
     if most < 128:
         with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
-            engine.submit([Prompt([1], SamplingParams(prompt_logprobs=most + 1))])
+            engine.requests.submit([Prompt([1], SamplingParams(prompt_logprobs=most + 1))])

@@ -43,7 +43,7 @@ def test_slots_that_cannot_be_exported_refuse_the_publisher_and_end_nothing(make
         with Publisher(endpoint, make_model("qwen3", seed=1), timeout_s=10) as publisher:  # the seat was given up
             assert publisher.publish() == 1
     finally:
-        process.stop()
+        process.shutdown()
         serving.join()
         client.close()
         stream.close()

@@ -62,7 +62,7 @@ class Schedules(RuleBasedStateMachine):
     def submit(self, length: int, n: int, tokens: int, alike: bool, pinned: int | None) -> None:
         ids = [(7 * i) % VOCABULARY for i in range(length)] if alike else self._ids(length)
         params = SamplingParams(n=n, max_tokens=tokens, ignore_eos=True, return_entropy=self.random.random() < 0.2)
-        [group] = self.engine.submit([Prompt(ids, params, version=pinned)])
+        [group] = self.engine.requests.submit([Prompt(ids, params, version=pinned)])
         self.submitted[group] = n
 
     @rule(count=st.integers(1, 12))
@@ -74,7 +74,7 @@ class Schedules(RuleBasedStateMachine):
     def cancel(self, whole_group: bool) -> None:
         sequence = self._any_sequence()
         if sequence is not None:
-            self.engine.cancel([sequence.group_id] if whole_group else [], [sequence.request_id])
+            self.engine.requests.cancel([sequence.group_id] if whole_group else [], [sequence.request_id])
 
     @rule(n=st.integers(1, 3), tokens=st.integers(1, 12))
     def fork(self, n: int, tokens: int) -> None:
@@ -83,17 +83,17 @@ class Schedules(RuleBasedStateMachine):
             return
         at = self.random.randint(0, len(sequence.tokens))
         params = SamplingParams(n=n, max_tokens=tokens, ignore_eos=True)
-        if len(sequence.prompt) + at >= self.engine.max_context:
+        if len(sequence.prompt) + at >= self.engine.options.max_context:
             with pytest.raises(InvalidRequestError, match="maximum context length"):
-                self.engine.fork(sequence.request_id, at, params)
+                self.engine.requests.fork(sequence.request_id, at, params)
             return
-        group = self.engine.fork(sequence.request_id, at, params)
+        group = self.engine.requests.fork(sequence.request_id, at, params)
         self.submitted[group] = n
 
     @rule()
     def publish(self) -> None:
         engine = self.engine
-        for slot in engine.slot_table.lend(in_use=engine.slot_in_use(engine.slot_table)):
+        for slot in engine.slot_table.lend(in_use=engine.slots_in_use.get(engine.slot_table)):
             self.lent.append(slot)
         if self.lent:
             model = self.models[(engine.slot_table.newest_version + 1) % MODELS]
@@ -101,10 +101,7 @@ class Schedules(RuleBasedStateMachine):
 
     @rule()
     def pause_or_resume(self) -> None:
-        if self.engine.paused:
-            self.engine.resume()
-        else:
-            self.engine.pause()
+        self.engine.paused = not self.engine.paused
 
     @rule()
     def sleep_or_wake(self) -> None:
@@ -118,13 +115,13 @@ class Schedules(RuleBasedStateMachine):
     def preempt(self) -> None:
         victims = list(self.engine.scheduler.running.values())
         if not any(s.num_pending for s in victims):
-            self.engine.scheduler.preempt(self.random.choice(victims))
+            self.engine.scheduler.preemption.preempt(self.random.choice(victims))
 
     @invariant()
     def blocks_are_counted(self) -> None:
         check_blocks(self.engine.cache, [s.holding for s in self.engine.requests.unfinished.values()])
         scheduler = self.engine.scheduler
-        assert scheduler.num_waiting + len(scheduler.running) == len(self.engine.requests.unfinished)
+        assert scheduler.backlog.unfinished.total() == len(self.engine.requests.unfinished)
         batch_rows = [s.batch_row for s in scheduler.running.values()]
         assert len(set(batch_rows)) == len(batch_rows)
         assert sum(self.engine.slot_table.readable.pins.values()) == sum(
@@ -132,7 +129,7 @@ class Schedules(RuleBasedStateMachine):
         )
 
     def teardown(self) -> None:
-        self.engine.resume()
+        self.engine.paused = False
         self.engine.wake()
         for _ in range(3000):
             if not self.engine.has_work:
@@ -160,7 +157,7 @@ class Schedules(RuleBasedStateMachine):
     def _check(self, rollout: Rollout) -> None:
         assert rollout.finish_reason in ("length", "cancelled")
         assert rollout.finish_reason == "cancelled" or len(rollout.token_ids) == min(
-            rollout.params.max_tokens, self.engine.max_context - len(rollout.prompt_token_ids)
+            rollout.params.max_tokens, self.engine.options.max_context - len(rollout.prompt_token_ids)
         )
         assert (np.diff(rollout.weight_versions) >= 0).all()
         if not self.swap_steps and len(rollout.token_ids):  # then one version computed all of its keys and values
@@ -197,8 +194,8 @@ def schedules(tmp_path, request: pytest.FixtureRequest) -> Iterator[type[Schedul
         model.set_attn_implementation("eager")
     with Engine(options, overlap=overlap) as engine:
         yield type("Schedules", (Schedules,), {"engine": engine, "models": models, "lent": []})
-        assert engine.scheduler.num_preemptions > 20
-        assert engine.num_swaps > 50
+        assert engine.scheduler.preemption.count > 20
+        assert engine.headers.num_swaps > 50
         assert engine.cache.num_reused_tokens > 100
 
 

@@ -33,7 +33,7 @@ class Life:
         self.rows = Rows(ROWS, num_tables=len(windows), max_blocks=20, eos_ids=EOS, adapters=("a", "b"))
         options = EngineOptions(model="", max_sequences=ROWS, max_prefill_tokens=9)
         self.scheduler = Scheduler(self.cache, self.rows, options)
-        self.scheduler.renew_kv_namespaces("ab")
+        self.scheduler.namespaces.renew("ab")
         self.sequences: list[Sequence] = []
         self.under_way: list[Schedule] = []
         self.version = 0
@@ -62,23 +62,23 @@ class Life:
 
     def preempt(self) -> None:
         if self.scheduler.running:
-            self._forget(self.random.choice(list(self.scheduler.running.values())), self.scheduler.preempt)
+            self._forget(self.random.choice(list(self.scheduler.running.values())), self.scheduler.preemption.preempt)
 
     def publish(self) -> None:
         self.version += 1
-        self.scheduler.renew_kv_namespaces("ab")
+        self.scheduler.namespaces.renew("ab")
         if self.random.random() < 0.3:
-            self.scheduler.recompute_unpinned(adapted=self.random.random() < 0.5)
+            self.scheduler.preemption.recompute_unpinned(adapted=self.random.random() < 0.5)
             self._forget_those_who_left()
 
     def step(self) -> None:
         if self.scheduler.has_work:
-            version = self.scheduler.next_version(self.version)
+            version = self.scheduler.backlog.next_version(self.version)
             before = {i: (s.length, s.pin) for i, s in self.scheduler.running.items()}
             decoding = set(self.decoding)
-            self.cache.take_copies()
+            self.cache.copies.take()
             schedule = self.scheduler.schedule(version, live=version == self.version)
-            self.cache.take_restored()
+            self.cache.restored.take()
             self._forget_those_who_left()
             self._note(schedule)
             for i in decoding & set(self.scheduler.running) & set(before):
@@ -228,7 +228,7 @@ def test_the_columns_say_what_the_sequences_say_whatever_happens(seed, windows, 
         life.check()
     assert not life.scheduler.has_work
     assert life.cache.num_used_blocks == 0
-    assert life.scheduler.num_preemptions > 5
+    assert life.scheduler.preemption.count > 5
     assert 0 < life.num_alike < life.num_passes
 
 

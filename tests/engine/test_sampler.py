@@ -29,7 +29,8 @@ from sampler_cases import (
 )
 
 from inflight.core.sampling import SamplingParams
-from inflight.engine.loop.sampler import _candidates, sample_seed
+from inflight.engine.loop.sampler import _candidates
+from inflight.engine.loop.sequence import sample_seed
 
 # ---- distributions ---------------------------------------------------------------------------------------------------
 

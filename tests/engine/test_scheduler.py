@@ -51,7 +51,7 @@ class Run:
         return leader
 
     def step(self, version: int = 0, *, live: bool = True) -> Schedule:
-        self.cache.take_copies()
+        self.cache.copies.take()
         schedule = self.scheduler.schedule(version, live=live)
         self.rows.read(schedule.draws, np.zeros(len(schedule.draws.cohort), np.int64))
         self.scheduler.remember(schedule)
@@ -109,7 +109,7 @@ def test_samples_of_a_prompt_follow_the_first_one():
     schedule = run.step()
     assert chunks(schedule) == [(0, 0, 8)]
     assert drawing(schedule) == [0, 1, 2], "as many as there are batch rows"
-    assert run.scheduler.num_waiting == 1
+    assert run.scheduler.backlog.unfinished.total() - len(run.scheduler.running) == 1
     run.scheduler.remove(run.sequences[1])
     schedule = run.step()
     assert [(s.request_id, s.taken_over) for s in schedule.starts] == [(3, 4)], "the last token of 8 is computed again"
@@ -123,7 +123,7 @@ def test_when_a_leader_is_cancelled_the_next_sample_leads():
     run.scheduler.remove(leader)
     run.scheduler.remove(run.sequences[0])
     assert drawing(run.step()) == [2]
-    assert run.scheduler.num_waiting == 1
+    assert run.scheduler.backlog.unfinished.total() - len(run.scheduler.running) == 1
 
 
 def test_the_last_one_gives_up_its_blocks_and_comes_back_before_those_that_wait():
@@ -134,7 +134,7 @@ def test_the_last_one_gives_up_its_blocks_and_comes_back_before_those_that_wait(
     run.add(4)
     for _ in range(3):
         run.step()
-    assert (run.running, run.scheduler.num_preemptions, second.holding.computed) == ([0], 1, 0)
+    assert (run.running, run.scheduler.preemption.count, second.holding.computed) == ([0], 1, 0)
     tokens = list(second.tokens)
     run.scheduler.remove(first)
     run.step(), run.step()
@@ -147,7 +147,7 @@ def test_a_pass_takes_sequences_that_are_pinned_to_its_version_alone():
     run.add(4, pin=1), run.add(4), run.add(4, pin=2)
     assert drawing(run.step(1, live=False)) == [0]
     assert drawing(run.step(2)) == [1, 2]
-    assert [run.scheduler.next_version(live=3) for _ in range(4)] == [1, 2, 3, 1]
+    assert [run.scheduler.backlog.next_version(live=3) for _ in range(4)] == [1, 2, 3, 1]
 
 
 def test_a_fork_shares_what_its_parent_computed():
@@ -168,11 +168,11 @@ def test_after_a_swap_sequences_that_draw_and_prompts_in_part_compute_all_tokens
     run.step()
     run.add(12)
     run.step()
-    run.scheduler.recompute_unpinned(adapted=False)
+    run.scheduler.preemption.recompute_unpinned(adapted=False)
     assert run.running == []
     schedule = run.step(1)
     assert chunks(schedule) == [(0, 0, 6), (1, 0, 2)]
-    assert run.scheduler.num_preemptions == 0
+    assert run.scheduler.preemption.count == 0
 
 
 def test_a_prompt_that_swaps_interrupt_again_and_again_is_finished_before_the_next_swap():
@@ -180,13 +180,13 @@ def test_a_prompt_that_swaps_interrupt_again_and_again_is_finished_before_the_ne
     run.add(12)
     run.step()
     for version in range(1, 9):
-        assert not run.scheduler.must_finish_prefill
-        run.scheduler.recompute_unpinned(adapted=False)
+        assert not run.scheduler.preemption.must_finish_prefill
+        run.scheduler.preemption.recompute_unpinned(adapted=False)
         assert chunks(run.step(version)) == [(0, 0, 4)]
     for start in (4, 8):
-        assert run.scheduler.must_finish_prefill
+        assert run.scheduler.preemption.must_finish_prefill
         assert chunks(run.step(8)) == [(0, start, 4)]
-    assert not run.scheduler.must_finish_prefill
+    assert not run.scheduler.preemption.must_finish_prefill
 
 
 # ---- orders ----------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_another_order_says_who_gives_up_its_blocks(order, left):
     run.add(6, priority=1)
     run.step()
     run.add(9, priority=2)
-    while not run.scheduler.num_preemptions:
+    while not run.scheduler.preemption.count:
         run.step()
     assert run.running == left
 
@@ -230,7 +230,7 @@ def test_whoever_gave_up_its_blocks_waits_for_its_turn_in_that_order():
     run = Run(by_priority, rows=2, budget=100)
     run.add(4, priority=1), run.add(4, priority=2)
     run.step()
-    run.scheduler.preempt(run.sequences[0])
+    run.scheduler.preemption.preempt(run.sequences[0])
     run.add(4, priority=3)
     run.step()
     assert run.running == [2, 1]
@@ -252,7 +252,7 @@ def test_longest_first_never_takes_blocks_from_one_that_is_in_the_pass_already()
                 run.scheduler.remove(sequence)
                 unfinished.remove(sequence.request_id)
     assert not unfinished
-    assert run.scheduler.num_preemptions
+    assert run.scheduler.preemption.count
     assert run.cache.num_used_blocks == 0
 
 
@@ -280,9 +280,9 @@ def test_an_order_that_cannot_place_a_prompt_refuses_it(model_dir):
     params = SamplingParams(max_tokens=2)
     with engine(model_dir("llama"), f"{__name__}:by_priority") as prioritising:
         with pytest.raises(InvalidRequestError, match="order of scheduling failed on prompt 1: TypeError"):
-            prioritising.submit([Prompt([1], params), Prompt([1], params, {"priority": "high"})])
+            prioritising.requests.submit([Prompt([1], params), Prompt([1], params, {"priority": "high"})])
         with pytest.raises(InvalidRequestError, match="must give a number, for prompt 0 it gives nan"):
-            prioritising.submit([Prompt([1], params, {"priority": float("nan")})])
+            prioritising.requests.submit([Prompt([1], params, {"priority": float("nan")})])
         assert not prioritising.has_work
 
 
@@ -300,4 +300,4 @@ def test_nothing_is_kept_of_versions_that_requests_were_pinned_to():
         for sequence in (first, second, run_.sequences[-1]):
             run_.scheduler.remove(sequence)
     assert not run_.scheduler.has_work
-    assert not run_.scheduler._waiting
+    assert not run_.scheduler.backlog._queues

@@ -116,4 +116,4 @@ def test_the_token_that_completes_a_stop_string_ends_the_rollout(make_engine):
 
 def test_stop_strings_without_a_tokenizer_are_refused(make_engine):
     with pytest.raises(InvalidRequestError, match="no tokenizer; use stop_token_ids"):
-        make_engine().submit([Prompt([1], SamplingParams(stop=("x",)))])
+        make_engine().requests.submit([Prompt([1], SamplingParams(stop=("x",)))])

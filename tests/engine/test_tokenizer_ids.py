@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
-from inflight.engine import build
 from inflight.engine.loop.engine import Engine
 from inflight.engine.model.loading import eos_token_ids, ids_without_token, ranges_of
 from inflight.engine.model.shapes import byte_tokenizer
@@ -93,13 +92,11 @@ def test_with_a_sampling_mask_the_trainer_has_the_same_distribution(engine, mode
     for rollout, other in zip(rollouts[8:], plain[8:], strict=True):
         assert rollout.token_ids.tolist() == other.token_ids.tolist(), "asking for the mask does not change draws"
     for rollout in rollouts:
-        assert (rollout.sampling_mask is None) == (not rollout.params.return_sampling_mask)
-    for rollout in rollouts[:4]:
-        assert [sorted(ids.tolist()) for ids in rollout.sampling_mask.split()] == [list(range(KNOWN))] * 20
+        assert (rollout.sampling_mask is None) == (not rollout.params.filtered)
+        assert rollout.banned == ((KNOWN, VOCABULARY),)
     for rollout in rollouts[4:8]:
         assert {len(ids) for ids in rollout.sampling_mask.split()} == {9}
-    masked = [rollout for rollout in rollouts if rollout.sampling_mask is not None]
-    batch = pack(masked, [1.0] * len(masked))
+    batch = pack(rollouts, [1.0] * len(rollouts))
     _, stats = policy_loss(model, batch)
     assert (stats.ratios.min, stats.ratios.max) == pytest.approx((1, 1), abs=1e-4)
 
@@ -139,16 +136,6 @@ def test_ranges_of_ids():
     assert ranges_of([]) == ()
     assert ranges_of([0]) == ((0, 1),)
     assert ranges_of([0, 1, 4, 7, 8]) == ((0, 2), (4, 5), (7, 9))
-
-
-def test_ids_in_too_many_places_are_warned_of(model, tmp_path, make_engine, caplog, monkeypatch):
-    monkeypatch.setattr(build, "_MOST_RANGES", 0)
-    model.save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    with caplog.at_level(logging.WARNING, logger="inflight.engine"):
-        [rollout] = run(make_engine(str(tmp_path)), [Prompt([1, 2], SamplingParams(max_tokens=2))])
-    assert rollout.banned == ()
-    assert "lacks 42 ids of the model's vocabulary in 1 places, and rollouts list at most 0" in caplog.text
 
 
 def test_ids_without_a_token():

@@ -143,7 +143,7 @@ def test_a_value_of_another_type_than_the_caller_expects_is_refused(client):
 
 
 def test_only_marked_methods_are_verbs(engine):
-    verbs = Verbs(engine)
+    verbs = Verbs(engine, engine.requests)
     submit = Call(verb="submit", arguments=to_raw({"prompts": [Prompt([1, 2], SamplingParams())]}, "prompts"))
     assert verbs.brings_work(submit)
     assert isinstance(verbs.answer(submit), Result)

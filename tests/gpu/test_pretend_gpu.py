@@ -95,8 +95,8 @@ def live(device: str, adapters: tuple[str, ...] = ()) -> list[Rollout]:
     pinned = Prompt([5, 6, 7], SamplingParams(max_tokens=30, seed=50), version=LIVE_VERSION)
     forked = SamplingParams(max_tokens=9, seed=60, n=2)
     events: dict[int, Callable[[], object]] = {
-        0: lambda: engine.submit([*prompts, pinned]),
-        5: lambda: engine.fork(next(iter(engine.requests.unfinished)), params=forked),
+        0: lambda: engine.requests.submit([*prompts, pinned]),
+        5: lambda: engine.requests.fork(next(iter(engine.requests.unfinished)), params=forked),
         8: lambda: publish(engine, make_model(MODEL, seed=1).to(engine.device)),
         14: engine.sleep,
         16: engine.wake,
@@ -111,20 +111,21 @@ def live(device: str, adapters: tuple[str, ...] = ()) -> list[Rollout]:
         rollouts += [rollout for group in assembler.add(frame) for rollout in group] if frame is not None else []
         if not engine.has_work and step > max(events):
             break
-    assert engine.num_swaps_in_flight == 1 + len(adapters)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.headers.num_swaps_in_flight == 1 + len(adapters)
+    assert engine.scheduler.preemption.count > 0
     engine.close()
     return sorted(rollouts, key=lambda rollout: rollout.request_id)
 
 
 def publish_adapters(engine: Engine) -> None:
     """Random ones, in the idle slot."""
-    assert engine.adapters is not None
-    slot_table, random = engine.adapters.slot_table, torch.Generator().manual_seed(2)
-    slot = slot_table.lend(in_use=engine.slot_in_use(slot_table))[0]
+    assert engine.adapter_slots is not None
+    slot_table, random = engine.adapter_slots, torch.Generator().manual_seed(2)
+    slot = slot_table.lend(in_use=engine.slots_in_use.get(slot_table))[0]
     for view in slot_views(slot_table.slots[slot].buffer, slot_table.layout).values():
         view.copy_(0.1 * torch.randn(view.shape, generator=random))
-    slot_table.ready(SlotReady(slot, engine.newest_version + 1, slot_table.layout.fingerprint, 0))
+    version = max(table.newest_version for table in engine.slot_tables) + 1
+    slot_table.ready(SlotReady(slot, version, slot_table.layout.fingerprint, 0))
 
 
 def assert_same(rollouts: list[Rollout], expected: list[Rollout]) -> None:
@@ -285,7 +286,7 @@ def logits_leave_the_head_unrounded() -> None:
             return sample(logits, sequences)
 
         engine.sampler.sample = noted
-        engine.submit([Prompt([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))])
+        engine.requests.submit([Prompt([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))])
         while engine.has_work:
             engine.step()
         assert engine.runner.num_graphs
@@ -318,7 +319,7 @@ def every_kind_of_draw_is_compiled_at_start() -> None:
                 kinds.clear()
                 for params in ({}, {"return_entropy": True}, {"repetition_penalty": 1.4, "return_entropy": True}):
                     params = SamplingParams(max_tokens=3, ignore_eos=True, **params)
-                    engine.submit([Prompt([1, 2, 3], params)])
+                    engine.requests.submit([Prompt([1, 2, 3], params)])
                     while engine.has_work:
                         engine.step()
             assert {entropy for _, entropy in kinds} == {False, True}

@@ -183,7 +183,7 @@ def _engine(directory: str, dtype: str) -> Iterator[Engine]:
 def _generate(directory: str, dtype: str) -> tuple[list[Rollout], str | None]:
     """What the engine draws, and why it runs unfused, if it does."""
     with _engine(directory, dtype) as engine:
-        prompts, arrivals = _prompts(engine.max_context)
+        prompts, arrivals = _prompts(engine.options.max_context)
         rollouts = run(engine, prompts, arrivals=arrivals)
         return rollouts, engine.runner.unfused_reason
 

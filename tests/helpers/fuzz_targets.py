@@ -34,6 +34,7 @@ from inflight.core.messages import (
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import MAX_SAMPLES
 from inflight.engine.loop.engine import Engine
+from inflight.engine.loop.requests import Requests
 from inflight.engine.process.process import EngineProcess
 from inflight.engine.process.verbs import Verbs
 from inflight.observability.staleness_meter import StalenessMeter
@@ -123,7 +124,7 @@ def _raw_parts() -> Iterator[Target]:
 
 def _verbs() -> Target:
     """Arguments of all verbs, which are read as the parameters of the methods; the methods are not called."""
-    verbs = Verbs(Engine.__new__(Engine), EngineProcess.__new__(EngineProcess))
+    verbs = Verbs(*(owner.__new__(owner) for owner in (Engine, Requests, EngineProcess)))
     kinds = {name: inspect.type_info(decoder.type) for name, decoder in verbs._decoders.items()}
     verbs._methods = dict.fromkeys(verbs._methods, lambda **arguments: None)
 

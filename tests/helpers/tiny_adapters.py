@@ -31,10 +31,10 @@ def with_adapters(
 
 def publish_adapters(engine, model) -> None:
     """Into the idle slot of an engine in this process."""
-    slot_table, source = engine.adapters.slot_table, PeftSource(classify(model))
+    slot_table, source = engine.adapter_slots, PeftSource(classify(model))
     source.plan(slot_table.layout)
-    slot = slot_table.lend(in_use=engine.slot_in_use(slot_table))[0]
-    version = engine.newest_version + 1
+    slot = slot_table.lend(in_use=engine.slots_in_use.get(slot_table))[0]
+    version = max(table.newest_version for table in engine.slot_tables) + 1
     source.fill(slot_views(slot_table.slots[slot].buffer, slot_table.layout), version)
     slot_table.ready(SlotReady(slot, version, slot_table.layout.fingerprint, 0))
 

@@ -114,7 +114,7 @@ def publish(engine: Engine, model: torch.nn.Module, slot: int | None = None) -> 
     version."""
     slot_table = engine.slot_table
     if slot is None:
-        slot = slot_table.lend(in_use=engine.slot_in_use(slot_table))[0]
+        slot = slot_table.lend(in_use=engine.slots_in_use.get(slot_table))[0]
     fill(slot_views(slot_table.slots[slot].buffer, slot_table.layout), published_tensors(model))
     version = slot_table.newest_version + 1
     slot_table.ready(SlotReady(slot, version, slot_table.layout.fingerprint, 0))
@@ -130,7 +130,7 @@ def run(engine: Engine, prompts: list[Prompt], *, arrivals: list[int] | None = N
     step = 0
     while waiting or engine.has_work:
         while waiting and arrivals[waiting[0]] <= step:
-            engine.submit([prompts[waiting.pop(0)]])
+            engine.requests.submit([prompts[waiting.pop(0)]])
         frame = engine.step()
         if frame is not None:
             for group in assembler.add(frame):

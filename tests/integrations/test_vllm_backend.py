@@ -15,6 +15,7 @@ from inflight.core.messages import Prompt, SlotReady
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.sequence import Sequence
+from inflight.engine.process.process import state_of
 from inflight.integrations.vllm_backend.build import check_options, start
 from inflight.integrations.vllm_backend.columns import ASKED, ColumnRecorder, asked
 from inflight.integrations.vllm_backend.sampling import request_arguments
@@ -51,14 +52,14 @@ def run(engine, steps: int = 100) -> list:
 
 
 def test_a_version_goes_live_once_every_worker_has_prepared_it_and_before_a_step(engine, core):
-    engine.submit([Prompt([1, 2], SamplingParams(max_tokens=9))])
+    engine.requests.submit([Prompt([1, 2], SamplingParams(max_tokens=9))])
     core.prepared = [True, False]
     slot = announce(engine, 1)
     versions = [engine.step().header.version for _ in range(3)]
     assert ("inflight_prepare", (slot, False)) in core.calls
     assert ("inflight_commit", (False,)) not in core.calls
     assert versions == [0, 0, 0]
-    assert engine.newest_version == 1
+    assert max(table.newest_version for table in engine.slot_tables) == 1
     core.prepared = [True, True]
     frame = engine.step()
     assert core.calls[-1] == ("inflight_commit", (False,))
@@ -76,7 +77,7 @@ def test_a_version_that_is_overtaken_while_it_waits_is_never_prepared(engine, co
     engine.slot_table.ready(SlotReady(second, 2, fingerprint, 0))
     with pytest.raises(ProtocolError, match="slot 0 is not lent"):
         engine.slot_table.check(SlotReady(first, 3, fingerprint, 0))
-    assert engine.newest_version == 2
+    assert max(table.newest_version for table in engine.slot_tables) == 2
     engine.step()
     assert not engine.idle
     core.prepared = [True]
@@ -89,7 +90,7 @@ def test_a_version_that_is_overtaken_while_it_waits_is_never_prepared(engine, co
 def test_what_vllm_has_not_begun_begins_under_the_version_that_is_live_then(core):
     core._per_step = 1
     with make_pretender(core) as engine:
-        engine.submit([Prompt([token], SamplingParams(max_tokens=20)) for token in (1, 2, 3)])
+        engine.requests.submit([Prompt([token], SamplingParams(max_tokens=20)) for token in (1, 2, 3)])
         engine.step()
         announce(engine, 7)
         engine.step()
@@ -101,8 +102,8 @@ def test_what_vllm_has_not_begun_begins_under_the_version_that_is_live_then(core
 
 
 def test_frames_tell_all_of_a_request(engine):
-    engine.submit([Prompt([1, 2, 3], SamplingParams(max_tokens=3, n=2, top_logprobs=2), {"row": 5})])
-    engine.submit([Prompt([4], SamplingParams(max_tokens=5))])
+    engine.requests.submit([Prompt([1, 2, 3], SamplingParams(max_tokens=3, n=2, top_logprobs=2), {"row": 5})])
+    engine.requests.submit([Prompt([4], SamplingParams(max_tokens=5))])
     rollouts = run(engine)
     assert [r.token_ids.tolist() for r in rollouts] == [[10, 11, 12]] * 2 + [[10, 11, 12, 13, 14]]
     assert {r.finish_reason for r in rollouts} == {"length"}
@@ -116,10 +117,10 @@ def test_frames_tell_all_of_a_request(engine):
 
 
 def test_stop_ids_and_bad_numbers_end_a_sample_for_vllm_too(engine, core):
-    engine.submit([Prompt([1], SamplingParams(max_tokens=20, stop_token_ids=(12,)))])
+    engine.requests.submit([Prompt([1], SamplingParams(max_tokens=20, stop_token_ids=(12,)))])
     engine.step()
     assembler = Assembler()
-    engine.submit([Prompt([2], SamplingParams(max_tokens=20))])
+    engine.requests.submit([Prompt([2], SamplingParams(max_tokens=20))])
     assembler.add(engine.step())
     engine.step()
     core.logprob = math.nan
@@ -131,33 +132,33 @@ def test_stop_ids_and_bad_numbers_end_a_sample_for_vllm_too(engine, core):
 
 
 def test_cancelled_and_paused(engine, core):
-    first, second = engine.submit([Prompt([1], SamplingParams(max_tokens=20)) for _ in range(2)])
-    engine.submit([Prompt([2], SamplingParams(max_tokens=20, n=4))])
+    first, second = engine.requests.submit([Prompt([1], SamplingParams(max_tokens=20)) for _ in range(2)])
+    engine.requests.submit([Prompt([2], SamplingParams(max_tokens=20, n=4))])
     assert len(core.requests) == 0
     engine.step()
     assert (engine.load().num_running, engine.load().num_waiting) == (4, 2)
-    engine.cancel([first])
-    engine.pause()
+    engine.requests.cancel([first])
+    engine.paused = True
     frame = engine.step()
     assert [finish.reason for finish in frame.header.finishes] == ["cancelled"]
     assert frame.header.num_tokens == 0
     assert engine.idle
-    engine.resume()
-    engine.admit(may_begin=False)
+    engine.paused = False
+    engine.scheduler.admits = False
     engine.step()
     assert engine.load().num_running == 3
-    engine.cancel([second, 2])
+    engine.requests.cancel([second, 2])
     engine.step()
     assert engine.idle
-    assert engine.state == "idle"
+    assert state_of(engine) == "idle"
 
 
 def test_a_fork_shares_the_blocks_of_its_parent(engine, core):
-    engine.submit([Prompt([1, 2], SamplingParams(max_tokens=20))])
+    engine.requests.submit([Prompt([1, 2], SamplingParams(max_tokens=20))])
     engine.step()
     announce(engine, 3)
     engine.step()
-    engine.fork(0, 2)
+    engine.requests.fork(0, 2)
     engine.step()
     forked = list(core.requests.values())[-1]
     assert forked.token_ids == [1, 2, 10, 11]
@@ -177,23 +178,28 @@ def test_adapters_go_live_as_weights_do_and_have_blocks_of_their_own(core):
         assert [arguments for method, arguments in core.calls if method == "inflight_commit"] == [(True,), (False,)]
         announce(engine, 3, engine.adapter_slots)
         engine.step()
-        engine.submit([Prompt([1], params, adapter="default"), Prompt([1], params)])
+        engine.requests.submit([Prompt([1], params, adapter="default"), Prompt([1], params)])
         frame = engine.step()
         assert [(r.adapter, r.salt) for r in core.requests.values()] == [("default", 3), (None, 2)]
         assert (frame.header.version, engine.version, engine.slot_table.version) == (3, 3, 2)
         with pytest.raises(InvalidRequestError, match="asks for adapter 'other'; the engine has default"):
-            engine.submit([Prompt([1], params, adapter="other")])
+            engine.requests.submit([Prompt([1], params, adapter="other")])
 
 
 def test_a_sleeping_engine_holds_nothing_and_goes_on_where_it_was(engine, core):
     assembler = Assembler()
-    engine.submit([Prompt([1, 2], SamplingParams(max_tokens=6, n=2))])
+    engine.requests.submit([Prompt([1, 2], SamplingParams(max_tokens=6, n=2))])
     for _ in range(3):
         assembler.add(engine.step())
     engine.sleep()
     assert (sorted(core.aborted), core.calls[-1]) == (["0-0-0", "1-0-0"], ("inflight_free", ()))
-    assert (engine.idle, engine.state, engine.load().num_running, engine.load().num_waiting) == (True, "asleep", 0, 2)
-    [late] = engine.submit([Prompt([3], SamplingParams(max_tokens=2))])
+    assert (engine.idle, state_of(engine), engine.load().num_running, engine.load().num_waiting) == (
+        True,
+        "asleep",
+        0,
+        2,
+    )
+    [late] = engine.requests.submit([Prompt([3], SamplingParams(max_tokens=2))])
     announce(engine, 1)
     for _ in range(2):
         assembler.add(engine.step())  # weights arrive, and nothing is drawn
@@ -228,7 +234,7 @@ def test_what_was_asked_for_is_recorded_for_the_tokens_that_count(core):
         asking = SamplingParams(
             max_tokens=2, return_entropy=True, return_sampling_mask=True, top_k=3, columns=("margin",)
         )
-        engine.submit([Prompt([1], SamplingParams(max_tokens=2)), Prompt([2], asking)])
+        engine.requests.submit([Prompt([1], SamplingParams(max_tokens=2)), Prompt([2], asking)])
         core.columns = (
             ["gone", "1-0-0", "0-0-0"],
             {
@@ -246,7 +252,7 @@ def test_what_was_asked_for_is_recorded_for_the_tokens_that_count(core):
         assert not plain.columns
         assert core.requests == {}
         num_asked = sum(method == "inflight_columns" for method, _ in core.calls)
-        engine.submit([Prompt([1], SamplingParams(max_tokens=2))])
+        engine.requests.submit([Prompt([1], SamplingParams(max_tokens=2))])
         run(engine)
         assert sum(method == "inflight_columns" for method, _ in core.calls) == num_asked  # nobody asks
 
@@ -292,8 +298,8 @@ def test_columns_are_refused_where_vllm_does_not_tell_what_it_draws_from(core):
     core.records_columns = False
     with make_pretender(core) as engine:
         with pytest.raises(InvalidRequestError, match=r"asks for entropies: .* VLLM_USE_V2_MODEL_RUNNER=0"):
-            engine.submit([Prompt([1], SamplingParams(return_entropy=True))])
-        assert engine.submit([Prompt([1], SamplingParams())]) == [0]
+            engine.requests.submit([Prompt([1], SamplingParams(return_entropy=True))])
+        assert engine.requests.submit([Prompt([1], SamplingParams())]) == [0]
 
 
 def test_a_worker_gives_the_memory_of_its_kv_cache_back():
@@ -317,7 +323,7 @@ def test_a_worker_gives_the_memory_of_its_kv_cache_back():
 
 
 def test_the_end_of_a_worker_is_a_named_error(engine, core):
-    engine.submit([Prompt([1], SamplingParams())])
+    engine.requests.submit([Prompt([1], SamplingParams())])
     core.failure = RuntimeError("Executor failed.")
     with pytest.raises(BackendError, match=r"vLLM has failed: RuntimeError: Executor failed\."):
         engine.step()
@@ -351,9 +357,9 @@ def test_sampling_parameters_of_vllm():
 )
 def test_requests_that_vllm_cannot_serve(engine, params, message):
     with pytest.raises(InvalidRequestError, match=message):
-        engine.submit([Prompt([1], params)])
+        engine.requests.submit([Prompt([1], params)])
     with pytest.raises(InvalidRequestError, match="a version"):
-        engine.submit([Prompt([1], SamplingParams(), version=0)])
+        engine.requests.submit([Prompt([1], SamplingParams(), version=0)])
     assert not engine.has_work
 
 

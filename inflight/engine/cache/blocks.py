@@ -1,4 +1,4 @@
-"""Blocks of one kind of state, and the blocks that one sequence holds."""
+"""Blocks of one kind of state, the blocks that one sequence holds, and copies of blocks."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ MIXED = -2
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """Blocks of one sequence. Only the cache writes to it."""
+    """Blocks of one sequence. Only the cache writes to it, except for `computed`."""
 
     blocks: list[list[int]] = field(default_factory=list)
     """Block numbers per kind of state. In a kind with a sliding window NO_BLOCK stands for the leading blocks that left
@@ -25,7 +25,7 @@ class Holding:
     sequence holds new lists, so a reader of an old list sees no later change."""
     computed: int = 0
     """Number of leading tokens with state in the blocks, passes in progress included. It can lag for decoding
-    sequences, whose tokens the scheduler reports only before it asks the cache for something."""
+    sequences: the scheduler writes it only before it calls the cache."""
     namespace: Namespace = NO_VERSION
     """The namespace of all of this state, or MIXED."""
     oldest: int = NO_VERSION
@@ -92,8 +92,30 @@ class BlockPool:
         if self.remembered.pop(block, None) is not None:
             self.free.append(block)
 
-    def forget_all(self) -> None:
-        """Remove all blocks from the prefix cache. No block has a holder."""
-        self.free.extend(self.remembered)
-        self.remembered.clear()
-        self.entry_of.clear()
+    def free_unseen(self, blocks: list[int], computed: int) -> None:
+        """Free the blocks of a sequence that no token after the computed ones sees."""
+        first = unseen = min(self.kind.num_unseen(computed), len(blocks))
+        while first and blocks[first - 1] != NO_BLOCK:
+            first -= 1
+        for chunk in range(first, unseen):
+            self.drop(blocks[chunk])
+            blocks[chunk] = NO_BLOCK
+
+
+class PendingCopies:
+    """Copies of blocks that are still to be made: for each kind, to block → from block."""
+
+    def __init__(self, num_kinds: int):
+        self._of_kinds: list[dict[int, int]] = [{} for _ in range(num_kinds)]
+
+    def add(self, kind: int, to: int, source: int) -> None:
+        # The source can itself be a copy that is still to be made. All copies of a call are read before any is written.
+        self._of_kinds[kind][to] = self._of_kinds[kind].get(source, source)
+
+    def cancel(self, kind: int, to: int) -> None:
+        self._of_kinds[kind].pop(to, None)
+
+    def take(self) -> list[dict[int, int]]:
+        """Return the copies since the last call."""
+        copies, self._of_kinds = self._of_kinds, [{} for _ in self._of_kinds]
+        return copies

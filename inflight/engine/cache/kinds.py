@@ -10,7 +10,7 @@ whole state.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,36 +31,9 @@ class ForkedBlocks(NamedTuple):
     """A block of which the fork gets a copy, or NO_BLOCK."""
 
 
-class StateKind(Protocol):
-    """One kind of state, and what can be done with the blocks of a sequence. The methods change nothing."""
-
-    paged: bool
-    """Blocks cover tokens: a longer sequence needs more, and they contain the state after each earlier token. Other
-    kinds have the state after the last token alone. There a fork starts at that token, and the prefix cache needs a
-    snapshot: a copy of the state that was made at the end of a prefix."""
-
-    def num_blocks(self, length: int) -> int:
-        """Blocks that the first `length` tokens need."""
-        ...
-
-    def num_unseen(self, computed: int) -> int:
-        """Leading blocks that no token after the first `computed` tokens sees."""
-        ...
-
-    def room(self, count: int, computed: int) -> int:
-        """Length up to which `count` blocks suffice, and none can be freed, while a sequence with `computed` tokens
-        grows token by token."""
-        ...
-
-    def fork(self, blocks: list[int], computed: int, length: int) -> ForkedBlocks | None:
-        """Blocks for a fork that starts with `length` tokens of a sequence with `computed` tokens. None if these blocks
-        no longer contain the state after `length` tokens."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Keys and values in blocks of `block_size` tokens."""
+    """Keys and values in blocks of `block_size` tokens. The blocks contain the state after each earlier token."""
 
     block_size: int
     window: int | None = None
@@ -69,12 +42,16 @@ class Paged:
     paged = True
 
     def num_blocks(self, length: int) -> int:
+        """Blocks that the first `length` tokens need."""
         return -(-length // self.block_size)
 
     def num_unseen(self, computed: int) -> int:
+        """Leading blocks that no token after the first `computed` tokens sees."""
         return 0 if self.window is None else max(0, computed + 1 - self.window) // self.block_size
 
     def room(self, count: int, computed: int) -> int:
+        """Length up to which `count` blocks suffice, and none can be freed, while a sequence with `computed` tokens
+        grows token by token."""
         length = count * self.block_size
         if self.window is None:
             return length
@@ -82,6 +59,8 @@ class Paged:
         return min(length, (self.num_unseen(computed) + 1) * self.block_size + self.window - 1)
 
     def fork(self, blocks: list[int], computed: int, length: int) -> ForkedBlocks | None:
+        """Blocks for a fork that starts with `length` tokens of a sequence with `computed` tokens. None if these blocks
+        no longer contain the state after `length` tokens."""
         full, rest = divmod(length, self.block_size)
         if NO_BLOCK in blocks[self.num_unseen(length) : full + (rest > 0)]:
             return None
@@ -91,7 +70,8 @@ class Paged:
 @dataclass(frozen=True, slots=True)
 class PerRow:
     """One state of fixed size for each sequence, such as the matrix of linear attention and the last columns of a
-    convolution. All layers of this kind share the numbers of states."""
+    convolution. All layers of this kind share the numbers of states. Only the state after the last token exists, so a
+    fork starts at that token, and the prefix cache needs a snapshot: a copy that was made at the end of a prefix."""
 
     paged = False
 
@@ -107,6 +87,10 @@ class PerRow:
     def fork(self, blocks: list[int], computed: int, length: int) -> ForkedBlocks | None:
         # The next token of the parent overwrites the state, so two sequences can never share one.
         return ForkedBlocks([], blocks[0]) if length == computed else None
+
+
+StateKind = Paged | PerRow
+"""One kind of state. Its methods answer questions about the blocks of a sequence, and change nothing."""
 
 
 @dataclass(frozen=True, slots=True)

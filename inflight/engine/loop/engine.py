@@ -7,7 +7,6 @@ on the host, they are appended to their sequences, and finished sequences end (c
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
 from inflight.engine.build import Parts
+from inflight.engine.loop.headers import FrameHeaders
 from inflight.engine.loop.outputs import routed_experts_columns, token_columns
 from inflight.engine.loop.prompt_scores import Scores, score_prompts
 from inflight.engine.loop.sampler import Samples
@@ -35,25 +35,14 @@ class _Launched:
     """A forward pass that is running on the device or finished."""
 
     schedule: Schedule
-    slot: int
-    adapter_slot: int | None
+    slots: dict[SlotTable, int | None]
+    """The slots that it reads."""
     swap: Swap | None
     samples: Samples
     """Samples on the CPU, valid once `done` has happened."""
     routed_experts: torch.Tensor | None
     scores: Scores | None
     done: torch.cuda.Event | torch.Event | None
-
-
-class _Drawn(NamedTuple):
-    """The M tokens that a pass drew, on the host."""
-
-    rows: np.ndarray
-    """i64[…]: the draws of sequences that had not ended before."""
-    tokens: np.ndarray
-    """i64[M]"""
-    logprobs: np.ndarray
-    """f32[M]"""
 
 
 class Engine(Parts, Backend):
@@ -67,38 +56,34 @@ class Engine(Parts, Backend):
     def __init__(self, options: EngineOptions, *, overlap: bool | None = None):
         """overlap: launch a pass before reading the results of the previous one, so that host and device work at the
         same time. True on a GPU by default."""
-        Parts.__init__(self, options)
-        Backend.__init__(self, self.options)
+        super().__init__(options)
+        self.headers = FrameHeaders(self.requests)
         self._digester = Digester(self.slot_table)
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
         self._under_way: _Launched | None = None
-        self.scheduler.renew_kv_namespaces(self.options.adapters)
+        self.scheduler.namespaces.renew(self.options.adapters)
+        runner, memory = self.runner, self.memory
         self.execution = Execution(
             attention=self.attention,
-            fused=self.runner.unfused_reason is None,
-            num_graphs=self.runner.num_graphs,
-            kv_cache_bytes=self.memory.nbytes,
-            kv_cache_tokens=self.memory.capacity_tokens,
+            fused=runner.unfused_reason is None,
+            num_graphs=runner.num_graphs,
+            kv_cache_bytes=memory.nbytes,
+            kv_cache_tokens=memory.capacity_tokens,
         )
-
-    def describe(self) -> str:
-        runner, memory = self.runner, self.memory
         how = "fused" if runner.unfused_reason is None else f"unfused ({runner.unfused_reason})"
         graphs = f", {runner.num_graphs} CUDA graphs" if runner.num_graphs else ""
-        return (
-            f"{self.device}, {how}{graphs}, attention {self.attention}, up to {self.max_sequences} sequences of "
-            f"{self.max_context:,} tokens, KV cache of {memory.nbytes / 2**20:,.0f} MiB for "
+        self.description = (
+            f"{self.device}, {how}{graphs}, attention {self.attention}, up to {self.options.max_sequences} sequences "
+            f"of {self.options.max_context:,} tokens, KV cache of {memory.nbytes / 2**20:,.0f} MiB for "
             f"{memory.capacity_tokens:,} tokens"
         )
-
-    # ---- requests and states ------------------------------------------------------------------------------------
 
     @verb()
     def sleep(self) -> None:
         """Slots stay, as publishers may be writing to them."""
         if not self.asleep:
             self.asleep = True
-            self.scheduler.preempt_all()
+            self.scheduler.preemption.preempt_all()
             self.cache.forget()
             self.runner.free_memory()
             self.memory.free()  # last, because it returns all unused memory to the device
@@ -112,6 +97,8 @@ class Engine(Parts, Backend):
 
     @verb()
     def digests(self, least: int) -> list[Digests]:
+        """Return SHA-256 of every tensor of a live version from `least` on, or an empty list if it is not ready: ask
+        again."""
         if self.version < least:
             return []
         # The newest version can be a version of adapters.
@@ -119,6 +106,8 @@ class Engine(Parts, Backend):
 
     @verb()
     def checksums(self, asked: ChecksumRequest) -> list[Digests]:
+        """Return checksums of the live weights, or an empty list if they are not ready: ask again. Raises BackendError
+        if no weights are live."""
         if self.slot_table.live is None:  # no attached publisher could fill the slot
             raise BackendError(
                 "the engine cannot compare weights: its only slot was given to a publisher that has ended. "
@@ -126,40 +115,16 @@ class Engine(Parts, Backend):
             )
         return self._digester.ask(self.slot_table.version, asked)
 
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work or self._under_way is not None or self.requests.has_news
-
-    @property
-    def blocked(self) -> bool:
-        return self.paused or self.asleep or self.slot_table.live is None
-
-    @property
-    def idle(self) -> bool:
-        blocked = self.blocked or self.scheduler.held_back
-        return not self.has_work or (blocked and self._under_way is None and not self.requests.has_news)
-
-    @property
-    def adapter_slots(self) -> SlotTable | None:
-        return None if self.adapters is None else self.adapters.slot_table
-
     def load(self) -> Load:
         scheduler, cache = self.scheduler, self.cache
         return Load(
-            num_waiting=scheduler.num_waiting,
+            num_waiting=len(self.requests.unfinished) - len(scheduler.running),
             num_running=len(scheduler.running),
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=scheduler.preemption.count,
             kv_blocks=cache.num_blocks,
             kv_blocks_used=cache.num_used_blocks,
             num_reused_tokens=cache.num_reused_tokens,
         )
-
-    def slot_in_use(self, slot_table: SlotTable) -> int | None:
-        if self._under_way is None:
-            return None
-        return self._under_way.slot if slot_table is self.slot_table else self._under_way.adapter_slot
-
-    # ---- the loop -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> TokenFrame | None:
@@ -173,13 +138,16 @@ class Engine(Parts, Backend):
                 launched = self._sample(schedule, logits)
         if self._overlap:
             launched, self._under_way = self._under_way, launched
-        return self._tell_news() if launched is None else self._emit(launched, self._collect(launched))
+            self.slots_in_use = {} if self._under_way is None else self._under_way.slots
+        if launched is None:
+            return self.headers.frame_without_tokens(self.version, self.step_count)
+        return self._emit(launched, self._collect(launched))
 
     def _swap(self) -> None:
         """Make the newest complete version of the weights, and of the adapters, live."""
         self._digester.settle()
         recomputes = self.options.kv_on_swap == "recompute"
-        if recomputes and not self.blocked and self.scheduler.must_finish_prefill:
+        if recomputes and not self.blocked and self.scheduler.preemption.must_finish_prefill:
             return
         for slot_table in self.slot_tables:
             began_ns = now_ns()
@@ -187,24 +155,25 @@ class Engine(Parts, Backend):
             if ready is None:
                 if slot_table is self.slot_table:
                     lacks_weights = slot_table.live is None and self.scheduler.has_work
-                    self.stall_clock.wait(began_ns if lacks_weights else None)
+                    self.headers.stall_clock.wait(began_ns if lacks_weights else None)
                 continue
             num_in_flight = sum(bool(s.tokens or s.num_pending) for s in self.scheduler.running.values())
-            self.scheduler.renew_kv_namespaces(self.options.adapters)
+            self.scheduler.namespaces.renew(self.options.adapters)
             if recomputes:
-                self.scheduler.recompute_unpinned(adapted=slot_table is not self.slot_table)
-            self._note_swap(slot_table, ready, began_ns, num_in_flight)
+                self.scheduler.preemption.recompute_unpinned(adapted=slot_table is not self.slot_table)
+            has_work = self.scheduler.has_work
+            self.headers.swapped(slot_table, ready, began_ns, num_in_flight, has_work=has_work)
 
     def _schedule(self) -> Schedule | None:
         """Choose the tokens that the next pass computes. Return None if there are none, or no pass can run."""
         if self.blocked or not self.scheduler.has_work:
             return None
         live = self.slot_table.version
-        version = self.scheduler.next_version(live)
+        version = self.scheduler.backlog.next_version(live)
         stamp = self.version if version == live else version
-        self.memory.copy_blocks(self.cache.take_copies())
+        self.memory.copy_blocks(self.cache.copies.take())
         schedule = self.scheduler.schedule(version, live=version == live, stamp=stamp)
-        self.memory.copy_blocks(self.cache.take_restored())
+        self.memory.copy_blocks(self.cache.restored.take())
         return schedule if len(schedule.rows) else None
 
     def _sample(self, schedule: Schedule, logits: torch.Tensor) -> _Launched:
@@ -217,23 +186,22 @@ class Engine(Parts, Backend):
             routed_experts = self.routed_experts.take() if self.routed_experts else None
             samples = samples.to_host()
             done = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
-        swap = None
-        if schedule.version == self.slot_table.version:
-            swap, self._untold_swap = self._untold_swap, None
+        swap = self.headers.take_swap() if schedule.version == self.slot_table.version else None
         self.step_count += 1
-        slot = self.slot_table.readable.slot_of(schedule.version)
-        adapter_slot = self.adapters.slot_table.live if self.adapters is not None else None
-        return _Launched(schedule, slot, adapter_slot, swap, samples, routed_experts, scores, done)
+        slots: dict[SlotTable, int | None] = {self.slot_table: self.slot_table.readable.slot_of(schedule.version)}
+        if self.adapter_slots is not None:
+            slots[self.adapter_slots] = self.adapter_slots.live
+        return _Launched(schedule, slots, swap, samples, routed_experts, scores, done)
 
-    def _collect(self, launched: _Launched) -> _Drawn:
-        """Wait for the results of a pass, append the tokens to their sequences and end finished sequences."""
+    def _collect(self, launched: _Launched) -> np.ndarray:
+        """Wait for the results of a pass, append the tokens to their sequences and end finished sequences. Return
+        i64[…]: the draws of sequences that had not ended before."""
         with span("collect"):
             if launched.done is not None:
                 launched.done.synchronize()
             draws, samples = launched.schedule.draws, launched.samples
-            tokens, logprobs = samples.tokens.numpy(), samples.logprobs.numpy()
-            finite = np.isfinite(logprobs)
-            counts, may_end = self.rows.read(draws, tokens)
+            finite = np.isfinite(samples.logprobs.numpy())
+            counts, may_end = self.rows.read(draws, samples.tokens.numpy())
             if np.count_nonzero(finite) < len(finite):
                 may_end = may_end | (counts & ~finite)
             for index in may_end.nonzero()[0].tolist():
@@ -243,26 +211,21 @@ class Engine(Parts, Backend):
             self.scheduler.remember(launched.schedule)
             rows = counts.nonzero()[0]
             self.num_tokens += len(rows)
-        return _Drawn(rows, tokens, logprobs)
+        return rows
 
-    def _emit(self, launched: _Launched, drawn: _Drawn) -> TokenFrame:
-        """Return the frame of a pass."""
-        schedule, rows = launched.schedule, drawn.rows
-        header = self._header(schedule.stamp, len(rows), launched.swap, schedule.starts, schedule.taken_over)
-        request_ids, tokens, logprobs = schedule.draws.cohort.request_ids, drawn.tokens.astype(np.int32), drawn.logprobs
+    def _emit(self, launched: _Launched, rows: np.ndarray) -> TokenFrame:
+        """Return the frame of a pass, with these draws."""
+        schedule, samples = launched.schedule, launched.samples
+        header = self.headers.header(
+            schedule.stamp, self.step_count, len(rows), launched.swap, schedule.starts, schedule.taken_over
+        )
+        request_ids, logprobs = schedule.draws.cohort.request_ids, samples.logprobs.numpy()
+        tokens = samples.tokens.numpy().astype(np.int32)
         if len(rows) < len(request_ids):
             request_ids, tokens, logprobs = (column[rows] for column in (request_ids, tokens, logprobs))
-        extras = token_columns(launched.samples.columns, rows)
+        extras = token_columns(samples.columns, rows)
         if self.routed_experts is not None and launched.routed_experts is not None:
             extras |= routed_experts_columns(schedule, launched.routed_experts, self.routed_experts.dtype)
         if launched.scores is not None:
             extras |= launched.scores.columns()
         return TokenFrame(header, request_ids, tokens, logprobs, extras)
-
-    def _tell_news(self) -> TokenFrame | None:
-        """Return a frame without tokens that reports started groups and ended requests, or None if there are none."""
-        if not self.requests.has_news and self._untold_swap is None:
-            return None
-        swap, self._untold_swap = self._untold_swap, None
-        header = self._header(self.version, 0, swap)
-        return TokenFrame(header, np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.float32))

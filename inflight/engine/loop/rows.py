@@ -93,8 +93,6 @@ class Rows:
     def num_free(self) -> int:
         return len(self._free)
 
-    # ---- sequences in rows ---------------------------------------------------------------------------------------
-
     def enter(self, sequence: Sequence) -> None:
         """Give a sequence a row. One must be free."""
         row, params = self._free.pop(), sequence.params
@@ -146,8 +144,6 @@ class Rows:
             table[rows, counts] = more
         self.num_blocks[rows] = counts + 1
         self.reserved[rows] += block_size
-
-    # ---- passes -------------------------------------------------------------------------------------------------
 
     def fit(self, rows: np.ndarray, version: int, *, live: bool) -> np.ndarray:
         """Return bool[N]: True for rows i64[N] that a pass under `version` can advance. They are pinned to it or, if it

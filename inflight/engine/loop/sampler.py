@@ -29,15 +29,6 @@ _LARGE_MASK = 16384
 """A mask that leaves more tokens than this, and most of the vocabulary, is recorded as the list of removed tokens."""
 
 
-def sample_seed(seed: int, sample: int) -> int:
-    """Return the seed of one sample of a group: SplitMix64's output function (Steele, Lea and Flood 2014), as i64."""
-    x = (seed + (sample + 1) * 0x9E3779B97F4A7C15) % 2**64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-    x ^= x >> 31
-    return x - 2**64 if x >= 2**63 else x
-
-
 @dataclass(slots=True)
 class Samples:
     """The samples of a pass, on its device: tokens i64[M], logprobs f32[M], and the columns that some row asked for.
@@ -82,8 +73,6 @@ class _Rows:
     batch_rows: torch.Tensor
     adjusted: list[int]
     filtered: list[int]
-    masked: list[int]
-    """Rows without filters that asked for their sampling mask. It lacks the banned ids."""
     built_in: bool
     """Some row asked for a built-in column."""
     entropy: bool
@@ -134,8 +123,6 @@ class Sampler:
                 cut_FV = torch.full_like(logprobs_MV[filtered.rows], float("-inf"))
                 logprobs_MV[filtered.rows] = cut_FV.scatter_(1, filtered.order_FK, filtered.logprobs_FK)
             samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
-        if rows.masked:
-            self._add_masks_of_plain(samples, filtered, rows, sequences)
         self._last_tokens.index_copy_(0, rows.batch_rows, samples.tokens)
         watched = [i for i in rows.adjusted if sequences[i].params.repetition_penalty != 1]
         if watched and self._seen is not None:
@@ -144,8 +131,6 @@ class Sampler:
             for sequence in (sequences[i] for i in watched):
                 self._seen_by[sequence.batch_row] = (sequence.request_id, sequence.length)
         return samples
-
-    # ---- parameters ---------------------------------------------------------------------------------------------
 
     def _rows_of(self, cohort: Cohort) -> _Rows:
         if self._rows is None or self._rows.cohort is not cohort:
@@ -158,13 +143,6 @@ class Sampler:
                 batch_rows=to_device(torch.from_numpy(cohort.rows), self._device),
                 adjusted=[i for i, params in special if params.adjusted],
                 filtered=[i for i, params in special if params.filtered],
-                masked=[
-                    i
-                    for i, params in special
-                    if self._banned is not None
-                    and params.return_sampling_mask
-                    and not (params.filtered or params.greedy)
-                ],
                 built_in=any(column.asked_by(params) for _, params in special for column in COLUMNS.values()),
                 entropy=any(params.return_entropy for _, params in special),
                 top=max((params.top_logprobs for _, params in special), default=0),
@@ -174,8 +152,6 @@ class Sampler:
 
     def _tensor(self, values: Seq[float] | Seq[int], dtype: torch.dtype) -> torch.Tensor:
         return to_device(values, self._device, dtype)
-
-    # ---- logits -------------------------------------------------------------------------------------------------
 
     def _adjust(self, logits_MV: torch.Tensor, sequences: Seq[Sequence], adjusted: list[int]) -> torch.Tensor:
         logits_MV = logits_MV.clone()
@@ -211,8 +187,6 @@ class Sampler:
             seen_V.zero_()
             seen_V[self._tensor(sequence.token_ids(), torch.int64)] = True
         return seen_V
-
-    # ---- samples ------------------------------------------------------------------------------------------------
 
     def _sample_plain(self, logits_MV: torch.Tensor, rows: _Rows, positions: torch.Tensor) -> Samples:
         tokens, logprobs, entropies = draw(logits_MV, rows.temperatures, rows.seeds, positions, entropy=rows.entropy)
@@ -263,24 +237,6 @@ class Sampler:
             index_A, order_AK, mask_AK = index_A[among], order_AK[among], mask_AK[among]
         whole = mask_AK.shape[1] == self._vocab_size
         return mask_columns(mask_AK, order_AK, index_A, num_rows=len(sequences), whole=whole)
-
-    def _add_masks_of_plain(
-        self, samples: Samples, filtered: _Filtered | None, rows: _Rows, sequences: Seq[Sequence]
-    ) -> None:
-        """Add the masks of all rows that asked for one to the columns, including rows without filters."""
-        asked = {row: f for f, row in enumerate(rows.filtered) if sequences[row].params.return_sampling_mask}
-        among = sorted([*asked, *rows.masked])
-        mask_AV = torch.ones(len(among), self._vocab_size, dtype=torch.bool, device=self._device)
-        mask_AV[:, self._banned] = False
-        if filtered is not None and asked:
-            places = self._tensor([among.index(row) for row in asked], torch.int64)
-            chosen = self._tensor(list(asked.values()), torch.int64)
-            kept_FV = torch.zeros(len(asked), self._vocab_size, dtype=torch.bool, device=self._device)
-            mask_AV[places] = kept_FV.scatter_(1, filtered.order_FK[chosen], filtered.mask_FK[chosen])
-        ids_AV = torch.arange(self._vocab_size, device=self._device).expand_as(mask_AV)
-        index_A = self._tensor(among, torch.int64)
-        samples.columns.pop("mask_cut_from", None)
-        samples.columns.update(mask_columns(mask_AV, ids_AV, index_A, num_rows=len(sequences)))
 
 
 def mask_columns(

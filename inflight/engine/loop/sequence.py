@@ -2,22 +2,28 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from inflight.core.frames import TakenOver
+from inflight.core.messages import LIVE_VERSION, Ids, Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.engine.cache.blocks import NO_VERSION, Holding
+
+if TYPE_CHECKING:
+    from inflight.engine.loop.rows import Rows
 
 UNPINNED = None
 
 
-class Lengths(Protocol):
-    """The lengths of running sequences (`Rows`)."""
-
-    lengths: np.ndarray
-    """i64[batch rows]: tokens so far, drawn and not yet read ones included."""
+def sample_seed(seed: int, sample: int) -> int:
+    """Return the seed of one sample of a group: SplitMix64's output function (Steele, Lea and Flood 2014), as i64."""
+    x = (seed + (sample + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    x ^= x >> 31
+    return x - 2**64 if x >= 2**63 else x
 
 
 @dataclass(slots=True, eq=False)
@@ -46,12 +52,12 @@ class Sequence:
     """A pass has computed some of it."""
     followers: list["Sequence"] = field(default_factory=list)
     """Samples of the same prompt. They wait until this one has computed it."""
-    rows: Lengths | None = None
-    """The lengths of running sequences, while it runs."""
+    rows: "Rows | None" = None
+    """The batch rows, while it runs."""
     batch_row: int = -1
     """Row of the per-sequence device state while it runs, otherwise −1."""
     holding: Holding = field(default_factory=Holding)
-    """Its blocks of the KV cache. Only the cache writes to it."""
+    """Its blocks of the KV cache. Only the cache writes to it, except for `computed`."""
     taken_over: int = 0
     """Leading tokens that were computed before, for the prefix cache or for the parent of a fork."""
     taken_over_version: int = NO_VERSION
@@ -61,6 +67,23 @@ class Sequence:
     """Swaps since it last drew a token that made its prefill start again."""
     prompt_scored: bool = False
     """Another sample of its group was computed, and scored, with the same prompt."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, ids: Ids, sample: int, tokens: list[int], live: int, *, max_context: int) -> "Sequence":
+        """Return one sample of a prompt whose params have a seed. live: the version of the live weights."""
+        return cls(
+            request_id=ids.first_request_id + sample,
+            group_id=ids.group_id,
+            sample=sample,
+            seed=sample_seed(prompt.params.seed or 0, sample),
+            prompt=prompt.token_ids,
+            params=prompt.params,
+            max_tokens=min(prompt.params.max_tokens, max_context - len(prompt.token_ids)),
+            adapter=prompt.adapter,
+            pin=live if prompt.version == LIVE_VERSION else prompt.version,
+            metadata=prompt.metadata,
+            tokens=tokens,
+        )
 
     @property
     def scores_prompt(self) -> bool:

@@ -125,8 +125,6 @@ class EngineClient:
                 raise EngineHungError(f"{known} {what} within {bound_s:g} s: {reason}")
             wait.tell(f"the engine {what}")
 
-    # ---- the thread ---------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             while not self._closing:

@@ -72,28 +72,28 @@ class EngineProcess:
         self._publisher_lock = directory / "publisher.lock"
         self._publishing = PublisherService(engine, control, self._publisher_lock, transports)
         self._recorder = Recorder("inflight engine", directory)
-        self._verbs = Verbs(engine, self)
+        self._verbs = Verbs(engine, engine.requests, self)
         self._handlers: Handlers = {
             **dict.fromkeys(get_args(FromPublisher), self._publishing.handle),
             Call: lambda sender, call: self._verbs.answer(call),
             Hello: self._hello,
         }
         self._step_ns = 0
-        self._states = StateClock(engine.state)
+        self._states = StateClock(state_of(engine))
         self.stopping = False
 
     def run(self) -> None:
         while not self.stopping:
             engine, idle = self._engine, self._engine.idle
-            self._states.enter(engine.state if idle else GENERATING)
+            self._states.enter(state_of(engine) if idle else GENERATING)
             self._answer(wait=idle)
             self._publishing.take_results()
-            engine.admit(may_begin=may_begin(engine, self._stream))
+            engine.scheduler.admits = may_begin(engine, self._stream)
             if not engine.idle:
                 self._states.enter(GENERATING)
             began_ns = now_ns()
             frame = engine.step()
-            self._stream.state = self._engine.state
+            self._stream.state = state_of(engine)
             self._step_ns = now_ns() - began_ns
             if frame is not None:
                 self._stream.send(frame, at_once=engine.idle or frame.header.swap is not None)
@@ -101,19 +101,24 @@ class EngineProcess:
                 self._stream.flush()
             self._publishing.lend_slots()
 
-    def stop(self) -> None:
-        """End the loop after the pass in progress. Can be called from any thread."""
-        self.stopping = True
-
     def close(self) -> None:
         self._engine.close()
         self._stream.close()
 
-    # ---- verbs --------------------------------------------------------------------------------------------------
-
     @verb()
     def shutdown(self) -> None:
-        self.stop()
+        """End the loop after the pass in progress. Can be called from any thread."""
+        self.stopping = True
+
+    @verb()
+    def pause(self) -> None:
+        """Stop forward passes at the next boundary, until `resume()`. Weights still arrive."""
+        self._engine.paused = True
+
+    @verb()
+    def resume(self) -> None:
+        """Run forward passes again."""
+        self._engine.paused = False
 
     @verb()
     def status(self) -> Status:
@@ -122,8 +127,8 @@ class EngineProcess:
             version=engine.version,
             step=engine.step_count,
             num_tokens=engine.num_tokens,
-            num_swaps=engine.num_swaps,
-            num_swaps_in_flight=engine.num_swaps_in_flight,
+            num_swaps=engine.headers.num_swaps,
+            num_swaps_in_flight=engine.headers.num_swaps_in_flight,
             bad_messages=self._control.num_refused,
             paused=engine.paused,
             asleep=engine.asleep,
@@ -148,8 +153,6 @@ class EngineProcess:
         """Return the path of the engine's part of the trace. The file belongs to the caller from then on."""
         return str(self._recorder.stop())
 
-    # ---- control ------------------------------------------------------------------------------------------------
-
     def _answer(self, *, wait: bool) -> None:
         """Answer waiting messages; with `wait`, wait a while for the first one."""
         limit_ns, wait_ms = self._step_ns * _SHARE_OF_STEP, _IDLE_POLL_MS if wait else 0
@@ -160,13 +163,10 @@ class EngineProcess:
 
     def _hello(self, sender: bytes, message: Hello) -> FromEngine:
         check_same_version(message.version, message.protocol, message.package, who="who says Hello")
-        return self._welcome(message.ticket)
-
-    def _welcome(self, ticket: int) -> Welcome:
         engine = self._engine
         return Welcome(
-            ticket=ticket,
-            engine_id=engine.engine_id,
+            ticket=message.ticket,
+            engine_id=engine.headers.engine_id,
             stream_endpoint=self._stream.endpoint,
             tcp_endpoint=self._tcp_endpoint,
             tcp_stream_port=self._tcp_stream_port,
@@ -175,8 +175,8 @@ class EngineProcess:
             device=str(engine.device),
             device_uuid=uuid_of(engine.device),
             num_slots=len(engine.slot_table.slots),
-            max_sequences=engine.max_sequences,
-            max_context=engine.max_context,
+            max_sequences=engine.options.max_sequences,
+            max_context=engine.options.max_context,
             vocab_size=engine.vocab_size,
             next_ids=engine.requests.next_ids,
             publisher_lock=str(self._publisher_lock),
@@ -187,6 +187,17 @@ class EngineProcess:
             no_kernels=_cpu.problem() if engine.device.type == "cpu" and _cpu.library() is None else "",
             **asdict(engine.execution),
         )
+
+
+def state_of(engine: Backend) -> str:
+    """Return the current activity of an engine, in a few words."""
+    if engine.asleep or engine.paused:
+        return "asleep" if engine.asleep else "paused"
+    if not engine.has_work:
+        return "idle"
+    if engine.scheduler.held_back:
+        return "waits for the trainer"
+    return "waits for weights" if engine.blocked else GENERATING
 
 
 def make_backend(options: EngineOptions) -> Backend:
@@ -227,11 +238,11 @@ def serve(startup: Startup, stop_with: Callable[[Callable[[], None]], None]) -> 
             return 1
         process = EngineProcess(engine, control, stream, directory, transports, tcp)
         at_end.callback(process.close)
-        stop_with(process.stop)
+        stop_with(process.shutdown)
         gc.collect()
         # Objects from importing and loading live to the end, and walking them stops the generator for 1/4 second.
         gc.freeze()
-        logger.info("engine %s serves %s: %s", engine.engine_id, options.model, engine.describe())
+        logger.info("engine %s serves %s: %s", engine.headers.engine_id, options.model, engine.description)
         if options.listen:
             logger.info("clients with a key may connect to %s, and to port %d for the stream", *tcp)
         process.run()

@@ -75,7 +75,7 @@ class PublisherService:
                 self._slot_table.check(message)
                 self._load(sender, message)
         if isinstance(message, SlotReady | SlotRequest):
-            self._engine.stall_clock.handled(self._slot_table, began_ns)
+            self._engine.headers.stall_clock.handled(self._slot_table, began_ns)
         return None
 
     def take_results(self) -> None:
@@ -87,11 +87,11 @@ class PublisherService:
         """Send idle slots to the publisher, except the slot that a pass in progress reads."""
         slot_table, holder = self._slot_table, self._lease.holder
         if holder is not None:
-            for slot in slot_table.lend(in_use=self._engine.slot_in_use(slot_table)):
+            for slot in slot_table.lend(in_use=self._engine.slots_in_use.get(slot_table)):
                 began_ns = now_ns()
                 if not self._control.send(holder, SlotFree(slot=slot)):  # The publisher never receives this slot.
                     slot_table.withdraw()
-                self._engine.stall_clock.handled(slot_table, began_ns)
+                self._engine.headers.stall_clock.handled(slot_table, began_ns)
 
     def _attach(self, sender: bytes, message: Attach) -> Attached:
         """Attach a publisher in place of any earlier one and send it all slots that are not in use."""
@@ -111,17 +111,15 @@ class PublisherService:
         if self._filler is not None:
             self._filler.retire()
         self._filler = SlotFiller(slot_table, transport, self._loaded)
-        free = slot_table.attach(in_use=self._engine.slot_in_use(slot_table))
+        free = slot_table.attach(in_use=self._engine.slots_in_use.get(slot_table))
         return Attached(
             ticket=message.ticket,
             layout=slot_table.layout,
             slots=slots,
             free=[slot for slot in free if (slot_table, slot) not in self._loading],
-            version=self._engine.newest_version,
+            version=max(table.newest_version for table in self._engine.slot_tables),
             aliases=self._engine.aliases if message.aliases and not message.adapters else [],
         )
-
-    # ---- the slot filler ----------------------------------------------------------------------------------------
 
     def _load(self, sender: bytes, job: Fill | SlotReady) -> None:
         if (self._slot_table, job.slot) in self._loading:

@@ -18,6 +18,7 @@ from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
 from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
+from inflight.engine.loop.headers import FrameHeaders
 from inflight.engine.loop.outputs import token_columns
 from inflight.engine.loop.requests import Requests
 from inflight.engine.loop.sequence import Sequence
@@ -48,12 +49,13 @@ class VllmEngine(Backend):
     def __init__(self, options: EngineOptions, started: Started | None = None):
         """started: a vLLM engine; None starts one."""
         started = started or start(options)
-        super().__init__(started.options)
+        self.options = started.options
         self._started = started
         self.device = started.device
         self.vocab_size = started.vocab_size
         self.aliases = started.aliases
         self.slot_table: StagedSlots = started.slot_table
+        self.adapter_slots: StagedSlots | None = started.adapter_slots
         self.execution = Execution(
             attention="vllm",
             fused=True,
@@ -61,7 +63,9 @@ class VllmEngine(Backend):
             kv_cache_bytes=started.kv_cache_bytes,
             kv_cache_tokens=started.kv_blocks * int(started.config.cache_config.block_size),
         )
-        self.scheduler: VllmScheduler = VllmScheduler(self.max_sequences, records_columns=started.records_columns)
+        self.scheduler: VllmScheduler = VllmScheduler(
+            self.options.max_sequences, records_columns=started.records_columns
+        )
         self.requests = Requests(
             self.scheduler,
             self.slot_table,
@@ -69,16 +73,15 @@ class VllmEngine(Backend):
             vocab_size=self.vocab_size,
             can_read_text=started.tokenizer is not None,
         )
+        self.headers = FrameHeaders(self.requests)
         self.stop = StopCondition(started.eos_ids, started.tokenizer)
-        self._updates = Updates(started, self.stall_clock)
+        self._updates = Updates(started, self.headers.stall_clock)
         self._num_reused_tokens = 0
-
-    def describe(self) -> str:
-        started, reason = self._started, self._started.reload_reason
+        reason = started.reload_reason
         how = f"reloads weights by itself ({reason})" if reason else "weights are prepared beside it and swapped"
-        return (
-            f"{started.name} on {self.device}, {how}, up to {self.max_sequences} sequences of {self.max_context:,} "
-            f"tokens, KV cache for {self.execution.kv_cache_tokens:,} tokens"
+        self.description = (
+            f"{started.name} on {self.device}, {how}, up to {self.options.max_sequences} sequences of "
+            f"{self.options.max_context:,} tokens, KV cache for {self.execution.kv_cache_tokens:,} tokens"
         )
 
     def close(self) -> None:
@@ -135,13 +138,7 @@ class VllmEngine(Backend):
 
     @property
     def idle(self) -> bool:
-        if self._updates.preparing is not None or self.requests.has_news:
-            return False
-        return self.blocked or not self.scheduler.has_work or self.scheduler.held_back
-
-    @property
-    def adapter_slots(self) -> StagedSlots | None:
-        return self._started.adapter_slots
+        return self._updates.preparing is None and super().idle
 
     def load(self) -> Load:
         started, theirs = self._started, self._started.scheduler
@@ -163,7 +160,8 @@ class VllmEngine(Backend):
         started, running = self._started, self.scheduler.running
         if (swap := self._updates.advance(has_work=self.scheduler.has_work)) is not None:
             self.scheduler.send_back([name for name in started.unbegun() if name in running])
-            self._note_swap(*swap, num_in_flight=sum(bool(s.tokens) for s in running.values()))
+            num_in_flight = sum(bool(s.tokens) for s in running.values())
+            self.headers.swapped(*swap, num_in_flight, has_work=self.scheduler.has_work)
         started.core.abort_requests(self.scheduler.take_given_up())
         if not self.blocked:
             for name, sequence, salt in self.scheduler.advance(self.slot_table.version, self.version):
@@ -181,12 +179,12 @@ class VllmEngine(Backend):
         elif self._updates.preparing is not None:
             time.sleep(_POLL_S)
         rows = [row for output in outputs for row in self._collect(output)]
-        if not (stepped or self.requests.has_news or self._untold_swap is not None):
-            return None
-        reported, self._untold_swap = self._untold_swap, None
+        if not stepped:
+            return self.headers.frame_without_tokens(self.version, self.step_count)
         starts = [row.sequence for row in rows if row.starts]
         taken_over = [sequence.prefix_taken_over() for sequence in starts if sequence.taken_over]
-        header = self._header(self.version, len(rows), reported, starts, taken_over)
+        swap = self.headers.take_swap()
+        header = self.headers.header(self.version, self.step_count, len(rows), swap, starts, taken_over)
         return TokenFrame(header, *_columns_of(rows, columns))
 
     def _collect(self, output: Any) -> list["_Row"]:

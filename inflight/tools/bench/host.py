@@ -68,14 +68,14 @@ def _measure_point(settings: HostOptions, sequences: int) -> dict[str, Any]:
         without_full_collections(),
     ):
         count = sequences if not settings.backlog else 2 * sequences // 8 + 4
-        engine.submit([prompt() for _ in range(count)])
+        engine.requests.submit([prompt() for _ in range(count)])
         for _ in range(WARM_UP_STEPS + sequences):
             engine.step()
         wall_ms: list[float] = []
         cpu_ms: list[float] = []
         while len(wall_ms) < num_steps:
             if settings.backlog and engine.load().num_waiting < sequences:
-                engine.submit([prompt() for _ in range(max(1, sequences // 8))])
+                engine.requests.submit([prompt() for _ in range(max(1, sequences // 8))])
             began_cpu_ns, began_ns = time.thread_time_ns(), time.perf_counter_ns()
             frame = engine.step()
             if frame is None:

@@ -88,13 +88,13 @@ def _in_process(options: EngineOptions) -> tuple[str, Draw]:
     gc.freeze()  # as the engine's own process does
 
     def draw(prompts: list[Prompt]) -> Iterator[TokenFrame]:
-        engine.submit(prompts)
+        engine.requests.submit(prompts)
         while engine.has_work:
             frame = engine.step()
             if frame is not None:
                 yield frame
 
-    return f"{type(engine).__name__}.step: {engine.describe()}", draw
+    return f"{type(engine).__name__}.step: {engine.description}", draw
 
 
 def _on_stream(options: EngineOptions) -> tuple[str, Draw]:

@@ -73,7 +73,7 @@ def stubbed(engine: Engine, *, end_after: int = 0) -> Iterator[None]:
 
     end_after: one in `end_after` drawn tokens is an end-of-sequence id; 0: none.
     """
-    rows, vocab_size = engine.max_sequences, engine.vocab_size
+    rows, vocab_size = engine.options.max_sequences, engine.vocab_size
     ends = sorted(engine.stop._eos_ids)
     others = [token for token in range(vocab_size) if token not in ends]
     generator = torch.Generator().manual_seed(0)

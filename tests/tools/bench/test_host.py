@@ -2,7 +2,7 @@
 
 import pytest
 
-from inflight.engine.loop.engine import Engine
+from inflight.engine.loop.requests import Requests
 from inflight.engine.model.fused import FusedDecoder
 from inflight.engine.model.runner import ModelRunner
 from inflight.tools.bench import host
@@ -11,7 +11,7 @@ from inflight.tools.bench.options import HostOptions
 
 @pytest.mark.parametrize("backlog", [0, 4])
 def test_passes_are_timed_without_a_device(monkeypatch, backlog):
-    places, submit, clock = ModelRunner._places, Engine.submit, [0]
+    places, submit, clock = ModelRunner._places, Requests.submit, [0]
 
     def slow(*args):
         clock[0] += 10_000_000
@@ -25,7 +25,7 @@ def test_passes_are_timed_without_a_device(monkeypatch, backlog):
         monkeypatch.setattr(FusedDecoder, "hidden", None)
         return submit(*args)
 
-    monkeypatch.setattr(Engine, "submit", submit_to_no_device)
+    monkeypatch.setattr(Requests, "submit", submit_to_no_device)
     monkeypatch.setattr(ModelRunner, "_places", slow)
     monkeypatch.setattr(host.time, "perf_counter_ns", now_ns)
     result = host.measure(HostOptions(sequences=(8,), steps=4, prompt_tokens=(3, 40), backlog=backlog))

@@ -31,7 +31,7 @@ def draw(engine, num_prompts: int = 16, max_tokens: int = 60, publishing: nn.Mod
     """Rollouts of one length; `publishing` becomes the engine's weights halfway."""
     assembler, rollouts, step = Assembler(), [], 0
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
-    engine.submit([Prompt([1 + index, 2, 3, 4, 5], params) for index in range(num_prompts)])
+    engine.requests.submit([Prompt([1 + index, 2, 3, 4, 5], params) for index in range(num_prompts)])
     while engine.has_work:
         if publishing is not None and step == max_tokens // 2:
             publish(engine, publishing)

@@ -30,14 +30,14 @@ def test_mismatch_and_staleness_are_measured_apart(make_engine):
     probe = VersionProbe(model, keep=3)
     probe.remember(0)
     prompts = [Prompt([5, 9, i], SamplingParams(max_tokens=30, ignore_eos=True, seed=i)) for i in range(8)]
-    engine.submit(prompts[:4])
+    engine.requests.submit(prompts[:4])
     assembler, rollouts = Assembler(), []
     for step in range(200):
         if step == 12:
             train(model, 1)
             publish(engine, model)
             probe.remember(1)
-            engine.submit(prompts[4:])
+            engine.requests.submit(prompts[4:])
         frame = engine.step() if engine.has_work else None
         rollouts += [r for group in (assembler.add(frame) if frame else []) for r in group]
     train(model, 2)

@@ -1,0 +1,137 @@
+"""The prefix cache: full blocks by their tokens, for prompts that begin with the same tokens.
+
+An entry belongs to the tokens of its block, all tokens before them, and the namespace that computed all of these: a
+version of the weights, a publish of an adapter, or, if prefixes can outlive versions, the adapter whose versions did.
+An entry then has the oldest of these versions. Blocks without a holder stay remembered until their memory is needed,
+least recently used first.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from inflight.engine.cache.blocks import MIXED, NO_VERSION, BlockPool, Entry, Holding, Key, Namespace
+from inflight.engine.cache.kinds import NEVER, NO_BLOCK
+
+_REMEMBERED_AT_ONCE = 4
+"""Blocks of a decoding sequence that enter the prefix cache at a time, which is cheaper than one by one."""
+
+
+class PrefixCache:
+    """Finds blocks for tokens that were computed before, and evicts them when blocks run out."""
+
+    def __init__(self, paged: list[BlockPool], fixed: list[tuple[int, BlockPool]], block_size: int, *, enabled: bool):
+        """paged: pools of blocks that cover `block_size` tokens. fixed: pools of states, with their places after the
+        paged ones. The prefix cache needs snapshots of these states."""
+        self._paged, self._fixed, self._block_size = paged, fixed, block_size
+        # Only a block of tokens can push an entry out. So without paged state the prefix cache would grow for ever.
+        self._enabled = enabled and bool(paged)
+        # A sliding window could free a block before it enters the prefix cache, so there each block enters at once.
+        slides = any(pool.kind.num_unseen(NEVER) for pool in paged)
+        self._remembered_at_once = 1 if slides else _REMEMBERED_AT_ONCE
+        self._entries: dict[Key, Entry] = {}
+        self._new_ids = itertools.count()
+
+    def find(self, token_ids: Sequence[int], namespace: Namespace, oldest: int) -> list[Entry]:
+        """Return the entries of the longest remembered beginning of these tokens in this namespace that no version
+        before `oldest` computed. The last token is never part of it, because its logits are needed."""
+        size, last_entry = self._block_size, -1
+        found: list[Entry] = []
+        for start in range(0, (len(token_ids) - 1) // size * size, size):
+            entry = self._entries.get((namespace, last_entry, tuple(token_ids[start : start + size])))
+            if entry is None or entry.oldest < oldest:
+                break
+            found.append(entry)
+            last_entry = entry.id
+        for index, pool in self._fixed:
+            # The state after a chunk cannot be derived from later ones, so the match ends at a snapshot.
+            while found and found[-1].blocks[index] == NO_BLOCK:
+                found.pop()
+            if pool.num_available < 2:  # the snapshot, which might be evicted for its own copy
+                return []
+        return found
+
+    def next_chunk(self, holding: Holding, length: int) -> int:
+        """Return how many further tokens of a prompt of `length` tokens the next pass can compute at most."""
+        todo = length - holding.computed
+        if not self._fixed or not self._enabled:
+            return todo
+        # Prefixes end with a full block, and never contain the last token of a prompt. A snapshot at the longest such
+        # prefix costs one state per prompt; one at every block would take more memory than the keys and values.
+        holding.snapshot_at = (length - 1) // self._block_size * self._block_size
+        until_snapshot = holding.snapshot_at - holding.computed
+        return until_snapshot if until_snapshot > 0 else todo
+
+    def next_full(self, holding: Holding) -> int:
+        """Return the number of computed and known tokens at which `remember` is to be called for a sequence that grows
+        token by token. NEVER, if that call would do nothing."""
+        if holding.namespace == MIXED or not self._enabled:
+            return NEVER
+        return (holding.num_remembered + self._remembered_at_once) * self._block_size
+
+    def remember(self, holding: Holding, known: int, tokens: Callable[[int, int], tuple[int, ...]]) -> None:
+        """Enter the blocks that have filled up since the last call, if the whole sequence is of one namespace. Of two
+        entries for the same tokens the one that newer weights computed stays.
+
+        known: tokens of the sequence whose ids are known. tokens(start, end): ids of tokens start … end − 1.
+        """
+        namespace = holding.namespace
+        if namespace in (NO_VERSION, MIXED) or not self._enabled:
+            return
+        size = self._block_size
+        known = min(holding.computed, known)
+        while (holding.num_remembered + 1) * size <= known:
+            chunk = holding.num_remembered
+            key = (namespace, holding.last_entry, tokens(chunk * size, (chunk + 1) * size))
+            entry = self._entries.get(key)
+            if entry is None or entry.oldest < holding.oldest:
+                blocks = [table[chunk] for table in holding.blocks[: len(self._paged)]]
+                for pool, block in zip(self._paged, blocks, strict=True):
+                    if block == NO_BLOCK or block in pool.entry_of:
+                        holding.namespace = MIXED  # the chain ends here
+                        return
+                if entry is not None:
+                    self._forget(entry)
+                entry = Entry(next(self._new_ids), key, [*blocks, *(NO_BLOCK for _ in self._fixed)], holding.oldest)
+                self._entries[key] = entry
+                for pool, block in zip(self._paged, blocks, strict=True):
+                    pool.entry_of[block] = entry
+            if holding.snapshot_at == (chunk + 1) * size:
+                self._enter_snapshots(holding, entry)
+            holding.last_entry = entry.id
+            holding.num_remembered += 1
+
+    def take_block(self, pool: BlockPool) -> int:
+        """Take a block without a holder, and evict its entry if no block is free. One must be available."""
+        if not pool.free:
+            block, entry = next(iter(pool.remembered.items()))
+            if pool.kind.paged:
+                self._forget(entry)
+            else:  # the entry stays, as the chain to a later snapshot might need it
+                pool.forget(block)
+                entry.blocks[next(index for index, fixed in self._fixed if fixed is pool)] = NO_BLOCK
+        block = pool.free.pop()
+        pool.holders[block] = 1
+        return block
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        while self._entries:
+            self._forget(next(iter(self._entries.values())))
+
+    def _enter_snapshots(self, holding: Holding, entry: Entry) -> None:
+        """Move the snapshots of a sequence to the entry of the chunk at whose end they were taken."""
+        for index, pool in self._fixed:
+            blocks = holding.blocks[index]
+            if len(blocks) == 2:
+                snapshot = blocks.pop()
+                if entry.blocks[index] == NO_BLOCK and entry.oldest == holding.oldest:
+                    entry.blocks[index] = snapshot
+                    pool.entry_of[snapshot] = entry
+                pool.drop(snapshot)
+
+    def _forget(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        pools = (*self._paged, *(pool for _, pool in self._fixed))
+        for pool, block in zip(pools, entry.blocks, strict=True):
+            if block != NO_BLOCK:
+                pool.forget(block)

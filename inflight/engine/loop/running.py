@@ -1,0 +1,127 @@
+"""Running sequences: their batch rows, and their blocks of the cache."""
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from inflight.core.options import EngineOptions
+from inflight.engine.cache.blocks import NO_VERSION, Namespace
+from inflight.engine.cache.kv_cache import KVCache
+from inflight.engine.loop.order import Order
+from inflight.engine.loop.rows import PREFILL, Rows
+from inflight.engine.loop.sequence import UNPINNED, Chunk, Sequence
+
+
+class KVNamespaces:
+    """Namespaces of the state that passes compute for sequences."""
+
+    def __init__(self, options: EngineOptions):
+        self._across = options.prefix_across_versions
+        self._of_adapters: dict[str, int] = {}
+        """Maps adapters to the namespace of their present state, the weights under them included."""
+        self._new = itertools.count(1 << 40)  # beyond all versions
+
+    def renew(self, adapters: Iterable[str]) -> None:
+        """Separate the state that these adapters compute from now on from all earlier state."""
+        self._of_adapters |= {adapter: next(self._new) for adapter in adapters}
+
+    def of(self, sequence: Sequence, version: int, stamp: int) -> tuple[Namespace, int, int]:
+        """Return the namespace of the state that a pass under this version of the weights computes for a sequence, the
+        version of that state, and the oldest version whose state it can reuse. For the weights alone the version does
+        not count publishes of adapters."""
+        computed_by = version if sequence.adapter is None else stamp
+        oldest = 0
+        if self._across and sequence.pin is UNPINNED:  # the state can be of several versions
+            namespace, oldest = sequence.adapter or "", computed_by - self._across
+        else:
+            namespace = version if sequence.adapter is None else self._of_adapters[sequence.adapter]
+        salt = sequence.params.cache_salt
+        return ((namespace, salt) if salt else namespace), computed_by, oldest
+
+
+class RunningSequences:
+    """Sequences with a batch row, in order."""
+
+    def __init__(self, cache: KVCache, rows: Rows, order: Order, namespaces: KVNamespaces):
+        self._cache, self._rows, self._order, self._namespaces = cache, rows, order, namespaces
+        self.by_id: dict[int, Sequence] = {}
+        """Maps request ids to sequences, in order. Equal ones are in the order of their admission."""
+        self._in_order = np.zeros(0, np.int64)
+        """Batch rows in that order, valid at `_epoch`."""
+        self._epoch = 0
+
+    def in_order(self) -> np.ndarray:
+        """Return the batch rows i64[N] of the sequences, in their order."""
+        if self._epoch != self._rows.epoch:
+            rows = (sequence.batch_row for sequence in self.by_id.values())
+            self._in_order = np.fromiter(rows, np.int64, len(self.by_id))
+            self._epoch = self._rows.epoch
+        return self._in_order
+
+    def num_growing(self) -> int:
+        """Return the number of sequences that might need another block."""
+        rows, among = self._rows, self.in_order()
+        return int((rows.num_blocks[among] * self._cache.block_size < rows.limits[among]).sum())
+
+    def enter(self, sequence: Sequence) -> None:
+        """Give a sequence a batch row. One must be free."""
+        self._rows.enter(sequence)
+        if not self._cache.slides:
+            self._rows.reserved[sequence.batch_row] = self._cache.room(sequence.holding)
+        last = next(reversed(self.by_id.values()), sequence)
+        self.by_id[sequence.request_id] = sequence
+        if self._order(sequence) < self._order(last):
+            ordered = sorted(self.by_id.items(), key=lambda item: self._order(item[1]))
+            self.by_id.clear()
+            self.by_id.update(ordered)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a sequence's batch row and blocks away."""
+        del self.by_id[sequence.request_id]
+        self.remember(sequence)
+        self._rows.leave(sequence)
+        self.release(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the blocks of a sequence."""
+        self._cache.release(sequence.holding)
+        sequence.taken_over, sequence.taken_over_version = 0, NO_VERSION
+
+    def grow(self, rows: np.ndarray) -> bool:
+        """Take another block for each of these decoding rows i64[N]. False, with nothing taken, if more is to be
+        done."""
+        if not len(rows):
+            return True
+        blocks = self._cache.grow([sequence.holding for sequence in self._rows.sequences[rows]])
+        if blocks is not None:
+            self._rows.add_blocks(rows, blocks, self._cache.block_size)
+        return blocks is not None
+
+    def reserve(self, sequence: Sequence, length: int) -> bool:
+        """Take blocks for a sequence's first `length` tokens. False, with nothing taken, if there are too few."""
+        if not self._cache.reserve(sequence.holding, length):
+            return False
+        self._rows.reserved[sequence.batch_row] = self._cache.room(sequence.holding)
+        self._rows.update_blocks(sequence)
+        return True
+
+    def advance(self, sequence: Sequence, count: int, version: int, stamp: int) -> Chunk:
+        """Return the next `count` tokens of a sequence, which the next pass computes."""
+        holding, (namespace, computed_by, _) = sequence.holding, self._namespaces.of(sequence, version, stamp)
+        start = holding.computed
+        self._cache.advance(holding, count, namespace, computed_by)
+        scored = min(count, len(sequence.prompt) - 1 - start) if sequence.scores_prompt else 0
+        return Chunk(sequence, start, count, scored)
+
+    def report(self, sequence: Sequence) -> None:
+        """Report the tokens that a decoding sequence has computed to the cache."""
+        # Every pass computes a token of every decoding sequence, and the cache needs the number only now and then.
+        if sequence.batch_row >= 0 and self._rows.regimes[sequence.batch_row] != PREFILL:
+            sequence.holding.computed = sequence.length - 1
+
+    def remember(self, sequence: Sequence) -> None:
+        """Enter the full blocks of a sequence into the prefix cache."""
+        self.report(sequence)
+        self._cache.prefixes.remember(sequence.holding, sequence.num_known, sequence.token_slice)
+        self._rows.fills[sequence.batch_row] = self._cache.prefixes.next_full(sequence.holding)
