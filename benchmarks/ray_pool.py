@@ -35,15 +35,15 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.engine.loop.engine import Engine
 from inflight.engine.model.shapes import shape_config
-from inflight.ray import Placement
+from inflight.fleet.process.ray import RayPlacement
 
 MODEL, SEQUENCES, GROUP, PROMPT, PAIRS, PUBLISHES = "small", 32, 8, 32, 7, 15
 TOKENS = 64, 192
 """The fewest and the most of an answer."""
 FIRST_S, WINDOW_S = 1.0, 4.0
 """Seconds before tokens count, and for which they do."""
-LEFT = Placement(resources={"left": 1}, allow_unencrypted=True)
-RIGHT = Placement(resources={"right": 1}, allow_unencrypted=True)
+LEFT = RayPlacement(resources={"left": 1}, allow_unencrypted=True)
+RIGHT = RayPlacement(resources={"right": 1}, allow_unencrypted=True)
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def cluster() -> Iterator[None]:
         made.shutdown()
 
 
-def keep(pool: inflight.Engine, places: list[Placement]) -> None:
+def keep(pool: inflight.Engine, places: list[RayPlacement]) -> None:
     """Have members in these places, and no others."""
     while len(pool.members) > len(places):
         pool.remove(pool.members[-1])
@@ -101,7 +101,7 @@ def draw(pool: inflight.Engine) -> float:
     return num_tokens / WINDOW_S
 
 
-def measure_throughput(pool: inflight.Engine, places: list[Placement]) -> dict[str, Any]:
+def measure_throughput(pool: inflight.Engine, places: list[RayPlacement]) -> dict[str, Any]:
     rates: dict[int, list[float]] = {1: [], 2: []}
     for pair in range(PAIRS + 1):
         for count in rates:
@@ -163,7 +163,7 @@ def measure_machine() -> float:
     return median_ratio(drawn[2], drawn[1])
 
 
-def measure_publishes(pool: inflight.Engine, places: list[Placement]) -> dict[str, Any]:
+def measure_publishes(pool: inflight.Engine, places: list[RayPlacement]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(shape_config(MODEL))
     waited: dict[int, list[float]] = {1: [], 3: []}

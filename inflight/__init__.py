@@ -21,6 +21,7 @@ _HOME = {
         "inflight.tools.journal_replay": "replay",
         "inflight.fleet.engine": "Engine",
         "inflight.fleet.launching": "attach launch",
+        "inflight.fleet.process.ray": "RayPlacement",
         "inflight.run": "Run",
         "inflight.training.data.advantages": "group_advantages turn_advantages",
         "inflight.training.data.batch": "PackedBatch pack",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.fleet.engine import Engine as Engine
     from inflight.fleet.launching import attach as attach
     from inflight.fleet.launching import launch as launch
+    from inflight.fleet.process.ray import RayPlacement as RayPlacement
     from inflight.observability.loggers import JsonLines as JsonLines
     from inflight.observability.loggers import PrometheusLogger as PrometheusLogger
     from inflight.observability.loggers import TensorBoard as TensorBoard
@@ -95,7 +97,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.weights.transports.files import Files as Files
     from inflight.weights.transports.slots import Slots as Slots
 else:
-    __all__ = sorted(_HOME)
+    __all__ = sorted(_HOME.keys() - {"RayPlacement"})  # `import *` must not need the extra `ray`
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"core", "weights", "engine", "training"},
     "server": {"core", "weights", "stream", "observability", "engine", "training"},
     "fleet": {"core", "weights", "stream", "observability", "engine", "training", "ranks", "server"},
-    "ray": {"core", "weights", "engine", "fleet"},
     "run": {"core", "weights", "stream", "training", "ranks", "fleet"},
     "integrations": {
         *("core", "kernels", "weights", "model_checks", "stream"),

@@ -59,7 +59,7 @@ def launch(
 
         launch("Qwen/Qwen3-0.6B", max_sequences=64)         # the fields of inflight.EngineOptions
         launch([EngineOptions(…), EngineOptions(…)])        # several engines that share one stream
-        launch("Qwen/Qwen3-0.6B", placement=inflight.ray.Placement(num_gpus=1))
+        launch("Qwen/Qwen3-0.6B", placement=inflight.RayPlacement(num_gpus=1))
 
     `model` is the only required option. placement: of each engine, or one for all; None: processes of this machine that
     end with this one. Use the engine as a context manager, or `close()` it. Raises TypeError for an option that does

@@ -19,7 +19,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 def train(config: dict[str, str]) -> None:
     from truth_teller import make_truth_teller
 
-    import inflight.ray
+    import inflight
     from inflight.ranks import attached
 
     assert os.environ["LOCAL_WORLD_SIZE"] == "2"
@@ -28,7 +28,7 @@ def train(config: dict[str, str]) -> None:
     rank, options = ray.train.get_context().get_world_rank(), inflight.EngineOptions(
         config["model"], device="cpu", dtype="float32", threads=1, max_sequences=6, max_context=256
     )  # fmt: skip
-    model, placement = make_truth_teller(), inflight.ray.Placement(resources={"left": 1}, allow_unencrypted=True)
+    model, placement = make_truth_teller(), inflight.RayPlacement(resources={"left": 1}, allow_unencrypted=True)
     with (
         inflight.launch([options], placement=placement) as engine,
         engine.publisher(model) as publisher,
