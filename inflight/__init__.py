@@ -22,13 +22,13 @@ _HOME = {
         "inflight.fleet.engine": "Engine",
         "inflight.fleet.launching": "attach launch",
         "inflight.fleet.process.ray": "RayPlacement",
+        "inflight.fleet.ranks.attached": "AttachedEngine",
         "inflight.run": "Run",
         "inflight.training.data.advantages": "group_advantages turn_advantages",
         "inflight.training.data.batch": "PackedBatch pack",
         "inflight.training.config": "GRPOConfig",
         "inflight.training.grpo": "grpo",
         "inflight.training.recording": "RunRecorder",
-        "inflight.ranks.attached": "AttachedEngine",
         "inflight.training.model.forward": "score_tokens token_logprobs",
         "inflight.training.objective.loss": "policy_loss",
         "inflight.training.objective.objective": "Objective",
@@ -62,13 +62,13 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.fleet.launching import attach as attach
     from inflight.fleet.launching import launch as launch
     from inflight.fleet.process.ray import RayPlacement as RayPlacement
+    from inflight.fleet.ranks.attached import AttachedEngine as AttachedEngine
     from inflight.observability.loggers import JsonLines as JsonLines
     from inflight.observability.loggers import PrometheusLogger as PrometheusLogger
     from inflight.observability.loggers import TensorBoard as TensorBoard
     from inflight.observability.loggers import Trackio as Trackio
     from inflight.observability.loggers import WandB as WandB
     from inflight.observability.loggers import open_logger as open_logger
-    from inflight.ranks.attached import AttachedEngine as AttachedEngine
     from inflight.run import Run as Run
     from inflight.tools.journal_replay import replay as replay
     from inflight.training.config import GRPOConfig as GRPOConfig

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from inflight.core.rollout import Rollout
-    from inflight.ranks.meeting import Outside
-    from inflight.ranks.rank_server import RankServer
+    from inflight.fleet.ranks.sharing import RankSharing
+    from inflight.fleet.ranks.store import RankStore
     from inflight.server.http_server import HttpServer
     from inflight.training.data.rollout_stream import RolloutStream
     from inflight.weights.trainer.engine_link import EngineAddress
@@ -84,8 +84,7 @@ class Engine:
         self._publishers: WeakSet[Publisher] = WeakSet()
         """Publishers that are closed with the engine."""
         self._servers: WeakSet[HttpServer] = WeakSet()
-        self._first_versions: list[int] = []
-        self._rank_server: RankServer | None = None
+        self._sharing: RankSharing | None = None
         self._trace: Trace | None = None
         self._monitors: list[EngineMonitor] = []
         self._journal: JournalWriter | None = None
@@ -392,7 +391,8 @@ class Engine:
             slot_timeout_s=slot_timeout_s,
         )
         self._publishers.add(publisher)
-        self._first_versions.append(publisher.version)
+        if self._sharing is not None:
+            self._sharing.note_publisher(publisher.version)
         return publisher
 
     def digests(self, *, timeout_s: float = 600.0) -> Digests:
@@ -433,11 +433,6 @@ class Engine:
     def check(self) -> None:
         """Raise EngineDiedError if no member is left. It does not ask the members."""
         self._fleet.check()
-
-    @property
-    def is_shared(self) -> bool:
-        """True if other ranks of the trainer can attach to it."""
-        return self._rank_server is not None
 
     def serve(self, port: int = 8000, **options: Any) -> "HttpServer":
         """Answer HTTP requests of OpenAI's API and of vLLM's, in parallel with other work of the engine, until the
@@ -482,7 +477,7 @@ class Engine:
                 at_end.callback(monitor.join, _JOIN_S)
             at_end.callback(self._rescheduler.close)
             at_end.callback(fleet.close)
-            for part in (self._journal, self._rank_server, self._stream):
+            for part in (self._journal, self._sharing, self._stream):
                 if part is not None:
                     at_end.callback(part.close)
             for publisher in list(self._publishers):
@@ -558,21 +553,11 @@ class Engine:
         if self.staleness.published_version >= version > self.status().version:
             self.wait_for_version(version)
 
-    def _share(self, num_ranks: int, outside: "Outside | None" = None) -> "RankServer":
-        from inflight.ranks.rank_server import RankServer
+    def _share(self, store: "RankStore") -> None:
+        """Share the stream with the other ranks of the trainer."""
+        from inflight.fleet.ranks.sharing import RankSharing
 
-        with self._lock:
-            if self._rank_server is None:
-                self._rank_server = RankServer(
-                    self.options,
-                    num_ranks,
-                    submit=self._submit,
-                    status=self.status,
-                    first_version=lambda i: self._first_versions[i] if i < len(self._first_versions) else None,
-                    outside=outside,
-                )
-                self.stream.sharing = self._rank_server
-            return self._rank_server
+        self.stream.sharing = self._sharing = RankSharing(store, self.options, self._submit)
 
 
 def _checked(

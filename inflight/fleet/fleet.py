@@ -24,8 +24,9 @@ from inflight.fleet.frames import EngineFrames, MergedFrames
 from inflight.fleet.member import Member
 from inflight.fleet.process.base import Process
 from inflight.observability.staleness_meter import StalenessMeter
+from inflight.stream.group_table import GroupRecord
 from inflight.stream.journal import JournalWriter
-from inflight.stream.ledger import GroupRecord, Ledger
+from inflight.stream.ledger import Ledger
 from inflight.stream.reader import StreamReader
 from inflight.stream.wire import Held
 from inflight.weights.trainer.engine_link import EngineAddress
@@ -64,7 +65,7 @@ class Fleet:
         """meter: receives the times of versions that publishers send."""
         self.published, self.stepped = meter.published, meter.stepped
         self.ledger = Ledger()
-        self.lock = self.ledger.changed
+        self.lock = self.ledger.table.changed
         """Guards the ledger, and all fields below."""
         self.changing = threading.RLock()
         """Held while members join and leave, and while a publisher attaches to the serving members."""
@@ -156,7 +157,7 @@ class Fleet:
         """Return a connection to the process of a member. If the stream is open, its frames are read."""
         frames = EngineFrames(member.process, can_spare=lambda: self.can_spare(member))
         with self.lock:
-            self.ledger.count_from(member.process.welcome.next_ids)
+            self.ledger.engines.count_from(member.process.welcome.next_ids)
             if self._reads:
                 self._read(frames, member.placement.first_frame if member.frames is None else 0)
         return frames
@@ -204,7 +205,7 @@ class Fleet:
         with self.lock:
             frames.given_up = True
             self.newest_version = max(self.newest_version, frames.version)
-            return self.ledger.unassign(frames, frames.engine_id, frames.version)
+            return self.ledger.engines.unassign(frames, frames.engine_id, frames.version)
 
     def kill(self, endpoint: str) -> None:
         """Treat the engine at this endpoint as ended: its publisher could not send it weights in time."""
@@ -353,7 +354,7 @@ class Fleet:
 
     def cancel(self, group_ids: Collection[int], request_ids: Collection[int]) -> None:
         """End the unfinished samples of these groups, and these samples."""
-        self.ledger.note_cancelled(group_ids, request_ids)
+        self.ledger.engines.note_cancelled(group_ids, request_ids)
         self.call("cancel", {"group_ids": list(group_ids), "request_ids": list(request_ids)})
 
     def abandon(self, group_ids: Collection[int]) -> None:
@@ -372,7 +373,7 @@ class Fleet:
         for group_id, reason in refused.items():
             logger.error("no engine can go on with group %d: %s", group_id, reason)
         if refused:
-            self.ledger.fail(refused)
+            self.ledger.frames.fail(refused)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
@@ -396,7 +397,7 @@ class Fleet:
         self, prompt: Prompt, member: Member, frames: EngineFrames, origin: tuple[int, int] | None = None
     ) -> GroupRecord:
         member.num_given += prompt.params.n
-        return self.ledger.begin(prompt, frames, origin)
+        return self.ledger.engines.begin(prompt, frames, origin)
 
     def _dispatch(self, prompts: Sequence[tuple[int, Prompt]]) -> list[Sent]:
         """Send prompts to engines, without waiting for their answers."""
@@ -445,7 +446,7 @@ class Fleet:
                     with self.lock:
                         if member.frames is frames:
                             member.num_given -= sum(record.num_samples for _, record in given)
-                        self.ledger.forget(record for _, record in given)
+                        self.ledger.table.forget(record for _, record in given)
         if refusal is not None:
             raise refusal
         return answered
@@ -461,17 +462,17 @@ class Fleet:
                 if accepted and not frames.given_up:
                     finished += self.ledger.claim(ids, reserved=reserved)
                     continue
-                self.ledger.forget(record for _, record in given)
+                self.ledger.table.forget(record for _, record in given)
                 self.cancel_at(frames, ids)  # the process might still live
                 again += [(index, record.prompt) for index, record in given if record.prompt is not None]
-        self.ledger.offer(finished)
+        self.ledger.queue.offer(finished)
         return again
 
     def _undo(self, records: Iterable[GroupRecord]) -> None:
         """Discard groups. Engines might have accepted some of them."""
         with self.lock:
             for record in records:
-                if self.ledger.discard(record) and record.at is not None:
+                if self.ledger.table.discard(record) and record.at is not None:
                     self.cancel_at(record.at, [record.group_id])
 
     def _undo_late(self, submitted: "Future[list[int]]") -> None:
@@ -482,7 +483,7 @@ class Fleet:
         """Return the engine that draws a request, as soon as one does. Called with the lock. Waiting releases it."""
         waited = Wait()
         while True:
-            record = self.ledger.find(request_id)
+            record = self.ledger.engines.find(request_id)
             if record is None:
                 raise InvalidRequestError(
                     f"request {request_id} is not unfinished; submit its prompt and tokens as a new prompt instead"

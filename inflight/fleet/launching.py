@@ -12,7 +12,8 @@ from inflight.core.options import EngineOptions
 from inflight.fleet.engine import Engine
 from inflight.fleet.process.base import Placement
 from inflight.fleet.process.remote import Remote
-from inflight.ranks.launching import TrainerRanks
+from inflight.fleet.ranks.sharing import announce
+from inflight.fleet.ranks.store import RankStore
 
 Options = ParamSpec("Options")
 
@@ -75,16 +76,17 @@ def launch(
         chosen = EngineOptions(*model, **options)  # pyright: ignore
     elif options:
         raise TypeError(f"EngineOptions are complete: give {', '.join(options)} to each of them")
-    first = chosen if isinstance(chosen, EngineOptions) else next(iter(chosen), None)
-    ranks = TrainerRanks.of_this_process()
-    if ranks is None or first is None:
+    each = [chosen] if isinstance(chosen, EngineOptions) else list(chosen)
+    first = next((one for one in each if one.model), next(iter(each), None))
+    store = None if first is None else RankStore.of_this_process(first.answer_timeout_s)
+    if store is None or first is None:
         return Engine(chosen, placement)
-    if ranks.rank:
-        attached: Any = ranks.attach(first)  # it has the methods of an Engine that every rank can use
+    if store.rank:
+        from inflight.fleet.ranks.attached import AttachedEngine
+
+        attached: Any = AttachedEngine(store, first)  # it has the methods of an Engine that every rank can use
         return attached
-    return ranks.announce(
-        lambda: Engine(chosen, placement), lambda engine, outside: engine._share(ranks.size, outside).own_address
-    )
+    return announce(store, lambda: Engine(chosen, placement), lambda engine: engine._share(store))
 
 
 @named()

@@ -152,7 +152,7 @@ class EngineMonitor:
                 logger.error("%s lives and does not answer: it counts as ended", self.member.name)
                 fleet.lose(self.member, frames, error)
             else:
-                fleet.ledger.report(error)
+                fleet.ledger.frames.report(error)
             return
         except InflightError as error:
             fleet.lose(self.member, frames, error)

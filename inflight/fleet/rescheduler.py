@@ -13,7 +13,7 @@ from inflight.engine.process.client import EngineClient
 from inflight.fleet.fleet import ENDED, Fleet
 from inflight.fleet.frames import EngineFrames
 from inflight.fleet.member import Member
-from inflight.stream.ledger import GroupRecord
+from inflight.stream.group_table import GroupRecord
 
 logger = logging.getLogger("inflight.fleet")
 
@@ -53,8 +53,8 @@ class Rescheduler:
         try:
             while not fleet.closing.wait(_AGAIN_S):
                 with fleet.lock:
-                    fleet.lock.wait_for(lambda: fleet.ledger.unassigned or fleet.closing.is_set(), _IDLE_S)
-                    has_work = bool(fleet.ledger.unassigned)
+                    fleet.lock.wait_for(lambda: fleet.ledger.engines.unassigned or fleet.closing.is_set(), _IDLE_S)
+                    has_work = bool(fleet.ledger.engines.unassigned)
                 passed_s = waited.tick()
                 if has_work:
                     self._place(self._ask(), passed_s)
@@ -83,13 +83,13 @@ class Rescheduler:
         with fleet.lock:
             engines = {m: answer for m, answer in engines.items() if m.usable and m.frames is answer[0]}
             all_answered = len(engines) == len(fleet.usable)
-            for record in fleet.ledger.unassigned:
+            for record in fleet.ledger.engines.unassigned:
                 record.waited_s += passed_s if engines else 0.0
                 fit = [member for member, (_, status) in engines.items() if can_continue(record, status)]
                 if fit:
                     member = min(fit, key=lambda member: member.load)
                     frames = engines[member][0]
-                    fleet.ledger.assign(record, frames)
+                    fleet.ledger.engines.assign(record, frames)
                     member.num_given += record.num_unfinished
                     given.setdefault(member, (frames, []))[1].append(record)
                 elif record.waited_s > self._timeout_s or (all_answered and is_past(record, engines)):
@@ -102,7 +102,9 @@ class Rescheduler:
         """Have an engine continue groups. If it ends before that, they are reassigned like all of its groups."""
         fleet, unfinished = self._fleet, [unfinished_of(record) for record in records]
         try:
-            refused = fleet.reach(member, frames, lambda client: adopt(client, unfinished, fleet.ledger.next_ids))
+            refused = fleet.reach(
+                member, frames, lambda client: adopt(client, unfinished, fleet.ledger.engines.next_ids)
+            )
         except InflightError as error:
             refused = {record.group_id: str(error) for record in records}
         if refused is ENDED:

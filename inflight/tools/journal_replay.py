@@ -10,9 +10,10 @@ from rich.console import Console
 
 from inflight.engine.model.loading import load_tokenizer
 from inflight.observability.staleness_meter import StalenessMeter
+from inflight.stream.group_table import GroupRecord
 from inflight.stream.held_groups import Group
 from inflight.stream.journal import JournalReader
-from inflight.stream.ledger import GroupRecord, Ledger
+from inflight.stream.ledger import Ledger
 from inflight.stream.replay import ReplaySource, read_groups, summarize
 from inflight.tools.plots import new_table
 from inflight.tools.progress import shown_on

@@ -208,7 +208,6 @@ def test_every_rank_under_ray_train_takes_its_share(cluster, options):
     assert trainer.returncode == 0
     shares = json.loads(output.splitlines()[-1])
     assert [share["rank"] for share in shares] == [0, 1]
-    assert shares[1]["through"].startswith("tcp://")
     groups = [set(share["groups"]) for share in shares]
     assert groups[0]
     assert groups[1]

@@ -16,8 +16,9 @@ from inflight.core.clock import now_ns
 from inflight.core.continuation import Continuation
 from inflight.core.spans import span
 from inflight.observability.staleness_meter import StalenessMeter
+from inflight.stream.group_table import GroupRecord
 from inflight.stream.held_groups import Group
-from inflight.stream.ledger import GroupRecord, Ledger
+from inflight.stream.ledger import Ledger
 from inflight.stream.stream_thread import FrameSource, StreamThread
 from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import LossObserver, PackedBatch
@@ -64,8 +65,8 @@ class RolloutStream:
         self._meter = meter
         self.ledger = ledger
         """Records of the groups."""
-        self._scoring = GroupScoring(prepare=self._with_text, ready=ledger.ready, in_order=in_order)
-        ledger.on_frame, ledger.on_finished = meter.frame, self._scoring.start_if_wanted
+        self._scoring = GroupScoring(prepare=self._with_text, ready=ledger.queue.ready, in_order=in_order)
+        ledger.frames.on_frame, ledger.queue.on_finished = meter.frame, self._scoring.start_if_wanted
         self.thread = StreamThread(source, ledger, **options)
         """Reads the frames."""
         self.sharing: Sharing | None = None
@@ -81,7 +82,7 @@ class RolloutStream:
     @property
     def num_tokens(self) -> int:
         """Number of tokens received, of finished and unfinished samples."""
-        return self.ledger.num_tokens
+        return self.ledger.frames.num_tokens
 
     @property
     def state(self) -> str:
@@ -164,7 +165,7 @@ class RolloutStream:
 
     def partial(self, group_id: int) -> Group:
         """Return the unfinished samples of a group with their tokens so far, without text. Raises as `groups` does."""
-        return self.ledger.partial(group_id)
+        return self.ledger.frames.partial(group_id)
 
     @named()
     def batches(
@@ -226,7 +227,7 @@ class RolloutStream:
                     trainer_version=self._meter.trainer_version, staleness=staleness, advantages=advantages
                 )
             except BaseException:
-                self.ledger.put_back(taken)
+                self.ledger.queue.put_back(taken)
                 raise
             self.ledger.remove(taken)
             measure_taken(self._meter, scored, batch)
@@ -278,15 +279,15 @@ class RolloutStream:
     def _borrow(self, scorer: GroupScorer | None) -> "GroupRecord | Future[None] | None":
         """Lease the next group for training, with the rewards of this scorer if one is given. It stays outstanding
         until it is removed from the ledger. An unused group must be put back."""
-        while isinstance(record := self.ledger.next(), GroupRecord):
+        while isinstance(record := self.ledger.queue.next(), GroupRecord):
             try:
                 if scorer is None or self._scoring.has_rewards(record, scorer):
                     self._with_text(record.rollouts)
                     return record
             except BaseException:
-                self.ledger.put_back([record.group_id])
+                self.ledger.queue.put_back([record.group_id])
                 raise
-            self.ledger.hold(record)
+            self.ledger.queue.hold(record)
             self._scoring.start(record, scorer)
         return record
 

@@ -21,8 +21,8 @@ from typing import Any
 from inflight.core.arguments import named
 from inflight.core.rollout import Rollout
 from inflight.core.spans import span
+from inflight.stream.group_table import GroupRecord
 from inflight.stream.held_groups import Group
-from inflight.stream.ledger import GroupRecord
 from inflight.training.data.score_processes import ProcessTimeout, ScoreProcesses
 from inflight.training.data.scored_groups import LEAST_MEMBERS
 
