@@ -472,7 +472,7 @@ class Fleet:
         """Discard groups. Engines might have accepted some of them."""
         with self.lock:
             for record in records:
-                if self.ledger.table.discard(record) and record.at is not None:
+                if self.ledger.discard(record) and record.at is not None:
                     self.cancel_at(record.at, [record.group_id])
 
     def _undo_late(self, submitted: "Future[list[int]]") -> None:

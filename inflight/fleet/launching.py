@@ -13,7 +13,7 @@ from inflight.fleet.engine import Engine
 from inflight.fleet.process.base import Placement
 from inflight.fleet.process.remote import Remote
 from inflight.fleet.ranks.sharing import announce
-from inflight.fleet.ranks.store import RankStore
+from inflight.fleet.ranks.store import store_of_trainer
 
 Options = ParamSpec("Options")
 
@@ -78,7 +78,7 @@ def launch(
         raise TypeError(f"EngineOptions are complete: give {', '.join(options)} to each of them")
     each = [chosen] if isinstance(chosen, EngineOptions) else list(chosen)
     first = next((one for one in each if one.model), next(iter(each), None))
-    store = None if first is None else RankStore.of_this_process(first.answer_timeout_s)
+    store = None if first is None else store_of_trainer(first.answer_timeout_s)
     if store is None or first is None:
         return Engine(chosen, placement)
     if store.rank:

@@ -128,4 +128,5 @@ class Assignments:
     def _arrived(self, record: GroupRecord) -> Group:
         if record.is_finished:
             return record.rollouts
-        return self._table.assembler.known(record.group_id) if self._table.assembler.knows(record.group_id) else []
+        group = self._table.assembler.groups.get(record.group_id)
+        return [*group.finished, *group.partial()] if group is not None else []

@@ -39,8 +39,11 @@ class FrameIntake:
             for start in header.groups:
                 if not (record := self._table.record(start.group_id)).is_finished:
                     record.state, record.engine_id = State.DRAWING, header.engine_id
-            if self._table.assembler.faults:
-                self._raise_faults()
+            faults = self._table.assembler.faults
+            for group_id, fault in faults.items():
+                logger.error("%s", fault)
+                self._table.waiters.fail(fault, [group_id])
+            faults.clear()
             offered = self._table.finish(groups, header.engine_id)
             if self._damaged:
                 self._damaged = False
@@ -61,7 +64,7 @@ class FrameIntake:
     def fail(self, group_ids: Collection[int]) -> None:
         """End groups that no engine continues, with finish_reason "error"."""
         with self._table.lock:
-            known = [group_id for group_id in group_ids if self._table.assembler.knows(group_id)]
+            known = [group_id for group_id in group_ids if group_id in self._table.assembler.groups]
             offered = self._table.finish([self._table.assembler.fail(group_id) for group_id in known])
             # These ids include groups that ended before; only groups without any frame are lost.
             finished = {record.group_id for record in self._table.known(group_ids) if record.is_finished}
@@ -93,7 +96,8 @@ class FrameIntake:
             record = self._table.records.get(group_id)
             if record is not None and record.is_finished:
                 return [rollout.since(seen.get(rollout.request_id, 0)) for rollout in record.rollouts]
-            return self._table.assembler.since(group_id, seen) if self._table.assembler.knows(group_id) else []
+            group = self._table.assembler.groups.get(group_id)
+            return group.since(seen) if group is not None else []
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call this listener after every frame, in the thread that reads; it must return at once."""
@@ -117,10 +121,3 @@ class FrameIntake:
         if lost:
             logger.error("groups %s were lost with their frames", sorted(lost))
             self._table.count_as_lost(lost, f"groups {sorted(lost)} were lost with their frames")
-
-    def _raise_faults(self) -> None:
-        """Raise the errors of single requests in callers that wait for their groups, or else in the next call."""
-        for group_id, error in self._table.assembler.faults.items():
-            logger.error("%s", error)
-            self._table.waiters.fail(error, [group_id])
-        self._table.assembler.faults.clear()

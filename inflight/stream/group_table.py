@@ -194,15 +194,6 @@ class GroupTable:
                 self.assembler.forget({record.group_id})
                 self.delete(record)
 
-    def discard(self, record: GroupRecord) -> bool:
-        """Discard a group. Returns True if an engine might still draw it."""
-        if record.is_finished or record.state is State.UNASSIGNED:
-            self.forget([record])
-        elif record.state is not State.GONE:
-            record.owner = Owner.DROPPED
-            return True
-        return False
-
     def remove(self, group_ids: Collection[int]) -> None:
         """Delete those of these groups that are known."""
         for record in self.known(group_ids):

@@ -47,7 +47,7 @@ class Ledger:
         table = self.table
         with table.lock:
             if engine_id is None:
-                held, unfinished = list(table.held.values()), table.assembler.num_unfinished_tokens
+                held, unfinished = list(table.held.values()), table.assembler.num_unfinished_tokens_at.total()
             else:
                 held, unfinished = [table.held[engine_id]], table.assembler.num_unfinished_tokens_at[engine_id]
             return Held(
@@ -90,9 +90,18 @@ class Ledger:
         with self.table.lock:
             for record in self.table.known(group_ids):
                 if record.is_finished or record.is_wanted:
-                    self.table.discard(record)
+                    self.discard(record)
             self.table.wake_if_nothing_is_left()
             self.table.waiters.wake(lambda waiter: not waiter.wanted.isdisjoint(group_ids))
+
+    def discard(self, record: GroupRecord) -> bool:
+        """Discard a group with the lock held. Returns True if an engine might still draw it."""
+        if record.is_finished or record.state is State.UNASSIGNED:
+            self.table.forget([record])
+        elif record.state is not State.GONE:
+            record.owner = Owner.DROPPED
+            return True
+        return False
 
     def remove(self, group_ids: Collection[int]) -> None:
         """Delete groups that a caller has taken."""

@@ -14,7 +14,7 @@ from inflight.core.errors import InvalidRequestError, ModelLoadError, RankLostEr
 from inflight.core.options import EngineOptions
 from inflight.fleet.ranks.attached import AttachedEngine
 from inflight.fleet.ranks.sharing import RankSharing, announce
-from inflight.fleet.ranks.store import RankStore
+from inflight.fleet.ranks.store import RankStore, store_of_trainer
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "shared_gradient.py"
 RESUMED = Path(__file__).parents[1] / "helpers" / "resumed_ranks.py"
@@ -87,12 +87,12 @@ def test_a_launch_that_rank_0_never_makes_is_waited_for_within_a_bound():
 
 
 def test_torchrun_without_a_process_group_is_told(monkeypatch, caplog):
-    assert RankStore.of_this_process(1.0) is None
+    assert store_of_trainer(1.0) is None
     assert not caplog.records
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with caplog.at_level(logging.WARNING):
-        assert RankStore.of_this_process(1.0) is None
+        assert store_of_trainer(1.0) is None
     assert "before torch.distributed.init_process_group()" in caplog.text
 
 

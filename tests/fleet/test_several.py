@@ -20,6 +20,7 @@ from inflight.core.errors import EngineDiedError, InflightError, InvalidRequestE
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop import engine as generator
+from inflight.fleet import launching
 from inflight.fleet.engine import start_all
 from inflight.fleet.monitor import EngineMonitor
 from inflight.fleet.ranks.store import RankStore
@@ -339,7 +340,7 @@ def test_ranks_of_a_trainer_share_the_batches_of_a_pool(decided_dir, monkeypatch
     taken: dict[int, list[int]] = {}
 
     def train(rank: int) -> None:
-        monkeypatch.setattr(RankStore, "of_this_process", lambda timeout_s: RankStore(rank, 2, store, 1))
+        monkeypatch.setattr(launching, "store_of_trainer", lambda timeout_s: RankStore(rank, 2, store, 1))
         with inflight.launch([options] * 2) as pool:
             engines[rank] = pool
             launched.wait(60)

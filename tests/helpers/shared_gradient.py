@@ -21,7 +21,7 @@ from inflight.core.errors import ModelLoadError
 from inflight.core.options import EngineOptions
 from inflight.fleet.ranks.attached import AttachedEngine
 from inflight.fleet.ranks.sharing import RankSharing
-from inflight.fleet.ranks.store import RankStore
+from inflight.fleet.ranks.store import store_of_trainer
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.objective.loss import policy_loss
@@ -36,7 +36,7 @@ def main(rank: int, size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     with pytest.raises(ModelLoadError, match="/no/such/model"):
         inflight.launch("/no/such/model")
-    shared_store = RankStore.of_this_process(60.0)
+    shared_store = store_of_trainer(60.0)
     assert shared_store is not None
     if rank == 0:
         shared = RankSharing(shared_store, EngineOptions("tiny"), lambda prompts: [])

@@ -70,7 +70,7 @@ def test_what_an_engine_leaves_and_nobody_wants_is_forgotten(wire):
     assert ledger.engines.unassign(object(), "a", 5) == 1
     [left] = ledger.engines.unassigned
     assert (left.group_id, left.drawn) == (0, {0: [100]})
-    assert [i for i in range(4) if ledger.table.assembler.knows(i)] == [0, 3]
+    assert [i for i in range(4) if i in ledger.table.assembler.groups] == [0, 3]
 
 
 def test_whoever_waits_for_a_group_that_no_engine_begins_is_told(wire):

@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import count
 from queue import SimpleQueue
 from time import sleep
 from typing import Any
@@ -21,6 +22,7 @@ _PART_BYTES = 4 << 20
 _FIRST_PAUSE_S = 0.001
 _PAUSE_S = 0.02
 _RANKS_PER_PAUSE = 16
+_LAUNCHES = count(1)
 
 
 class RankStore:
@@ -29,8 +31,6 @@ class RankStore:
     A key has one writer. Raises RankLostError if the store cannot be reached: rank 0, or the process that hosts the
     store, has ended or does not answer.
     """
-
-    _num_launches = 0
 
     def __init__(self, rank: int, size: int, store: Any, launch: int, timeout_s: float = 60.0):
         """store: the store of the process group. launch: number of the launch, equal on all ranks. timeout_s: bound for
@@ -43,22 +43,6 @@ class RankStore:
         self._tasks: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
         # Calls of the store have no bound of their own, and cannot be interrupted.
         threading.Thread(target=self._run, name="inflight-store", daemon=True).start()
-
-    @classmethod
-    def of_this_process(cls, timeout_s: float) -> "RankStore | None":
-        """Return the store for the next launch; None if this process trains alone, or has not made a process group."""
-        if dist.is_available() and dist.is_initialized():
-            if dist.get_world_size() == 1:
-                return None
-            cls._num_launches += 1
-            store = dist.distributed_c10d._get_default_store()  # pyright: ignore
-            return cls(dist.get_rank(), dist.get_world_size(), store, cls._num_launches, timeout_s)
-        if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            logger.warning(
-                "launch() was called under torchrun before torch.distributed.init_process_group(): each rank starts an "
-                "engine of its own"
-            )
-        return None
 
     def set(self, name: str, value: bytes) -> None:
         """Set a value of at most 4 MiB."""
@@ -148,6 +132,21 @@ class RankStore:
                 answer.set_result(getattr(store, method)(*arguments))
             except Exception as error:
                 answer.set_exception(error)
+
+
+def store_of_trainer(timeout_s: float) -> RankStore | None:
+    """Return the store for the next launch; None if this process trains alone, or has not made a process group."""
+    if dist.is_available() and dist.is_initialized():
+        if dist.get_world_size() == 1:
+            return None
+        store = dist.distributed_c10d._get_default_store()  # pyright: ignore
+        return RankStore(dist.get_rank(), dist.get_world_size(), store, next(_LAUNCHES), timeout_s)
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        logger.warning(
+            "launch() was called under torchrun before torch.distributed.init_process_group(): each rank starts an "
+            "engine of its own"
+        )
+    return None
 
 
 def _own(store: Any) -> Any:
