@@ -25,10 +25,10 @@ from truth_load import Load
 import inflight
 from inflight.core.clock import now_ns
 from inflight.core.frames import TokenFrame
-from inflight.stream.assembler import Assembler
 from inflight.stream.assignments import Assignments
 from inflight.stream.group_table import State
 from inflight.stream.token_store import TokenStore
+from inflight.stream.unfinished import UnfinishedGroup
 
 GROUPS = 24
 PUBLISH_EVERY_S = 0.05
@@ -91,15 +91,15 @@ def tell_successors(engine: inflight.Engine) -> None:
 
 def forget_a_token() -> None:
     """A successor goes on without the last token of a request."""
-    drawn = Assembler.drawn
+    drawn = UnfinishedGroup.drawn
 
-    def forgetful(assembler: Assembler, group_id: int) -> Any:
-        known = drawn(assembler, group_id)
-        if tokens := next((tokens for tokens in (known or {}).values() if tokens), None):
+    def forgetful(group: UnfinishedGroup) -> dict[int, list[int]]:
+        known = drawn(group)
+        if tokens := next((tokens for tokens in known.values() if tokens), None):
             tokens.pop()
         return known
 
-    patch.object(Assembler, "drawn", forgetful).start()
+    patch.object(UnfinishedGroup, "drawn", forgetful).start()
 
 
 def forget_a_group() -> None:

@@ -50,13 +50,6 @@ class Assembler:
         """Return the unfinished samples of a group, with the tokens so far."""
         return self.groups[group_id].partial() if group_id in self.groups else []
 
-    def drawn(self, group_id: int) -> dict[int, list[int]] | None:
-        """Map the unfinished requests of a group to their tokens so far; None if nothing is known of the group."""
-        if group_id not in self.groups:
-            return None
-        requests = self.groups[group_id].requests
-        return {i: self._store.read(request.tokens)["token_ids"].tolist() for i, request in requests.items()}
-
     def restore(self, start: GroupStart, rollouts: Iterable[Rollout]) -> None:
         """Continue a group of another assembler, with these samples as that assembler had received them."""
         self._begin(start)
@@ -171,29 +164,28 @@ class Assembler:
         if len(rows) < header.num_tokens:
             columns = {name: values[known] for name, values in columns.items()}
         if extras:
-            self._append_extras(extras)  # before this pass's tokens are stored: no token depended on these yet
+            _add_extras(self._requests, frame)  # before its tokens are stored: no token depended on these experts yet
         self._store.append(rows, header.version, header.time_ns, columns)
-        if "mask_offsets" in extras:
-            self._append_masks(frame.request_ids.tolist(), extras)
 
-    def _append_extras(self, extras: Mapping[str, np.ndarray]) -> None:
-        """Store the experts of tokens, and the scores of prompts."""
-        if "routed_experts" in extras:
-            ids, positions = extras["routed_request_ids"].tolist(), extras["routed_positions"].tolist()
-            for request_id, position, experts in zip(ids, positions, extras["routed_experts"], strict=True):
-                if (request := self._requests.get(request_id)) is not None:
-                    request.add_experts([(position, experts)])
-        if "scored_logprobs" in extras:
-            ids, places = extras["scored_request_ids"], extras["scored_positions"]
-            for request_id in np.unique(ids).tolist():
-                if (request := self._requests.get(request_id)) is not None:
-                    own = ids == request_id
-                    request.group.add_scores(places[own], {name: extras[f"scored_{name}"][own] for name in SCORES})
 
-    def _append_masks(self, request_ids: list[int], extras: Mapping[str, np.ndarray]) -> None:
+def _add_extras(requests: Mapping[int, UnfinishedRequest], frame: TokenFrame) -> None:
+    """Add sampling masks and experts of tokens to these requests, and scores of prompts to their groups."""
+    extras = frame.extras
+    if "routed_experts" in extras:
+        ids, positions = extras["routed_request_ids"].tolist(), extras["routed_positions"].tolist()
+        for request_id, position, experts in zip(ids, positions, extras["routed_experts"], strict=True):
+            if (request := requests.get(request_id)) is not None:
+                request.add_experts([(position, experts)])
+    if "scored_logprobs" in extras:
+        ids, places = extras["scored_request_ids"], extras["scored_positions"]
+        for request_id in np.unique(ids).tolist():
+            if (request := requests.get(request_id)) is not None:
+                own = ids == request_id
+                request.group.add_scores(places[own], {name: extras[f"scored_{name}"][own] for name in SCORES})
+    if "mask_offsets" in extras:
         ids = SamplingMask(extras["mask_token_ids"], extras["mask_offsets"]).split()
         cut_from = extras["mask_cut_from"].tolist() if "mask_cut_from" in extras else repeat(0)
-        for request_id, mask in zip(request_ids, zip(ids, cut_from, strict=False), strict=True):
-            request = self._requests.get(request_id)
+        for request_id, mask in zip(frame.request_ids.tolist(), zip(ids, cut_from, strict=False), strict=True):
+            request = requests.get(request_id)
             if request is not None and request.masks is not None and (len(mask[0]) or mask[1]):
                 request.masks.append(mask)  # an empty mask means that the token has none

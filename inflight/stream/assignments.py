@@ -83,13 +83,14 @@ class Assignments:
         record.at, record.state = at, State.SUBMITTED if record.drawn is None else State.DRAWING
 
     def _unassign(self, record: GroupRecord) -> None:
-        record.drawn = self._table.assembler.drawn(record.group_id)
+        group = self._table.assembler.groups.get(record.group_id)
+        record.drawn = group.drawn() if group is not None else None
         record.at, record.state, record.waited_s = None, State.UNASSIGNED, 0.0
         if not record.drawn or not any(record.drawn.values()):
             record.version = 0
-        elif record.prompt is not None and record.pin == LIVE_VERSION:  # the version that has drawn it becomes its pin
-            partial = self._table.assembler.partial(record.group_id)
-            version = next(int(r.weight_versions[0]) for r in partial if len(r.weight_versions))
+        elif group is not None and record.prompt is not None and record.pin == LIVE_VERSION:
+            # The version that has drawn it becomes its pin.
+            version = next(int(r.weight_versions[0]) for r in group.partial() if len(r.weight_versions))
             record.prompt = msgspec.structs.replace(record.prompt, version=version)
 
     def snapshot(self) -> list[SavedGroup]:

@@ -1,4 +1,4 @@
-"""Unfinished requests and their groups, as far as frames have told of them."""
+"""Unfinished requests and groups, with the data that has arrived."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -43,6 +43,10 @@ class UnfinishedGroup:
     def partial(self) -> list[Rollout]:
         """Return the unfinished samples, with the tokens so far."""
         return [request.rollout("") for request in self.requests.values()]
+
+    def drawn(self) -> dict[int, list[int]]:
+        """Map the unfinished requests to their tokens so far."""
+        return {i: request.store.read(request.tokens)["token_ids"].tolist() for i, request in self.requests.items()}
 
     def since(self, seen: Mapping[int, int]) -> list[Rollout]:
         """Return all samples without the tokens that the caller has, and without sampling masks and experts. seen: maps

@@ -22,9 +22,8 @@ def hand_over(assembler: Assembler, prompts: dict[int, Prompt]) -> list[Unfinish
     """What is unfinished, as a trainer knows it."""
     groups = []
     for group_id, prompt in prompts.items():
-        if (found := assembler.drawn(group_id)) is not None:
-            first = assembler.groups[group_id].start.first_request_id
-            groups.append(Unfinished(group_id, prompt, first, found))
+        if (group := assembler.groups.get(group_id)) is not None:
+            groups.append(Unfinished(group_id, prompt, group.start.first_request_id, group.drawn()))
     return msgspec.msgpack.decode(msgspec.msgpack.encode(groups), type=list[Unfinished])
 
 

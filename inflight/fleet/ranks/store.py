@@ -58,7 +58,7 @@ class RankStore:
 
     def count(self, name: str, more: int = 0) -> int:
         """Add to a counter of all ranks. Returns its value."""
-        return self._call("add", name, more)
+        return self._call("add", name, more) if more else int(self.get(name) or b"0")
 
     def delete(self, name: str) -> None:
         """Delete a value."""
@@ -150,7 +150,7 @@ def store_of_trainer(timeout_s: float) -> RankStore | None:
 
 
 def _own(store: Any) -> Any:
-    """Return a store with a connection of its own: another thread might use the given one, waiting for a collective."""
+    """Return a store with a separate connection: another thread might use the given one, waiting for a collective."""
     inner = store
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
