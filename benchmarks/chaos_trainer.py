@@ -25,9 +25,10 @@ from truth_load import Load
 import inflight
 from inflight.core.clock import now_ns
 from inflight.core.frames import TokenFrame
-from inflight.stream.assembler import Assembler
-from inflight.stream.ledger import Ledger, State
+from inflight.stream.assignments import Assignments
+from inflight.stream.group_table import State
 from inflight.stream.token_store import TokenStore
+from inflight.stream.unfinished import UnfinishedGroup
 
 GROUPS = 24
 PUBLISH_EVERY_S = 0.05
@@ -44,7 +45,7 @@ class Commands(threading.Thread):
         self._load, self._fleet = load, engine._fleet
         self._drop = False
         ledger = engine.stream.ledger
-        self._on_frame, ledger.on_frame = ledger.on_frame, self._drop_connection
+        self._on_frame, ledger.frames.on_frame = ledger.frames.on_frame, self._drop_connection
 
     def run(self) -> None:
         for line in sys.stdin:
@@ -90,29 +91,29 @@ def tell_successors(engine: inflight.Engine) -> None:
 
 def forget_a_token() -> None:
     """A successor goes on without the last token of a request."""
-    drawn = Assembler.drawn
+    drawn = UnfinishedGroup.drawn
 
-    def forgetful(assembler: Assembler, group_id: int) -> Any:
-        known = drawn(assembler, group_id)
-        if tokens := next((tokens for tokens in (known or {}).values() if tokens), None):
+    def forgetful(group: UnfinishedGroup) -> dict[int, list[int]]:
+        known = drawn(group)
+        if tokens := next((tokens for tokens in known.values() if tokens), None):
             tokens.pop()
         return known
 
-    patch.object(Assembler, "drawn", forgetful).start()
+    patch.object(UnfinishedGroup, "drawn", forgetful).start()
 
 
 def forget_a_group() -> None:
     """A successor is not given a group."""
-    unassign = Ledger.unassign
+    unassign = Assignments.unassign
 
-    def forgetful(ledger: Ledger, *arguments: Any) -> int:
-        with ledger.lock:
-            num_left = unassign(ledger, *arguments)
-            if ledger.unassigned:
-                ledger.unassigned[-1].state = State.DRAWING
+    def forgetful(engines: Assignments, *arguments: Any) -> int:
+        with engines._table.lock:
+            num_left = unassign(engines, *arguments)
+            if engines.unassigned:
+                engines.unassigned[-1].state = State.DRAWING
             return num_left
 
-    patch.object(Ledger, "unassign", forgetful).start()
+    patch.object(Assignments, "unassign", forgetful).start()
 
 
 def state_another_version() -> None:

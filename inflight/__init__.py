@@ -21,13 +21,14 @@ _HOME = {
         "inflight.tools.journal_replay": "replay",
         "inflight.fleet.engine": "Engine",
         "inflight.fleet.launching": "attach launch",
+        "inflight.fleet.process.ray": "RayPlacement",
+        "inflight.fleet.ranks.attached": "AttachedEngine",
         "inflight.run": "Run",
         "inflight.training.data.advantages": "group_advantages turn_advantages",
         "inflight.training.data.batch": "PackedBatch pack",
         "inflight.training.config": "GRPOConfig",
         "inflight.training.grpo": "grpo",
         "inflight.training.recording": "RunRecorder",
-        "inflight.ranks.attached": "AttachedEngine",
         "inflight.training.model.forward": "score_tokens token_logprobs",
         "inflight.training.objective.loss": "policy_loss",
         "inflight.training.objective.objective": "Objective",
@@ -60,13 +61,14 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.fleet.engine import Engine as Engine
     from inflight.fleet.launching import attach as attach
     from inflight.fleet.launching import launch as launch
+    from inflight.fleet.process.ray import RayPlacement as RayPlacement
+    from inflight.fleet.ranks.attached import AttachedEngine as AttachedEngine
     from inflight.observability.loggers import JsonLines as JsonLines
     from inflight.observability.loggers import PrometheusLogger as PrometheusLogger
     from inflight.observability.loggers import TensorBoard as TensorBoard
     from inflight.observability.loggers import Trackio as Trackio
     from inflight.observability.loggers import WandB as WandB
     from inflight.observability.loggers import open_logger as open_logger
-    from inflight.ranks.attached import AttachedEngine as AttachedEngine
     from inflight.run import Run as Run
     from inflight.tools.journal_replay import replay as replay
     from inflight.training.config import GRPOConfig as GRPOConfig
@@ -95,7 +97,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.weights.transports.files import Files as Files
     from inflight.weights.transports.slots import Slots as Slots
 else:
-    __all__ = sorted(_HOME)
+    __all__ = sorted(_HOME.keys() - {"RayPlacement"})  # `import *` must not need the extra `ray`
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ from inflight.core.files import file_errors, replacing
 from inflight.core.messages import Ids, Prompt
 from inflight.core.rollout import Rollout
 from inflight.fleet.engine import Engine
-from inflight.ranks.attached import AttachedEngine, FollowingPublisher
+from inflight.fleet.ranks.attached import AttachedEngine, FollowingPublisher
 from inflight.stream.held_groups import SavedGroup
 from inflight.stream.rollout_codec import Arrays, RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
 from inflight.training.random_state import random_state, restore_random_state
@@ -108,7 +108,7 @@ class Run:
         self._meet()
         path, engine = self._path(directory), self._engine
         version = self._publisher.version
-        if isinstance(engine, Engine) and not engine.is_shared and engine.staleness.unpublished_steps:
+        if isinstance(engine, Engine) and engine.stream.sharing is None and engine.staleness.unpublished_steps:
             version += 1  # steps were taken since: `load` publishes other weights than this version's tokens are from
         header = _File(version, _Clock.read(), self.progress, None)
         arrays: list[Arrays] = []
@@ -151,7 +151,7 @@ class Run:
             shift_ns = header.clock.shift_to(_Clock.read())
             engine.staleness.restore([(version, ns + shift_ns) for version, ns in header.engine.published])
             groups = _saved_groups(header.engine, arrays, shift_ns)
-            engine.stream.ledger.restore(groups, header.engine.next_ids)
+            engine.stream.ledger.engines.restore(groups, header.engine.next_ids)
         self.progress = header.progress
         restore_random_state(random_arrays)
         self._meet()
@@ -162,15 +162,15 @@ class Run:
 
     def _meet(self) -> None:
         """Wait for the other ranks, if there are any."""
-        is_shared = isinstance(self._engine, AttachedEngine) or self._engine.is_shared
+        is_shared = isinstance(self._engine, AttachedEngine) or self._engine.stream.sharing is not None
         if is_shared and dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
 
 
 def _describe(engine: Engine) -> tuple[_EngineState, list[Arrays]]:
     ledger = engine.stream.ledger
-    with ledger.lock:  # so that groups and ids are of one moment
-        saved, next_ids = ledger.snapshot(), ledger.next_ids
+    with ledger.table.lock:  # so that groups and ids are of one moment
+        saved, next_ids = ledger.engines.snapshot(), ledger.engines.next_ids
     described = _EngineState(
         fingerprint=engine.info.layout.fingerprint,
         published=engine.staleness.published_times,

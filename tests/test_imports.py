@@ -21,11 +21,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observability": {"core"},
     "engine": {"core", "kernels", "weights", "model_checks", "stream", "observability"},
     "training": {"core", "kernels", "weights", "model_checks", "stream", "observability"},
-    "ranks": {"core", "weights", "engine", "training"},
     "server": {"core", "weights", "stream", "observability", "engine", "training"},
-    "fleet": {"core", "weights", "stream", "observability", "engine", "training", "ranks", "server"},
-    "ray": {"core", "weights", "engine", "fleet"},
-    "run": {"core", "weights", "stream", "training", "ranks", "fleet"},
+    "fleet": {"core", "weights", "stream", "observability", "engine", "training", "server"},
+    "run": {"core", "weights", "stream", "training", "fleet"},
     "integrations": {
         *("core", "kernels", "weights", "model_checks", "stream"),
         *("engine", "training", "fleet"),

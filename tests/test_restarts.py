@@ -250,7 +250,7 @@ def test_a_trainer_that_has_no_memory_for_groups_and_takes_none_gets_a_successor
     """The last frames of an engine that died are read all the same, and a call does not wait for a taker."""
     with inflight.launch("tiny", **OPTIONS, restarts=1, stream_memory_bytes=5_000) as engine:
         ids = engine.submit([[1, i + 1] for i in range(40)], SamplingParams(n=2, max_tokens=20, ignore_eos=True))
-        wait_until(lambda: engine.stream.ledger.finished_bytes > 5_000)
+        wait_until(lambda: engine.stream.ledger.table.finished_bytes > 5_000)
         first = engine.pid
         os.kill(first, signal.SIGKILL)
         assert not engine.status().paused  # the answer of the successor

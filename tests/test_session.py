@@ -192,7 +192,7 @@ def test_a_publisher_may_be_made_while_somebody_waits_for_a_version():
 
     def make() -> None:
         made.append(Publisher())
-        engine._fleet.publishers.add(made[-1])
+        engine._published.publishers.add(made[-1])
 
     with inflight.Engine(inflight.EngineOptions("tiny"), placement) as engine:
         make()

@@ -22,13 +22,17 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.process.client import EngineClient
 from inflight.engine.prompts import PromptLike, make_prompts
+from inflight.fleet.calls import FleetCalls
 from inflight.fleet.fleet import Fleet
+from inflight.fleet.fleet_stream import FleetStream
 from inflight.fleet.member import Member
 from inflight.fleet.monitor import EngineMonitor
 from inflight.fleet.process.base import Placement
 from inflight.fleet.process.local import Local
+from inflight.fleet.publishing import PublishedFleet
 from inflight.fleet.rescheduler import Rescheduler
 from inflight.fleet.status import summed
+from inflight.fleet.submissions import Submissions
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.observability.trace import Trace
 from inflight.stream.journal import JournalWriter
@@ -38,8 +42,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from inflight.core.rollout import Rollout
-    from inflight.ranks.meeting import Outside
-    from inflight.ranks.rank_server import RankServer
+    from inflight.fleet.ranks.sharing import RankSharing
+    from inflight.fleet.ranks.store import RankStore
     from inflight.server.http_server import HttpServer
     from inflight.training.data.rollout_stream import RolloutStream
     from inflight.weights.trainer.engine_link import EngineAddress
@@ -84,8 +88,7 @@ class Engine:
         self._publishers: WeakSet[Publisher] = WeakSet()
         """Publishers that are closed with the engine."""
         self._servers: WeakSet[HttpServer] = WeakSet()
-        self._first_versions: list[int] = []
-        self._rank_server: RankServer | None = None
+        self._sharing: RankSharing | None = None
         self._trace: Trace | None = None
         self._monitors: list[EngineMonitor] = []
         self._journal: JournalWriter | None = None
@@ -99,8 +102,12 @@ class Engine:
             members = start_all([partial(Member, *one) for one in zip(each, places, strict=True)])
             for member in members:
                 at_failure.callback(member.close)
-            self._fleet = Fleet(self.staleness, self._journal)
-            self._rescheduler = Rescheduler(self._fleet, self.options.answer_timeout_s)
+            self._fleet = Fleet()
+            self._published = PublishedFleet(self._fleet, self.staleness)
+            self._frames = FleetStream(self._fleet, self._journal)
+            self._calls = FleetCalls(self._fleet)
+            self._submissions = Submissions(self._fleet, self._calls)
+            self._rescheduler = Rescheduler(self._fleet, self._calls, self.options.answer_timeout_s)
             at_failure.callback(self.close)
             for member in members:
                 self._join(member)
@@ -174,9 +181,9 @@ class Engine:
         with self._lock:
             if self._stream is None:
                 fleet = self._fleet
-                fleet.open()
+                self._frames.open()
                 self._stream = RolloutStream(
-                    fleet.merged,
+                    self._frames.merged,
                     fleet.ledger,
                     tokenizer=self.tokenizer,
                     tokenizer_lock=self._tokenizer_lock,
@@ -271,7 +278,7 @@ class Engine:
         if version is not None:
             await asyncio.to_thread(self._wait_until_held, version)
         self.stream  # noqa: B018
-        return await self._fleet.asubmit(messages)
+        return await self._submissions.asubmit(messages)
 
     def prompt_lengths(self, prompts: Iterable[PromptLike]) -> list[int]:
         """Return the number of tokens of each prompt. Raises InvalidRequestError, naming the prompt."""
@@ -283,7 +290,7 @@ class Engine:
 
     def partial(self, group_id: int) -> "list[Rollout]":
         """Return the unfinished samples of a group, with the tokens so far; their finish_reason is ""."""
-        return self.stream.ledger.partial(group_id)
+        return self.stream.ledger.frames.partial(group_id)
 
     def fork(
         self,
@@ -308,37 +315,39 @@ class Engine:
             dict(rollout.metadata if metadata is None else metadata),
         )
         arguments = {"request_id": rollout.request_id, "at": at, "metadata": prompt.metadata}
-        return self._fleet.fork(arguments, prompt)
+        return self._submissions.fork(arguments, prompt)
 
     def cancel(self, group_ids: Sequence[int] | None = None, *, request_ids: Sequence[int] | None = None) -> None:
         """End the unfinished samples of these groups, and these samples (neither: all). They arrive with finish_reason
         "cancelled"."""
         if group_ids is None and request_ids is None:
             group_ids = self._fleet.ledger.outstanding
-        self._fleet.cancel(group_ids or (), request_ids or ())
+        ids = {"group_ids": list(group_ids or ()), "request_ids": list(request_ids or ())}
+        self._fleet.ledger.engines.note_cancelled(**ids)
+        self._calls.call("cancel", ids)
 
     def pause(self) -> None:
         """Start no forward pass after this returns, until `resume()`. Weights still arrive."""
-        self._fleet.call("pause")
+        self._calls.call("pause")
 
     def resume(self) -> None:
         """Continue after `pause()`."""
-        self._fleet.call("resume")
+        self._calls.call("resume")
 
     def sleep(self) -> None:
         """Pause, and free the memory of the KV cache until `wake()`. The weights stay. Unfinished samples keep their
         tokens and continue after it."""
-        self._fleet.call("sleep")
+        self._calls.call("sleep")
 
     def wake(self) -> None:
         """Continue after `sleep()`. Raises DeviceMemoryError if the memory is not free any more."""
-        self._fleet.call("wake", timeout_s=max(self.options.answer_timeout_s, _WAKE_TIMEOUT_S))
+        self._calls.call("wake", timeout_s=max(self.options.answer_timeout_s, _WAKE_TIMEOUT_S))
 
     def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
         """Return when all members draw with this version or a newer one."""
         deadline = now_ns() + int(timeout_s * 1e9)
         while self.status().version < version:
-            for publisher in self._fleet.open_publishers:
+            for publisher in self._published.open_publishers:
                 publisher.check()
             if now_ns() > deadline:
                 raise TimeoutError(f"version {version} did not go live within {timeout_s:.0f} s")
@@ -349,12 +358,7 @@ class Engine:
     @property
     def address(self) -> "EngineAddress":
         """Address of a process that serves, for an `inflight.Publisher` to several engines."""
-        return self._fleet.serving()[0]
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """True if this process cannot write to the memory of a member, since another process launched that member."""
-        return not all(member.process.shares_memory for member in self.members)
+        return self._published.serving()[0]
 
     @named()
     def publisher(
@@ -377,14 +381,15 @@ class Engine:
         from inflight.weights.trainer.publisher import Publisher
 
         transport = transport or next((m.placement.transport for m in self.members if m.placement.transport), None)
-        if self.is_elsewhere and (transport is None or transport.writes_to_slots):
+        is_elsewhere = not all(member.process.shares_memory for member in self.members)
+        if is_elsewhere and (transport is None or transport.writes_to_slots):
             raise ValueError(
                 "the engine was launched by another process, and its memory cannot be written to from here; "
                 "publish with transport=inflight.Files(directory), which both machines see, or "
                 "inflight.Broadcast(host=…, allow_unencrypted=True), which sends weights as they are"
             )
         publisher = Publisher(
-            self._fleet,
+            self._published,
             model,
             transport=transport,
             check_finite=check_finite,
@@ -392,7 +397,8 @@ class Engine:
             slot_timeout_s=slot_timeout_s,
         )
         self._publishers.add(publisher)
-        self._first_versions.append(publisher.version)
+        if self._sharing is not None:
+            self._sharing.note_publisher(publisher.version)
         return publisher
 
     def digests(self, *, timeout_s: float = 600.0) -> Digests:
@@ -407,7 +413,7 @@ class Engine:
             return client.call("digests", {"least": least}, list[Digests])
 
         while True:
-            answers: dict[Member, list[Digests]] = self._fleet.call_all(ask)
+            answers: dict[Member, list[Digests]] = self._calls.call_all(ask)
             if all(answers.values()):
                 break
             if now_ns() > deadline:
@@ -428,16 +434,11 @@ class Engine:
 
     def statuses(self) -> dict[Member, Status]:
         """Return the counters of each member that serves now."""
-        return self._fleet.call_all(lambda client: client.call("status", returns=Status))
+        return self._calls.call_all(lambda client: client.call("status", returns=Status))
 
     def check(self) -> None:
         """Raise EngineDiedError if no member is left. It does not ask the members."""
         self._fleet.check()
-
-    @property
-    def is_shared(self) -> bool:
-        """True if other ranks of the trainer can attach to it."""
-        return self._rank_server is not None
 
     def serve(self, port: int = 8000, **options: Any) -> "HttpServer":
         """Answer HTTP requests of OpenAI's API and of vLLM's, in parallel with other work of the engine, until the
@@ -481,8 +482,9 @@ class Engine:
             for monitor in self._monitors:
                 at_end.callback(monitor.join, _JOIN_S)
             at_end.callback(self._rescheduler.close)
-            at_end.callback(fleet.close)
-            for part in (self._journal, self._rank_server, self._stream):
+            for part in (self._submissions, self._calls, fleet):
+                at_end.callback(part.close)
+            for part in (self._journal, self._sharing, self._stream):
                 if part is not None:
                     at_end.callback(part.close)
             for publisher in list(self._publishers):
@@ -490,7 +492,7 @@ class Engine:
             if self._trace is not None:
                 with suppress(InflightError, OSError):  # it is logged
                     bound_s = min(_CLOSE_S, self.options.answer_timeout_s)
-                    self._fleet.call("status", returns=Status, timeout_s=bound_s)  # else the file is not written
+                    self._calls.call("status", returns=Status, timeout_s=bound_s)  # else the file is not written
                     self._trace.close()
             for server in list(self._servers):
                 at_end.callback(server.close)
@@ -507,14 +509,14 @@ class Engine:
         """Let a member take prompts, once it has the weights of the others."""
         fleet = self._fleet
         with fleet.changing:
-            monitor = EngineMonitor(member, fleet)
+            monitor = EngineMonitor(member, fleet, self._published, self._frames)
             self._check_alike(member)
             try:
                 with fleet.lock:
                     fleet.members.append(member)
                 monitor.begin()
             except BaseException:
-                fleet.forget_process(member.process.client.endpoint)
+                self._published.forget_process(member.process.client.endpoint)
                 with fleet.lock:
                     fleet.members.remove(member)
                 raise
@@ -530,7 +532,7 @@ class Engine:
         if difference is not None:
             raise LayoutMismatchError(f"all members of an engine hold the same tensors: {difference}")
         version, own = self.status().version, member.status().version
-        if version != own and not any(publisher.sent_version for publisher in self._fleet.open_publishers):
+        if version != own and not any(publisher.sent_version for publisher in self._published.open_publishers):
             raise ValueError(
                 f"the member has version {own} and the engine {version}; versions are those of one publisher, and no "
                 "open one has sent a version that it could send to this member"
@@ -539,7 +541,7 @@ class Engine:
     def _submit(self, prompts: list[Prompt], *, reserved: bool = False) -> list[int]:
         for version in {prompt.version for prompt in prompts if prompt.version is not None}:
             self._wait_until_held(version)
-        return self._fleet.submit(prompts, reserved=reserved)
+        return self._submissions.submit(prompts, reserved=reserved)
 
     def _messages(
         self,
@@ -558,21 +560,11 @@ class Engine:
         if self.staleness.published_version >= version > self.status().version:
             self.wait_for_version(version)
 
-    def _share(self, num_ranks: int, outside: "Outside | None" = None) -> "RankServer":
-        from inflight.ranks.rank_server import RankServer
+    def _share(self, store: "RankStore") -> None:
+        """Share the stream with the other ranks of the trainer."""
+        from inflight.fleet.ranks.sharing import RankSharing
 
-        with self._lock:
-            if self._rank_server is None:
-                self._rank_server = RankServer(
-                    self.options,
-                    num_ranks,
-                    submit=self._submit,
-                    status=self.status,
-                    first_version=lambda i: self._first_versions[i] if i < len(self._first_versions) else None,
-                    outside=outside,
-                )
-                self.stream.sharing = self._rank_server
-            return self._rank_server
+        self.stream.sharing = self._sharing = RankSharing(store, self.options, self._submit)
 
 
 def _checked(

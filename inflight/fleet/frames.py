@@ -3,7 +3,8 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from time import sleep
 
 import zmq
@@ -60,6 +61,11 @@ class EngineFrames:
     def silent_s(self) -> float:
         """Seconds since anything arrived; 0 while nothing is read."""
         return self.reader.silent_s if self.reader is not None else 0.0
+
+    def cancel(self, group_ids: Collection[int], request_ids: Collection[int] = ()) -> None:
+        """Have the process end these groups and samples, without waiting for it."""
+        with suppress(InflightError):  # it has ended
+            self.client.call_soon("cancel", {"group_ids": list(group_ids), "request_ids": list(request_ids)})
 
     def leave(self) -> None:
         """Read only the frames that have arrived by now: the engine has ended, or has stopped sending."""

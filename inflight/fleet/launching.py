@@ -12,7 +12,8 @@ from inflight.core.options import EngineOptions
 from inflight.fleet.engine import Engine
 from inflight.fleet.process.base import Placement
 from inflight.fleet.process.remote import Remote
-from inflight.ranks.launching import TrainerRanks
+from inflight.fleet.ranks.sharing import announce
+from inflight.fleet.ranks.store import store_of_trainer
 
 Options = ParamSpec("Options")
 
@@ -59,7 +60,7 @@ def launch(
 
         launch("Qwen/Qwen3-0.6B", max_sequences=64)         # the fields of inflight.EngineOptions
         launch([EngineOptions(…), EngineOptions(…)])        # several engines that share one stream
-        launch("Qwen/Qwen3-0.6B", placement=inflight.ray.Placement(num_gpus=1))
+        launch("Qwen/Qwen3-0.6B", placement=inflight.RayPlacement(num_gpus=1))
 
     `model` is the only required option. placement: of each engine, or one for all; None: processes of this machine that
     end with this one. Use the engine as a context manager, or `close()` it. Raises TypeError for an option that does
@@ -75,16 +76,17 @@ def launch(
         chosen = EngineOptions(*model, **options)  # pyright: ignore
     elif options:
         raise TypeError(f"EngineOptions are complete: give {', '.join(options)} to each of them")
-    first = chosen if isinstance(chosen, EngineOptions) else next(iter(chosen), None)
-    ranks = TrainerRanks.of_this_process()
-    if ranks is None or first is None:
+    each = [chosen] if isinstance(chosen, EngineOptions) else list(chosen)
+    first = next((one for one in each if one.model), next(iter(each), None))
+    store = None if first is None else store_of_trainer(first.answer_timeout_s)
+    if store is None or first is None:
         return Engine(chosen, placement)
-    if ranks.rank:
-        attached: Any = ranks.attach(first)  # it has the methods of an Engine that every rank can use
+    if store.rank:
+        from inflight.fleet.ranks.attached import AttachedEngine
+
+        attached: Any = AttachedEngine(store, first)  # it has the methods of an Engine that every rank can use
         return attached
-    return ranks.announce(
-        lambda: Engine(chosen, placement), lambda engine, outside: engine._share(ranks.size, outside).own_address
-    )
+    return announce(store, lambda: Engine(chosen, placement), lambda engine: engine._share(store))
 
 
 @named()

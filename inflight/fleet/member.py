@@ -34,8 +34,6 @@ class Member:
         """The current process, or the last one."""
         self._condition = threading.Condition()
         """Guards the succession. No other lock is acquired while it is held."""
-        self._serves = True
-        """The process is not known to have ended."""
         self._deaths: list[str] = []
         self._fruitless = 0
         """Number of consecutive deaths without a token in between."""
@@ -92,24 +90,22 @@ class Member:
         """True if the process can have another successor."""
         return len(self._deaths) < self.options.restarts
 
-    @property
-    def lives(self) -> bool:
-        """False if the process is known to have ended."""
-        try:
-            self.process.check()
-        except EngineDiedError:
-            return False
-        return True
-
     def living(self) -> Process:
         """Return the current process, also before it takes prompts; while it is being replaced, wait for its successor.
         Raises EngineDiedError if there will be none."""
-        process = self.process
-        try:
-            process.check()
-        except EngineDiedError as error:
-            self._wait_for_successor(process, error)
-        return self.process
+        waited = Wait()
+        while True:
+            process = self.process
+            try:
+                process.check()
+                return process
+            except EngineDiedError as error:
+                with self._condition:
+                    if self.death is not None or not self.options.restarts or self._closing.is_set():
+                        raise self.death or error from None
+                    self._condition.wait(_CHECK_S)
+            waited.tick()
+            waited.tell("the engine is being restarted")
 
     # ---- succession ---------------------------------------------------------------------------------------------
 
@@ -127,8 +123,6 @@ class Member:
         """Replace the ended process: start another one after a pause. Raises EngineDiedError if the process cannot have
         a successor, or none starts."""
         old = self.process
-        with self._condition:
-            self._serves = False
         old.remove()  # at once: if this process is killed soon, nothing else would remove it
         num_tokens = self.num_past_tokens + (self.frames.num_tokens if self.frames is not None else 0)
         if num_tokens > self._tokens_at_death:
@@ -138,7 +132,15 @@ class Member:
             can_restart = self.can_restart
             self._deaths.append(f"{len(self._deaths) + 1}. {death}")
             if self._closing.is_set() or not can_restart:
-                raise self._give_up(death)
+                if (allowed := self.options.restarts) and not self._closing.is_set():
+                    death = EngineDiedError(
+                        f"the engine ended {len(self._deaths)} times, and launch(restarts={allowed}) allows {allowed} "
+                        "restarts:" + "".join(f"\n{death}" for death in self._deaths)
+                    )
+                with self._condition:
+                    self.death = death
+                    self._condition.notify_all()
+                raise death
             backoff_s = min(_FIRST_BACKOFF_S * 2**self._fruitless, _LONGEST_BACKOFF_S)
             self._fruitless += 1
             logger.warning(
@@ -156,7 +158,7 @@ class Member:
                 continue
             with self._condition:
                 if accepted := not self._closing.is_set():
-                    self.process, self._serves = process, True
+                    self.process = process
                     self._condition.notify_all()
             if not accepted:
                 process.close()
@@ -164,31 +166,6 @@ class Member:
             old.close()
             logger.warning("the engine runs again, as %s", process.name)
             return
-
-    def _give_up(self, death: EngineDiedError) -> EngineDiedError:
-        if self.options.restarts and not self._closing.is_set():
-            allowed = self.options.restarts
-            death = EngineDiedError(
-                f"the engine ended {len(self._deaths)} times, and launch(restarts={allowed}) allows {allowed} restarts:"
-                + "".join(f"\n{death}" for death in self._deaths)
-            )
-        with self._condition:
-            self.death = death
-            self._condition.notify_all()
-        return death
-
-    def _wait_for_successor(self, process: Process, death: EngineDiedError) -> None:
-        """Return when another process serves. Raises EngineDiedError if none will."""
-        wait = Wait()
-        while True:
-            with self._condition:
-                if self.death is not None or not self.options.restarts or self._closing.is_set():
-                    raise self.death or death
-                if self._serves and self.process is not process:
-                    return
-                self._condition.wait(_CHECK_S)
-            wait.tick()
-            wait.tell("the engine is being restarted")
 
 
 def wait_for_version(client: EngineClient, version: int, timeout_s: float) -> None:

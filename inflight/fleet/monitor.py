@@ -9,8 +9,10 @@ from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
 from inflight.core.messages import Status
 from inflight.core.waiting import Wait
 from inflight.fleet.fleet import Fleet
+from inflight.fleet.fleet_stream import FleetStream
 from inflight.fleet.frames import EngineFrames
 from inflight.fleet.member import Member, wait_for_version
+from inflight.fleet.publishing import PublishedFleet
 from inflight.stream.stream_thread import SILENCE_S
 
 logger = logging.getLogger("inflight.fleet")
@@ -23,8 +25,8 @@ _UNDO = {"pause": "resume", "sleep": "wake"}
 class EngineMonitor:
     """A thread that notices the end of an engine, reassigns its groups, and restarts it if `restarts` allows that."""
 
-    def __init__(self, member: Member, fleet: Fleet):
-        self.member, self._fleet = member, fleet
+    def __init__(self, member: Member, fleet: Fleet, published: PublishedFleet, stream: FleetStream):
+        self.member, self._fleet, self._published, self._stream = member, fleet, published, stream
         self._timeout_s = member.options.answer_timeout_s
         self.silence_s = min(SILENCE_S, self._timeout_s / 2)
         """Time without a sign of life after which the engine is asked."""
@@ -35,9 +37,9 @@ class EngineMonitor:
         """Send the engine the weights of the other engines, and let it take prompts. least_version: the newest version
         of its earlier processes. Raises InflightError."""
         fleet, member = self._fleet, self.member
-        address = fleet.address_of(member, member.process)
+        address = self._published.address_of(member, member.process)
         with fleet.changing:
-            publishers = fleet.open_publishers
+            publishers = self._published.open_publishers
             for publisher in publishers:
                 if address.endpoint not in publisher.endpoints:
                     publisher.add(address)
@@ -49,7 +51,7 @@ class EngineMonitor:
                 )
             if newest:
                 wait_for_version(member.process.client, newest, self._timeout_s)
-            frames = fleet.connect(member)
+            frames = self._stream.connect(member)
             try:
                 self._enter(frames)
             except BaseException:
@@ -80,7 +82,7 @@ class EngineMonitor:
                 logger.warning("the engine that is removed does not answer: %s", error)
             self._give_up(member.frames)
         with fleet.changing:
-            fleet.forget_process(member.process.client.endpoint)
+            self._published.forget_process(member.process.client.endpoint)
 
     def join(self, timeout_s: float) -> None:
         """Wait until the thread has ended, as it does when the fleet closes."""
@@ -95,9 +97,9 @@ class EngineMonitor:
             if member.frames is not None:
                 self._give_up(member.frames, death)
             if fleet.comes_back:  # its successor might need the memory
-                fleet.forget_process(member.process.client.endpoint)
+                self._published.forget_process(member.process.client.endpoint)
             try:
-                has_weights = any(publisher.sent_version for publisher in fleet.open_publishers)
+                has_weights = any(publisher.sent_version for publisher in self._published.open_publishers)
                 member.restart(death)
             except EngineDiedError as error:
                 self._bury(error)
@@ -108,7 +110,7 @@ class EngineMonitor:
                 return
             try:
                 # A publisher that held the weights might have been closed during the restart.
-                self.begin(1 if has_weights else fleet.newest_version)
+                self.begin(1 if has_weights else self._stream.newest_version)
             except Exception as error:  # Callers wait for this engine; the number of restarts bounds the attempts.
                 if not isinstance(error, InflightError):
                     logger.exception("a restarted engine does not enter the fleet")
@@ -152,7 +154,7 @@ class EngineMonitor:
                 logger.error("%s lives and does not answer: it counts as ended", self.member.name)
                 fleet.lose(self.member, frames, error)
             else:
-                fleet.ledger.report(error)
+                fleet.ledger.frames.report(error)
             return
         except InflightError as error:
             fleet.lose(self.member, frames, error)
@@ -174,7 +176,7 @@ class EngineMonitor:
         while not frames.read.wait(_CHECK_S):
             if fleet.closing.is_set():
                 return
-        num_groups = fleet.release(frames)
+        num_groups = self._stream.release(frames)
         logger.warning("%s leaves the fleet; %d unfinished groups go on elsewhere", member.name, num_groups)
 
     def _bury(self, death: EngineDiedError) -> None:

@@ -10,10 +10,11 @@ from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.messages import LIVE_VERSION, Ids, Status, Unfinished
 from inflight.core.waiting import Wait
 from inflight.engine.process.client import EngineClient
-from inflight.fleet.fleet import ENDED, Fleet
+from inflight.fleet.calls import ENDED, FleetCalls
+from inflight.fleet.fleet import Fleet
 from inflight.fleet.frames import EngineFrames
 from inflight.fleet.member import Member
-from inflight.stream.ledger import GroupRecord
+from inflight.stream.group_table import GroupRecord
 
 logger = logging.getLogger("inflight.fleet")
 
@@ -32,9 +33,9 @@ class Rescheduler:
     on an engine that holds it. If no engine gets such weights in time, the group ends with finish_reason "error".
     """
 
-    def __init__(self, fleet: Fleet, timeout_s: float):
+    def __init__(self, fleet: Fleet, calls: FleetCalls, timeout_s: float):
         """timeout_s: time for which engines that take prompts can lack the weights."""
-        self._fleet, self._timeout_s = fleet, timeout_s
+        self._fleet, self._calls, self._timeout_s = fleet, calls, timeout_s
         self._asked: dict[Member, tuple[EngineFrames, Future[Any]]] = {}
         """Engines that have not answered yet."""
         self._thread = threading.Thread(target=self._run, name="inflight-rescheduler", daemon=True)
@@ -53,8 +54,8 @@ class Rescheduler:
         try:
             while not fleet.closing.wait(_AGAIN_S):
                 with fleet.lock:
-                    fleet.lock.wait_for(lambda: fleet.ledger.unassigned or fleet.closing.is_set(), _IDLE_S)
-                    has_work = bool(fleet.ledger.unassigned)
+                    fleet.lock.wait_for(lambda: fleet.ledger.engines.unassigned or fleet.closing.is_set(), _IDLE_S)
+                    has_work = bool(fleet.ledger.engines.unassigned)
                 passed_s = waited.tick()
                 if has_work:
                     self._place(self._ask(), passed_s)
@@ -69,7 +70,7 @@ class Rescheduler:
         fleet = self._fleet
         for member, frames in fleet.ready().items():
             if member not in self._asked:  # else it has not answered yet
-                self._asked[member] = frames, fleet.later(fleet.reach, member, frames, _status)
+                self._asked[member] = frames, self._calls.later(self._calls.reach, member, frames, _status)
         wait([answer for _, answer in self._asked.values()], timeout=_ANSWER_S)
         answered = [member for member, (_, answer) in self._asked.items() if answer.done()]
         answers = {member: self._asked.pop(member) for member in answered}
@@ -83,39 +84,48 @@ class Rescheduler:
         with fleet.lock:
             engines = {m: answer for m, answer in engines.items() if m.usable and m.frames is answer[0]}
             all_answered = len(engines) == len(fleet.usable)
-            for record in fleet.ledger.unassigned:
+            for record in fleet.ledger.engines.unassigned:
                 record.waited_s += passed_s if engines else 0.0
                 fit = [member for member, (_, status) in engines.items() if can_continue(record, status)]
                 if fit:
                     member = min(fit, key=lambda member: member.load)
                     frames = engines[member][0]
-                    fleet.ledger.assign(record, frames)
+                    fleet.ledger.engines.assign(record, frames)
                     member.num_given += record.num_unfinished
                     given.setdefault(member, (frames, []))[1].append(record)
                 elif record.waited_s > self._timeout_s or (all_answered and is_past(record, engines)):
                     refused[record.group_id] = f"none has {_wanted(record)}"
         for member, (frames, records) in given.items():
-            fleet.later(self._adopt, member, frames, records)
-        fleet.fail(refused)
+            self._calls.later(self._adopt, member, frames, records)
+        self._fail(refused)
 
     def _adopt(self, member: Member, frames: EngineFrames, records: list[GroupRecord]) -> None:
         """Have an engine continue groups. If it ends before that, they are reassigned like all of its groups."""
         fleet, unfinished = self._fleet, [unfinished_of(record) for record in records]
         try:
-            refused = fleet.reach(member, frames, lambda client: adopt(client, unfinished, fleet.ledger.next_ids))
+            refused = self._calls.reach(
+                member, frames, lambda client: adopt(client, unfinished, fleet.ledger.engines.next_ids)
+            )
         except InflightError as error:
             refused = {record.group_id: str(error) for record in records}
         if refused is ENDED:
             return
-        fleet.fail(refused)
+        self._fail(refused)
         with fleet.lock:
             if member.frames is frames:
                 member.num_given -= sum(record.num_unfinished for record in records if record.group_id in refused)
             cancelled = [request_id for record in records for request_id in record.cancelled]
             dropped = [record.group_id for record in records if not record.is_wanted]
         if cancelled or dropped:
-            fleet.cancel_at(frames, dropped, cancelled)
+            frames.cancel(dropped, cancelled)
         logger.warning("%d unfinished groups go on at the engine that is %s", len(records) - len(refused), member.name)
+
+    def _fail(self, refused: Mapping[int, str]) -> None:
+        """End groups that no engine can continue. refused: the reasons, by their ids."""
+        for group_id, reason in refused.items():
+            logger.error("no engine can go on with group %d: %s", group_id, reason)
+        if refused:
+            self._fleet.ledger.frames.fail(refused)
 
 
 def can_continue(record: GroupRecord, status: Status) -> bool:

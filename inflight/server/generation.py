@@ -25,7 +25,7 @@ class Bell:
         """Done after the next frame."""
         self.num_followers = self.num_waiting = 0
         """Replies that are streamed, and streamed replies without a token yet."""
-        ledger.listen(self._frame)
+        ledger.frames.listen(self._frame)
 
     def pace_s(self, *, has_begun: bool) -> float:
         """Minimum time until the next look at a reply. First tokens do not wait for `interval_s`."""
@@ -34,7 +34,7 @@ class Bell:
         return max(self._interval_s, self.num_followers * _S_PER_PART)
 
     def close(self) -> None:
-        self._ledger.unlisten(self._frame)
+        self._ledger.frames.unlisten(self._frame)
 
     def _frame(self) -> None:
         """Called by the thread that reads the stream."""
@@ -104,7 +104,7 @@ class Generation:
                 # The future is taken before the tokens, so that a frame in between wakes this task again.
                 woken, read_s = bell.next, loop.time()
                 for index, group_id in enumerate(self.group_ids):
-                    for part in take(index, self._stream.ledger.news(group_id, seen[index])):
+                    for part in take(index, self._stream.ledger.frames.news(group_id, seen[index])):
                         bell.num_waiting -= not has_begun
                         has_begun = True
                         yield part

@@ -101,7 +101,8 @@ class StreamReader:
         """
         if self._held is not None:
             frame, data = self._held
-            self._write_down(data)
+            if self._journal is not None:
+                self._journal.append(data)
             self._held = None
             return frame
         if (self.next or 0) - self._acknowledged >= _FRAMES_PER_ACK or self._acknowledges_late:
@@ -148,17 +149,13 @@ class StreamReader:
         self.num_tokens += frame.header.num_tokens
         self.num_rollouts += len(frame.header.finishes)
         is_behind_gap = number > expected and not self._damaged
-        if not is_behind_gap:
-            self._write_down(data)
+        if not is_behind_gap and self._journal is not None:
+            self._journal.append(data)
         self._damaged, self._resent, self.next = False, False, number + 1
         if is_behind_gap:
             self._held = frame, data
             raise _gap(expected, number)
         return frame
-
-    def _write_down(self, data: bytes) -> None:
-        if self._journal is not None:
-            self._journal.append(data)
 
     def _hear(self, data: bytes) -> None:
         message = to_reader(data)
@@ -204,9 +201,9 @@ class StreamReader:
         frames that have arrived."""
         if not self._parts and not self._take_message():
             due_ns = self._acknowledged_ns + _ACK_PACE_NS
-            if not (now_ns() < due_ns < deadline_ns and self._comes_by(due_ns)):
+            if not (now_ns() < due_ns < deadline_ns and _arrives(self.socket, due_ns)):
                 self._acknowledge()
-                if not self._comes_by(deadline_ns):
+                if not _arrives(self.socket, deadline_ns):
                     return None
             self._take_message()
         return self._parts.popleft() if self._parts else None
@@ -218,9 +215,10 @@ class StreamReader:
             self._parts.extend(self.socket.recv_multipart(zmq.NOBLOCK))
         return bool(self._parts)
 
-    def _comes_by(self, time_ns: int) -> bool:
-        """Wait for a message until this time. Returns True if one arrives."""
-        return bool(self.socket.poll(max(0, (time_ns - now_ns()) // 1_000_000)))
+
+def _arrives(socket: zmq.Socket, time_ns: int) -> bool:
+    """Wait for a message until this time. Returns True if one arrives."""
+    return bool(socket.poll(max(0, (time_ns - now_ns()) // 1_000_000)))
 
 
 def _gap(expected: int, number: int) -> StreamGapError:

@@ -131,7 +131,7 @@ class ReplaySource:
         if self._began and self._reader.num_bytes < self._looked_at + _LOOK_EVERY_BYTES:
             return True
         has_room = self._began and self._ledger.nbytes < _READ_AHEAD_BYTES
-        if has_room or self._ledger.needs_frames:
+        if has_room or self._ledger.queue.needs_frames:
             self._began, self._looked_at = True, self._reader.num_bytes
             return True
         return False

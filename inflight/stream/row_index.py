@@ -23,9 +23,12 @@ class RowIndex:
         """Maps the number of a page to the rows i64[_PAGE] of its ids, or _UNKNOWN."""
         self._num_known: Counter[int] = Counter()
         """Maps the number of a page to the number of its known ids."""
+        self._last: dict[str, tuple[bytes, Found]] = {}
+        """Maps each engine to the ids of its last frame and the result of their lookup."""
 
     def add(self, first_id: int, rows: list[int]) -> None:
         """Map requests first_id, first_id + 1, … to these rows. All of them must be unknown."""
+        self._last.clear()
         while rows:
             page, begin = first_id >> _BITS, first_id % _PAGE
             fitting, rows = rows[: _PAGE - begin], rows[_PAGE - begin :]
@@ -37,6 +40,7 @@ class RowIndex:
 
     def remove(self, request_id: int) -> None:
         """Remove a known request that has ended."""
+        self._last.clear()
         page = request_id >> _BITS
         self._pages[page][request_id % _PAGE] = _UNKNOWN
         self._num_known[page] -= 1
@@ -54,6 +58,13 @@ class RowIndex:
             known[np.delete(np.flatnonzero(known), first)] = False
             rows = rows[np.sort(first)]
         return known, rows
+
+    def find_again(self, engine_id: str, request_ids: np.ndarray) -> Found:
+        """Do the same for a frame of an engine, faster if its last frame had the same ids."""
+        key, last = request_ids.tobytes(), self._last.get(engine_id)
+        if last is None or last[0] != key:
+            self._last[engine_id] = last = key, self.find(request_ids)
+        return last[1]
 
     def _rows(self, request_ids: np.ndarray) -> np.ndarray:
         """Return the rows i64[n], _UNKNOWN for unknown ids."""

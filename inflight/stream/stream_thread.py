@@ -62,7 +62,7 @@ class StreamThread:
     @property
     def state(self) -> str:
         """The last state that the engine has reported, "silent" if it has sent nothing for long, or "closed"."""
-        if self._ledger.waiters.ended is not None:
+        if self._ledger.table.waiters.ended is not None:
             return "closed"
         return "silent" if self.source.silent_s > self._silence_s else self.source.state
 
@@ -71,25 +71,25 @@ class StreamThread:
         self._closing = True
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            self._ledger.end(InflightError("the stream was closed"))
+            self._ledger.frames.end(InflightError("the stream was closed"))
 
     def _run(self) -> None:
         try:
             self._read()
         except InflightError as error:
-            self._ledger.end(error)
+            self._ledger.frames.end(error)
         except Exception as error:
             logger.exception("the reader of the stream failed")
-            self._ledger.end(InflightError(f"the reader of the stream failed: {error!r}"))
+            self._ledger.frames.end(InflightError(f"the reader of the stream failed: {error!r}"))
         else:
-            self._ledger.end(InflightError("the stream was closed"))
+            self._ledger.frames.end(InflightError("the stream was closed"))
         finally:
             self.source.close()
 
     def _read(self) -> None:
         source, ledger = self.source, self._ledger
         while not self._closing:
-            is_full = ledger.finished_bytes > self._memory_bytes and not len(ledger.waiters)
+            is_full = ledger.table.finished_bytes > self._memory_bytes and not len(ledger.table.waiters)
             if is_full and not source.is_urgent:
                 self._check_engine()
                 sleep(_POLL_MS / 1e3)
@@ -97,9 +97,9 @@ class StreamThread:
             try:
                 frame = source.receive(_POLL_MS)
                 if frame is not None:
-                    ledger.take_in(frame)
+                    ledger.frames.take_in(frame)
                     continue
             except (FrameError, StreamGapError) as error:
-                ledger.lose(error)
+                ledger.frames.lose(error)
                 continue
             self._check_engine()

@@ -165,7 +165,9 @@ class StreamWriter:
         elif address == self._address and isinstance(message, Leave):
             self._reader = None
         elif address == self._address and isinstance(message, Ack):
-            self._acknowledge(min(message.next, self._next_to_send))
+            before = self.kept.bytes_in_memory + self.kept.bytes_in_files
+            self.kept.forget(min(message.next, self._next_to_send))
+            self._bytes_on_way -= before - self.kept.bytes_in_memory - self.kept.bytes_in_files
             self.trainer = message.held
 
     def _subscribe(self, address: bytes, message: Subscribe) -> None:
@@ -179,11 +181,6 @@ class StreamWriter:
         self._bytes_on_way = 0
         self.kept.forget(self._next_to_send)
         self._send(encode(Subscribed(self._next_to_send)))
-
-    def _acknowledge(self, below: int) -> None:
-        before = self.kept.bytes_in_memory + self.kept.bytes_in_files
-        self.kept.forget(below)
-        self._bytes_on_way -= before - self.kept.bytes_in_memory - self.kept.bytes_in_files
 
     def _send(self, *parts: bytes) -> bool:
         """Send to the reader. Returns False if it is gone."""

@@ -22,9 +22,8 @@ def hand_over(assembler: Assembler, prompts: dict[int, Prompt]) -> list[Unfinish
     """What is unfinished, as a trainer knows it."""
     groups = []
     for group_id, prompt in prompts.items():
-        if (found := assembler.drawn(group_id)) is not None:
-            first = assembler._groups[group_id].start.first_request_id
-            groups.append(Unfinished(group_id, prompt, first, found))
+        if (group := assembler.groups.get(group_id)) is not None:
+            groups.append(Unfinished(group_id, prompt, group.start.first_request_id, group.drawn()))
     return msgspec.msgpack.decode(msgspec.msgpack.encode(groups), type=list[Unfinished])
 
 
@@ -89,10 +88,12 @@ def test_rollouts_outlive_their_engines(make_engine, deaths):
         engine = make_engine(max_sequences=5)
         groups = hand_over(assembler, prompts)
         known = {group.group_id for group in groups}
+        announced = [group.first_request_id + group.prompt.params.n for group in groups]
+        following = max([*announced, *(rollout.request_id + 1 for rollout in rollouts)], default=0)
         ended = {rollout.group_id for rollout in rollouts}
         for group_id in prompts.keys() - known - ended:  # accepted, and no frame told of it
             groups.append(Unfinished(group_id, prompts[group_id]))
-        assert engine.requests.adopt(groups, 4, assembler.next_request_id) == {}
+        assert engine.requests.adopt(groups, 4, following) == {}
         drawn = sum(len(tokens) for group in groups for tokens in group.drawn.values())
     rollouts += drive(engine, assembler)
     assert sorted(r.group_id for r in rollouts) == [0] * 3 + [1] * 2 + [2] * 2 + [3]

@@ -5,42 +5,49 @@ import threading
 import pytest
 
 from inflight.core.errors import BackendError
+from inflight.fleet.calls import FleetCalls
 from inflight.fleet.fleet import Fleet
-from inflight.observability.staleness_meter import StalenessMeter
 
 
 @pytest.fixture
-def fleet(monkeypatch):
-    made = Fleet(StalenessMeter())
+def fleet():
+    made = Fleet()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def calls(fleet, monkeypatch):
+    made = FleetCalls(fleet)
     monkeypatch.setattr(made, "call_all", lambda call: {None: None})
     yield made
     made.close()
 
 
-def test_a_member_that_joins_is_paused_and_asleep_as_the_others_are(fleet):
+def test_a_member_that_joins_is_paused_and_asleep_as_the_others_are(fleet, calls):
     for verb, held_back in (
         ("pause", {"pause"}), ("sleep", {"pause", "sleep"}), ("wake", {"pause"}), ("status", {"pause"}),
         ("resume", set()),
     ):  # fmt: skip
-        fleet.call(verb)
+        calls.call(verb)
         assert fleet.held_back == held_back
 
 
-def test_what_the_engines_refuse_holds_nothing_back(fleet, monkeypatch):
+def test_what_the_engines_refuse_holds_nothing_back(fleet, calls, monkeypatch):
     def refuse(call):
         raise BackendError("this backend cannot sleep")
 
-    monkeypatch.setattr(fleet, "call_all", refuse)
+    monkeypatch.setattr(calls, "call_all", refuse)
     with pytest.raises(BackendError):
-        fleet.call("sleep")
+        calls.call("sleep")
     assert fleet.held_back == set()
 
 
-def test_calls_that_wait_in_a_queue_end_when_the_fleet_is_closed(fleet):
+def test_calls_that_wait_in_a_queue_end_when_the_fleet_is_closed(calls):
     may_end = threading.Event()
-    running = [fleet.later(may_end.wait, 20) for _ in range(64)]
-    queued = fleet.later(lambda: "ran")
-    fleet.close()
+    running = [calls.later(may_end.wait, 20) for _ in range(64)]
+    queued = calls.later(lambda: "ran")
+    calls.close()
     may_end.set()
     assert queued.result(20) == "ran"
     assert all(future.result(20) for future in running)

@@ -9,6 +9,7 @@ import pytest
 from inflight.core.errors import EngineDiedError
 from inflight.core.options import EngineOptions
 from inflight.fleet.member import Member
+from inflight.fleet.process.base import lives
 
 DEATH = EngineDiedError("it was killed")
 
@@ -127,7 +128,7 @@ def test_who_asks_for_the_process_that_serves_waits_for_the_successor(make):
     succession.start()
     while len(Process.made) < 2:
         pass
-    assert not member.lives
+    assert not lives(member.process)
     asking = threading.Thread(target=lambda: found.append(member.living().name))
     asking.start()
     asking.join(0.2)
@@ -136,7 +137,7 @@ def test_who_asks_for_the_process_that_serves_waits_for_the_successor(make):
     asking.join(10)
     succession.join(10)
     assert found == ["process 1"]
-    assert member.lives
+    assert lives(member.process)
 
 
 def test_a_successor_that_starts_while_the_engine_is_closed_is_ended(make):

@@ -6,7 +6,7 @@ import pytest
 from inflight.core.messages import Ids, Prompt, Status
 from inflight.core.sampling import SamplingParams
 from inflight.fleet.rescheduler import can_continue, is_past, unfinished_of
-from inflight.stream.ledger import GroupRecord
+from inflight.stream.group_table import GroupRecord
 
 
 def status(version: int, *others: int) -> Status:

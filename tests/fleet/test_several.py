@@ -10,6 +10,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 from truth_teller import make_truth_teller, teach
 from waiting import wait_until
@@ -19,9 +20,10 @@ from inflight.core.errors import EngineDiedError, InflightError, InvalidRequestE
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop import engine as generator
+from inflight.fleet import launching
 from inflight.fleet.engine import start_all
 from inflight.fleet.monitor import EngineMonitor
-from inflight.ranks.launching import TrainerRanks
+from inflight.fleet.ranks.store import RankStore
 from inflight.stream.assembler import Assembler
 from inflight.training.schedules import Example
 
@@ -334,12 +336,11 @@ def test_when_no_engine_is_left_the_error_tells_of_all_deaths(decided_dir):
 
 @pytest.mark.slow
 def test_ranks_of_a_trainer_share_the_batches_of_a_pool(decided_dir, monkeypatch):
-    store, options = Store(), EngineOptions(decided_dir, **OPTIONS)
+    store, options = dist.HashStore(), EngineOptions(decided_dir, **OPTIONS)
     taken: dict[int, list[int]] = {}
 
     def train(rank: int) -> None:
-        monkeypatch.setattr(TrainerRanks, "of_this_process", lambda: TrainerRanks(rank, 2, store))
-        monkeypatch.setattr(TrainerRanks, "_num_launches", 0)
+        monkeypatch.setattr(launching, "store_of_trainer", lambda timeout_s: RankStore(rank, 2, store, 1))
         with inflight.launch([options] * 2) as pool:
             engines[rank] = pool
             launched.wait(60)
@@ -353,7 +354,7 @@ def test_ranks_of_a_trainer_share_the_batches_of_a_pool(decided_dir, monkeypatch
     launched = threading.Barrier(2)
     threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
     threads[0].start()
-    wait_until(lambda: store)
+    wait_until(lambda: 0 in engines)
     threads[1].start()
     for thread in threads:
         thread.join()
@@ -361,16 +362,6 @@ def test_ranks_of_a_trainer_share_the_batches_of_a_pool(decided_dir, monkeypatch
     assert isinstance(engines[1], inflight.AttachedEngine)
     assert taken[0]
     assert taken[1]
-
-
-class Store(dict):
-    """That of a process group, as far as it is used."""
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-    def set(self, key: str, value: bytes) -> None:
-        self[key] = value
 
 
 @pytest.mark.slow
@@ -482,7 +473,7 @@ def test_ten_kills_lose_and_misattribute_nothing(truth_dir):
                 next_kill = time.monotonic() + draw.uniform(0.0, 4.0)
             while len(pool.stream.outstanding) < 8:
                 submitted.update(pool.submit(PROMPTS[:2], GREEDY))
-            if pool.stream.ledger._ready:
+            if pool.stream.ledger.table.ready:
                 rollouts += next(groups)
             time.sleep(0.03)
         rollouts += [rollout for group in groups for rollout in group]

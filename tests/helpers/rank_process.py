@@ -1,21 +1,25 @@
-"""A rank in a process of its own: python rank_process.py CARD RANK [BATCHES]
+"""A rank in a process of its own: python rank_process.py STORE RANK SIZE BATCHES
 
-It attaches, takes so many batches (one, if it is not said), prints a line for each, and then waits to be killed.
+Rank 0 shares batches and makes none. Another rank attaches, takes so many batches, and prints a line for each. Then it
+waits to be killed.
 """
 
 import sys
 import time
 
-import msgspec
+import torch.distributed as dist
 
-from inflight.ranks.attached import AttachedEngine
-from inflight.ranks.meeting import RankAddress
+from inflight.core.options import EngineOptions
+from inflight.fleet.ranks.attached import AttachedEngine
+from inflight.fleet.ranks.sharing import RankSharing
+from inflight.fleet.ranks.store import RankStore
 
-address = msgspec.json.decode(sys.argv[1].encode(), type=RankAddress)
-engine = AttachedEngine(address, int(sys.argv[2]))
+rank, size, count = map(int, sys.argv[2:])
+store, options = RankStore(rank, size, dist.FileStore(sys.argv[1], size), 1), EngineOptions("tiny")
+engine = AttachedEngine(store, options) if rank else RankSharing(store, options, lambda prompts: [])
 print("attached", flush=True)
-batches = engine.stream.batches()
-for _ in range(int(sys.argv[3])):
-    next(batches)
+for _ in range(count):
+    assert isinstance(engine, AttachedEngine)
+    next(engine.stream.batches())
     print("took a share", flush=True)
 time.sleep(600)

@@ -10,11 +10,11 @@ from truth_load import Load
 
 import inflight
 from inflight.core.options import EngineOptions
-from inflight.ray import Placement
+from inflight.fleet.process.ray import RayPlacement
 
 address, model = sys.argv[1:]
 options = EngineOptions(model, device="cpu", dtype="float32", threads=1, max_sequences=6, max_context=256)
-placement = Placement(resources={"left": 1}, address=address, allow_unencrypted=True)
+placement = RayPlacement(resources={"left": 1}, address=address, allow_unencrypted=True)
 engine = inflight.Engine(options, placement)
 load = Load(engine, seed=1, groups=6, publish_every_s=0.1)
 while load.judge.verdict.rollouts < 10:

@@ -19,8 +19,9 @@ from torch import nn
 import inflight
 from inflight.core.errors import ModelLoadError
 from inflight.core.options import EngineOptions
-from inflight.ranks.launching import TrainerRanks
-from inflight.ranks.rank_server import RankServer
+from inflight.fleet.ranks.attached import AttachedEngine
+from inflight.fleet.ranks.sharing import RankSharing
+from inflight.fleet.ranks.store import store_of_trainer
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.objective.loss import policy_loss
@@ -31,25 +32,17 @@ def whole_batches() -> Iterator[PackedBatch]:
         yield pack(make_rollouts(count, seed), torch.linspace(-1, 1, count).tolist())
 
 
-def make_server() -> RankServer:
-    def call(*_: object) -> None:
-        raise AssertionError("nobody submits")
-
-    options = EngineOptions("tiny")
-    return RankServer(options, dist.get_world_size(), submit=call, status=call, first_version=call)  # pyright: ignore
-
-
 def main(rank: int, size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     with pytest.raises(ModelLoadError, match="/no/such/model"):
         inflight.launch("/no/such/model")
-    ranks = TrainerRanks.of_this_process()
-    assert ranks is not None
+    shared_store = store_of_trainer(60.0)
+    assert shared_store is not None
     if rank == 0:
-        shared = ranks.announce(make_server, lambda server, _: server.own_address)
+        shared = RankSharing(shared_store, EngineOptions("tiny"), lambda prompts: [])
         shares = shared.shares(whole_batches(), SimpleNamespace(last_reward=0.0, dropped=Dropped()))
     else:
-        shared = ranks.attach(EngineOptions("tiny"))
+        shared = AttachedEngine(shared_store, EngineOptions("tiny"))
         shares = shared.stream.batches()
     model = nn.parallel.DistributedDataParallel(make_model("qwen3").double())
     for whole, share in zip(whole_batches(), shares, strict=True):

@@ -7,8 +7,7 @@ import pytest
 
 
 def test_the_error_names_the_extra(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("inflight.ray")]:
-        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "inflight.fleet.process.ray", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"needs ray: pip install 'inflight-rl\[ray\]'"):
-        importlib.import_module("inflight.ray")
+        importlib.import_module("inflight.fleet.process.ray")

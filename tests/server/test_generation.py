@@ -165,7 +165,7 @@ def test_an_end_before_the_end_cancels(served):
 
 
 def test_what_is_not_outstanding_has_no_news(served):
-    assert served.engine.stream.ledger.news(10**9, {}) == []
+    assert served.engine.stream.ledger.frames.news(10**9, {}) == []
 
 
 @pytest.mark.parametrize("begin", [0, 1, 127, 128, 129, 300])

@@ -97,7 +97,8 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(served, stream):
     finally:
         served.engine.resume()
     wait_until(lambda: served.engine.stream.outstanding == [])
-    wait_until(lambda: len(served.engine.stream.ledger.waiters) == 0)  # a waiter lifts bounds on what nobody has taken
+    # A waiter lifts bounds on what nobody has taken.
+    wait_until(lambda: len(served.engine.stream.ledger.table.waiters) == 0)
 
 
 def test_half_open_connections_keep_nobody_waiting_and_half_a_body_ends(served):

@@ -62,7 +62,7 @@ def test_what_a_trainer_has_no_memory_for_waits_in_the_engine_and_on_its_disk(tm
         ids = engine.submit([[1, i + 1] for i in range(3 * COUNT)], PARAMS)
         stream = engine.stream
         wait_until(lambda: not (engine.status().num_running or engine.status().num_waiting))
-        held = stream.ledger.finished_bytes
+        held = stream.ledger.table.finished_bytes
         assert 20_000 < held < 40_000
         status = engine.status()
         assert status.num_unacknowledged_bytes <= 20_000
@@ -71,7 +71,7 @@ def test_what_a_trainer_has_no_memory_for_waits_in_the_engine_and_on_its_disk(tm
         assert sorted(group[0].group_id for group in groups) == ids
         assert all(len(rollout.token_ids) == 20 for group in groups for rollout in group)
         wait_until(lambda: not engine.status().num_spilled_bytes)
-        assert stream.ledger.finished_bytes == stream.ledger.held_of(None, 0, 0).held_tokens == 0
+        assert stream.ledger.table.finished_bytes == stream.ledger.held_of(None, 0, 0).held_tokens == 0
 
 
 def test_the_engine_is_told_what_is_held(wire):

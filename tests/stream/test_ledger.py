@@ -15,7 +15,9 @@ from inflight.core.errors import InflightError, StreamGapError
 from inflight.core.frames import Finish, TokenFrame
 from inflight.core.messages import Ids, Prompt
 from inflight.core.sampling import SamplingParams
-from inflight.stream.ledger import GroupRecord, Ledger, State
+from inflight.stream.group_table import GroupRecord, State
+from inflight.stream.ledger import Ledger
+from inflight.stream.training_queue import TrainingQueue
 
 
 def arrive(wire, group_ids, sequence):
@@ -43,8 +45,8 @@ def test_what_is_held_is_told_to_the_engine_that_draws_it(wire):
     assert (a.num_tokens, a.num_rollouts, a.held_tokens, a.held_rollouts, a.oldest) == (4, 1, 4, 1, 5)
     assert (b.num_tokens, b.num_rollouts, b.held_tokens, b.held_rollouts, b.oldest) == (1, 0, 1, 0, None)
 
-    assert ledger.unassign(object(), "a", 5) == 1
-    [left] = ledger.unassigned
+    assert ledger.engines.unassign(object(), "a", 5) == 1
+    [left] = ledger.engines.unassigned
     assert (left.group_id, left.drawn) == (1, {1: [101, 101]})
     wire.send(from_engine("b", 3, [1], groups=starts(1)))  # which goes on with what a has begun
     assert ledger.held_of("a", 4, 1).held_tokens == 2
@@ -65,10 +67,10 @@ def test_what_an_engine_leaves_and_nobody_wants_is_forgotten(wire):
         from_engine("b", 1, [3], groups=starts(3)),
     )
     wire.stream.ledger.drop([1])
-    assert ledger.unassign(object(), "a", 5) == 1
-    [left] = ledger.unassigned
+    assert ledger.engines.unassign(object(), "a", 5) == 1
+    [left] = ledger.engines.unassigned
     assert (left.group_id, left.drawn) == (0, {0: [100]})
-    assert [i for i in range(4) if ledger._assembler.knows(i)] == [0, 3]
+    assert [i for i in range(4) if i in ledger.table.assembler.groups] == [0, 3]
 
 
 def test_whoever_waits_for_a_group_that_no_engine_begins_is_told(wire):
@@ -82,9 +84,9 @@ def test_whoever_waits_for_a_group_that_no_engine_begins_is_told(wire):
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    while not wire.stream.ledger.waiters:
+    while not wire.stream.ledger.table.waiters:
         time.sleep(0.001)
-    wire.stream.ledger.fail([0])
+    wire.stream.ledger.frames.fail([0])
     waiting.join(10)
     assert errors
 
@@ -182,7 +184,7 @@ def test_a_group_that_is_registered_after_its_frames_were_lost_is_not_waited_for
     wire.stream.ledger.expect([0])
     arrive(wire, [0], 0)
     wire.send(make_frame(0, 5, next_group_id=2))
-    wait_until(lambda: wire.stream.ledger.waiters._errors)
+    wait_until(lambda: wire.stream.ledger.table.waiters._errors)
     with pytest.raises(StreamGapError):
         wire.stream.collect([0])
     wire.stream.ledger.expect([1])
@@ -194,9 +196,9 @@ def test_little_is_kept_of_groups_that_were_taken_by_name_after_they_had_finishe
         group_ids = list(range(10 * sequence, 10 * sequence + 10))
         wire.stream.ledger.expect(group_ids)
         arrive(wire, group_ids, sequence)
-        wait_until(lambda group_ids=group_ids: len(wire.stream.ledger._ready) == len(group_ids))
+        wait_until(lambda group_ids=group_ids: len(wire.stream.ledger.table.ready) == len(group_ids))
         wire.stream.collect(group_ids)
-    assert not wire.stream.ledger._ready
+    assert not wire.stream.ledger.table.ready
     wire.stream.ledger.expect([300])
     arrive(wire, [300], 30)
     assert [group[0].group_id for group in wire.stream.groups()] == [300]
@@ -204,16 +206,16 @@ def test_little_is_kept_of_groups_that_were_taken_by_name_after_they_had_finishe
 
 def test_an_engine_learns_whether_somebody_follows_the_tokens(wire):
     ledger, frames = wire.stream.ledger, []
-    wire.stream.ledger.listen(follower := lambda: frames.append(1))
+    wire.stream.ledger.frames.listen(follower := lambda: frames.append(1))
     assert ledger.held_of("a", 0, 0).follows
-    wire.stream.ledger.unlisten(follower)
+    wire.stream.ledger.frames.unlisten(follower)
     assert not ledger.held_of("a", 0, 0).follows
 
 
 def test_an_engine_learns_whether_somebody_waits_for_certain_groups(wire):
     ledger = wire.stream.ledger
     wire.stream.ledger.expect([0, 1])
-    any_group = ledger.next()
+    any_group = ledger.queue.next()
     assert (ledger.held_of("a", 0, 0).waits, ledger.held_of("a", 0, 0).awaits_ends) == (True, False)
     certain = ledger.take([1])
     assert (ledger.held_of("a", 0, 0).awaits_ends, ledger.held_of("a", 0, 0).follows) == (True, False)
@@ -238,84 +240,84 @@ def test_who_waits_for_a_group_that_is_dropped_learns_of_it(wire):
 
 def test_news_are_what_came_since(wire):
     rung = threading.Semaphore(0)
-    wire.stream.ledger.listen(rung.release)
+    wire.stream.ledger.frames.listen(rung.release)
     wire.stream.ledger.expect([0], reserved=True)
     wire.send(from_engine("a", 0, [0], groups=starts(0)), from_engine("a", 1, [0]))
     assert rung.acquire(timeout=10)
     assert rung.acquire(timeout=10)
-    [part] = wire.stream.ledger.news(0, {})
+    [part] = wire.stream.ledger.frames.news(0, {})
     assert (len(part.token_ids), part.finish_reason) == (2, "")
-    [part] = wire.stream.ledger.news(0, {0: 2})
+    [part] = wire.stream.ledger.frames.news(0, {0: 2})
     assert len(part.token_ids) == 0
     wire.send(from_engine("a", 2, [0], finishes=[Finish(0, "stop", 3)]))
     assert rung.acquire(timeout=10)
-    [part] = wire.stream.ledger.news(0, {0: 2})
+    [part] = wire.stream.ledger.frames.news(0, {0: 2})
     assert (len(part.token_ids), part.finish_reason) == (1, "stop")
     assert len(wire.stream.collect([0])[0][0].token_ids) == 3
-    assert wire.stream.ledger.news(0, {}) == []
-    wire.stream.ledger.unlisten(rung.release)
+    assert wire.stream.ledger.frames.news(0, {}) == []
+    wire.stream.ledger.frames.unlisten(rung.release)
     wire.send(from_engine("a", 3, [1], groups=starts(1)))
     assert not rung.acquire(timeout=0.3)
 
 
 def test_a_group_that_its_engine_left_and_that_is_dropped_leaves_nothing(wire):
     ledger, engine = wire.stream.ledger, object()
-    with ledger.lock:
-        records = [ledger.begin(Prompt([1], SamplingParams()), engine) for _ in range(3)]
+    with ledger.table.lock:
+        records = [ledger.engines.begin(Prompt([1], SamplingParams()), engine) for _ in range(3)]
         kept, dropped, never_claimed = records
         assert ledger.claim([0, 1], reserved=True) == []
     assert [record.prompt.params.seed is not None for record in records] == [True] * 3
-    assert ledger.unassign(engine, "a", 0) == 2
+    assert ledger.engines.unassign(engine, "a", 0) == 2
     assert never_claimed.state is State.GONE
     ledger.drop([1])
     assert dropped.state is State.GONE
-    assert ledger.unassigned == [kept]
-    assert ledger.outstanding == list(ledger.records) == [0]
-    assert ledger.next_ids == Ids(3, 3)
+    assert ledger.engines.unassigned == [kept]
+    assert ledger.outstanding == list(ledger.table.records) == [0]
+    assert ledger.engines.next_ids == Ids(3, 3)
 
 
 def test_a_ledger_that_was_saved_goes_on_in_another_one(wire):
     ledger, engine, other = wire.stream.ledger, object(), Ledger()
-    with ledger.lock:
+    with ledger.table.lock:
         for _ in range(3):
-            ledger.begin(Prompt([1], SamplingParams()), engine)
+            ledger.engines.begin(Prompt([1], SamplingParams()), engine)
         ledger.claim([0, 1], reserved=False)
         ledger.claim([2], reserved=True)
     wire.send(from_engine("a", 0, [0, 1, 2], groups=starts(0, 1, 2), finishes=ends(1)))
-    wait_until(lambda: ledger.records[1].is_finished)
-    other.restore(ledger.snapshot(), ledger.next_ids)
+    wait_until(lambda: ledger.table.records[1].is_finished)
+    other.engines.restore(ledger.engines.snapshot(), ledger.engines.next_ids)
     assert other.outstanding == [0, 1, 2]
-    assert {record.group_id: record.drawn for record in other.unassigned} == {0: {0: [100]}, 2: {2: [102]}}
-    ready = other.next()
+    assert {record.group_id: record.drawn for record in other.engines.unassigned} == {0: {0: [100]}, 2: {2: [102]}}
+    ready = other.queue.next()
     assert isinstance(ready, GroupRecord)
     assert ready.rollouts[0].token_ids.tolist() == [101]
-    assert other.next_ids == Ids(3, 3)
+    assert other.engines.next_ids == Ids(3, 3)
     with pytest.raises(InflightError, match="submitted already"):
-        other.restore([], Ids(0, 0))
+        other.engines.restore([], Ids(0, 0))
 
 
 def test_a_group_that_finishes_while_its_submission_is_answered_is_offered_once(monkeypatch):
     """The reader finishes it, and the submitter claims it before the reader offers what has finished."""
-    ledger, offered, offer = Ledger(), [], Ledger.offer
-    ledger.on_finished = lambda record: offered.append(record.group_id) is None
+    ledger, offered, offer = Ledger(), [], TrainingQueue.offer
+    ledger.queue.on_finished = lambda record: offered.append(record.group_id) is None
 
     def offer_late(self, records):
-        monkeypatch.setattr(Ledger, "offer", offer)
-        self.expect([0])
+        monkeypatch.setattr(TrainingQueue, "offer", offer)
+        ledger.expect([0])
         assert self.next().state is State.LENT
         offer(self, records)
 
-    monkeypatch.setattr(Ledger, "offer", offer_late)
-    ledger.take_in(make_frame(1, 0, groups=starts(0), finishes=ends(0)))
+    monkeypatch.setattr(TrainingQueue, "offer", offer_late)
+    ledger.frames.take_in(make_frame(1, 0, groups=starts(0), finishes=ends(0)))
     assert offered == [0]
-    assert ledger.next() is None
-    assert [record.state for record in ledger.records.values()] == [State.LENT]
+    assert ledger.queue.next() is None
+    assert [record.state for record in ledger.table.records.values()] == [State.LENT]
 
 
 def test_a_group_that_has_finished_is_not_lost_when_no_engine_continues_others():
     ledger = Ledger()
     ledger.expect([0, 1], reserved=True)
-    ledger.take_in(make_frame(2, 0, groups=starts(0, 1), finishes=ends(0)))
-    ledger.fail([0, 1])
+    ledger.frames.take_in(make_frame(2, 0, groups=starts(0, 1), finishes=ends(0)))
+    ledger.frames.fail([0, 1])
     groups = ledger.take([0, 1])
     assert [groups[n][0].finish_reason for n in (0, 1)] == ["stop", "error"]

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from inflight.core.errors import EngineDiedError
 from inflight.core.messages import Welcome
 from inflight.core.options import EngineOptions
 from inflight.engine.process.client import EngineClient
@@ -31,6 +32,15 @@ class Process(Protocol):
     def kill(self) -> None: ...
     def remove(self) -> None: ...
     def close(self) -> None: ...
+
+
+def lives(process: Process) -> bool:
+    """Return False if a process is known to have ended."""
+    try:
+        process.check()
+    except EngineDiedError:
+        return False
+    return True
 
 
 class Placement(ABC):

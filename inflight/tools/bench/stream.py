@@ -16,8 +16,9 @@ import numpy as np
 from inflight.core.clock import now_ns
 from inflight.core.frames import Finish, FrameHeader, GroupStart, TokenFrame
 from inflight.core.sampling import SamplingParams
+from inflight.stream.group_table import GroupRecord
 from inflight.stream.journal import JournalWriter
-from inflight.stream.ledger import GroupRecord, Ledger
+from inflight.stream.ledger import Ledger
 from inflight.stream.reader import StreamReader
 from inflight.stream.stream_thread import StreamThread
 from inflight.stream.writer import StreamWriter
@@ -64,7 +65,7 @@ def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dic
         ledger.expect([start.group_id for start in frame.header.groups])
 
     ledger = Ledger()
-    ledger.on_frame = expect
+    ledger.frames.on_frame = expect
     reader = StreamReader(writer.recv(), begin=0, held=partial(ledger.held_of, None), journal=journal)
     thread = StreamThread(reader, ledger, check_engine=lambda: None, silence_s=_WAIT_S)
     expected = np.arange(2 * length, dtype=np.int32)
@@ -72,7 +73,7 @@ def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dic
     total: dict[str, Any] | None = None
     with closing(thread):
         while total is None or num_groups < total["groups"]:
-            answer = ledger.next()
+            answer = ledger.queue.next()
             if not isinstance(answer, GroupRecord):
                 if answer is not None:
                     with suppress(TimeoutError):
@@ -91,7 +92,7 @@ def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dic
             "tokens_per_s": total["tokens"] / seconds,
             "bytes_per_token": reader.num_bytes / total["tokens"],
             "lost": total["tokens"] - num_tokens + num_wrong,
-            "duplicated": max(0, ledger.num_tokens - total["tokens"]),
+            "duplicated": max(0, ledger.frames.num_tokens - total["tokens"]),
             "frames_sent_again": reader.num_duplicates,
             "num_tokens": total["tokens"],
             "seconds": seconds,

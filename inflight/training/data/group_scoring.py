@@ -7,8 +7,9 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 
+from inflight.stream.group_table import GroupRecord
 from inflight.stream.held_groups import Group
-from inflight.stream.ledger import GroupRecord, Ledger
+from inflight.stream.ledger import Ledger
 from inflight.training.data.scored_groups import LEAST_MEMBERS
 from inflight.training.data.scoring import GroupScorer, Prepare, Reward, Score, Scorer
 
@@ -85,16 +86,16 @@ class GroupScoring:
         """Lease the next group for training, with the rewards of this scorer if one is given. It stays outstanding
         until it is removed from the ledger. An unused group must be put back. Returns a future that completes when the
         caller should retry, or None at the end."""
-        while isinstance(record := self._ledger.next(), GroupRecord):
+        while isinstance(record := self._ledger.queue.next(), GroupRecord):
             try:
                 if scorer is None or self.has_rewards(record, scorer):
                     self._prepare(record.rollouts)
                     self.on_next(record.rollouts)
                     return record
             except BaseException:
-                self._ledger.put_back([record.group_id])
+                self._ledger.queue.put_back([record.group_id])
                 raise
-            self._ledger.hold(record)
+            self._ledger.queue.hold(record)
             with self._lock:
                 scoring = self._register(record, scorer)
             self._begin(scoring)
@@ -158,7 +159,7 @@ class GroupScoring:
 
     def _pass_on(self, scoring: _Scoring) -> None:
         if scoring.is_last:
-            self._ledger.ready(scoring.record)
+            self._ledger.queue.ready(scoring.record)
 
 
 def _members(group: Group, scorer: GroupScorer) -> Group:

@@ -13,8 +13,9 @@ from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.spans import span
 from inflight.observability.staleness_meter import StalenessMeter
+from inflight.stream.group_table import GroupRecord
 from inflight.stream.held_groups import Group
-from inflight.stream.ledger import GroupRecord, Ledger
+from inflight.stream.ledger import Ledger
 from inflight.stream.stream_thread import FrameSource, StreamThread
 from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import LossObserver, PackedBatch
@@ -63,7 +64,7 @@ class RolloutStream:
         """Records of the groups."""
         self.texts = Texts(tokenizer, tokenizer_lock)
         self._scoring = GroupScoring(ledger, prepare=self.texts.fill_in, in_order=in_order)
-        ledger.on_frame, ledger.on_finished = meter.frame, self._scoring.start_if_wanted
+        ledger.frames.on_frame, ledger.queue.on_finished = meter.frame, self._scoring.start_if_wanted
         self.thread = StreamThread(source, ledger, **options)
         """Reads the frames."""
         self.sharing: Sharing | None = None
@@ -79,7 +80,7 @@ class RolloutStream:
     @property
     def num_tokens(self) -> int:
         """Number of tokens received, of finished and unfinished samples."""
-        return self.ledger.num_tokens
+        return self.ledger.frames.num_tokens
 
     @property
     def state(self) -> str:
@@ -208,7 +209,7 @@ class RolloutStream:
                     trainer_version=self._meter.trainer_version, staleness=staleness, advantages=advantages
                 )
             except BaseException:
-                self.ledger.put_back(taken)
+                self.ledger.queue.put_back(taken)
                 raise
             self.ledger.remove(taken)
             measure_taken(self._meter, scored, batch)

@@ -18,7 +18,7 @@ from waiting import wait_until
 from inflight.core.frames import Finish
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.stream.ledger import GroupRecord, Owner, State
+from inflight.stream.group_table import GroupRecord, Owner, State
 from inflight.training.data.group_scoring import GroupScoring
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.data.scoring import _REMEMBERED, Scorer

@@ -1,6 +1,5 @@
 """Rank 0 gives every rank its share of every batch, and whoever waits for a rank that is gone is told which."""
 
-import socket
 import subprocess
 import sys
 import threading
@@ -13,19 +12,18 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-import zmq
+import torch.distributed as dist
 from made_batches import make_rollouts
 from waiting import wait_until
 
 import inflight
-from inflight.core.errors import InflightError, InvalidRequestError, ListenError, ProtocolError, RankLostError
+from inflight.core.errors import InflightError, InvalidRequestError, ProtocolError, RankLostError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
-from inflight.ranks import attached
-from inflight.ranks import rank_server as rank_server_module
-from inflight.ranks.attached import AttachedEngine
-from inflight.ranks.meeting import Outside, this_host
-from inflight.ranks.rank_server import RankServer
+from inflight.fleet.ranks import attached, store, watch
+from inflight.fleet.ranks.attached import AttachedEngine
+from inflight.fleet.ranks.sharing import RankSharing
+from inflight.fleet.ranks.store import RankStore
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped
 
@@ -36,19 +34,13 @@ BOUND_S = 20.0
 
 
 class Trainer:
-    """A server and the engines of other ranks, each with a thread to call it in."""
+    """Rank 0's end and the engines of other ranks, each with a thread to call it in."""
 
-    def __init__(self, num_ranks: int, outside: Outside | None = None, **options: float):
+    def __init__(self, num_ranks: int, opened: dist.Store | None = None, **options: float):
         self.submitted: list[Prompt] = []
-        self.first_versions: dict[int, int] = {}
-        self.server = RankServer(
-            EngineOptions("tiny", **options),
-            num_ranks,
-            submit=self.submit,
-            status=lambda: None,
-            first_version=self.first_versions.get,
-            outside=outside,
-        )
+        self.options, self.num_ranks = EngineOptions("tiny", **options), num_ranks
+        self.store = opened or dist.HashStore()
+        self.sharing = RankSharing(RankStore(0, num_ranks, self.store, 1), self.options, self.submit)
         self.threads = ThreadPoolExecutor(max_workers=num_ranks + 1)
         self.engines: list[AttachedEngine] = []
 
@@ -58,12 +50,12 @@ class Trainer:
         self.submitted += prompts
         return list(range(len(prompts)))
 
-    def attach(self, rank: int | None) -> AttachedEngine:
-        self.engines.append(AttachedEngine(self.server.own_address, rank))
+    def attach(self, rank: int) -> AttachedEngine:
+        self.engines.append(AttachedEngine(RankStore(rank, self.num_ranks, self.store, 1), self.options))
         return self.engines[-1]
 
     def shares(self, batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
-        return self.server.shares(batches, STREAM)
+        return self.sharing.shares(batches, STREAM)
 
     def start(self, function: Callable, *arguments) -> Future:
         return self.threads.submit(function, *arguments)
@@ -71,7 +63,7 @@ class Trainer:
     def close(self) -> None:
         for engine in self.engines:
             engine.close()
-        self.server.close()
+        self.sharing.close()
         self.threads.shutdown()
 
 
@@ -79,8 +71,8 @@ class Trainer:
 def trainer():
     made = []
 
-    def make(num_ranks: int, outside: Outside | None = None, **options: float) -> Trainer:
-        made.append(Trainer(num_ranks, outside, **options))
+    def make(num_ranks: int, opened: dist.Store | None = None, **options: float) -> Trainer:
+        made.append(Trainer(num_ranks, opened, **options))
         return made[-1]
 
     yield make
@@ -114,7 +106,7 @@ def test_all_ranks_take_every_step_and_end_together(trainer):
 
 
 def test_a_share_of_many_parts_arrives_as_it_was(trainer, monkeypatch):
-    monkeypatch.setattr(rank_server_module, "_PART_BYTES", 100)
+    monkeypatch.setattr(store, "_PART_BYTES", 100)
     two = trainer(2)
     running = two.start(list, two.attach(1).stream.batches())
     [own] = list(two.shares(iter([make_packed(6)])))
@@ -184,10 +176,10 @@ def test_where_rank_0_publishes_alone_the_others_count_with_it(trainer):
     running = two.start(engine.publisher, torch.nn.Linear(1, 1))
     time.sleep(0.2)
     assert not running.done()  # rank 0 has made none yet
-    two.first_versions[0] = 4
+    two.sharing.note_publisher(4)
     publisher = running.result(BOUND_S)
     assert [publisher.publish(), publisher.publish(), publisher.version] == [5, 6, 6]
-    two.first_versions[1] = 6
+    two.sharing.note_publisher(6)
     gathered = []
     handed = engine.publisher()
     assert handed.publish((gathered.append(name), None) for name in "ab") == 7
@@ -232,13 +224,13 @@ def test_a_rank_that_has_left_needs_no_end(trainer):
 def test_rank_0_that_waits_for_rollouts_hears_of_a_lost_rank(trainer, wire):
     two = trainer(2)
     wire.stream.ledger.expect([0])
-    wire.stream.sharing = two.server
+    wire.stream.sharing = two.sharing
     engine = two.attach(1)
     running = two.start(next, wire.stream.batches(rollouts=1, score=lambda rollout: 0.0))
     asking = two.start(next, engine.stream.batches())
     time.sleep(0.3)
     assert not running.done()
-    two.server._lose(RankLostError("rank 7 has ended"))
+    two.sharing.watch.lose(RankLostError("rank 7 has ended"))
     for waiting in (running, asking):
         with pytest.raises(RankLostError, match="rank 7 has ended"):
             waiting.result(BOUND_S)
@@ -268,40 +260,17 @@ def test_rank_0_that_closes_its_engine_is_named(trainer):
     two = trainer(2)
     engine = two.attach(1)
     running = two.start(next, engine.stream.batches())
-    wait_until(lambda: two.server._asking)
-    two.server.close()
+    time.sleep(0.3)
+    two.sharing.close()
     with pytest.raises(RankLostError, match="rank 0 has closed its engine"):
         running.result(BOUND_S)
     with pytest.raises(RankLostError, match="rank 0 has closed its engine"):
         engine.submit([[1]])
 
 
-def test_ranks_that_cannot_be_are_refused(trainer):
-    two = trainer(2)
+def test_other_methods_are_for_rank_0(trainer):
     with pytest.raises(AttributeError, match="generate is not there on an engine that rank 0 launched"):
-        two.attach(1).generate([[1]])
-    with pytest.raises(ProtocolError, match="rank 1 is attached already, as process"):
-        two.attach(1)
-    with pytest.raises(ProtocolError, match="rank 2 cannot attach: the trainer has ranks 0 to 1"):
-        two.attach(2)
-    with pytest.raises(RankLostError, match="on another machine"):
-        AttachedEngine(msgspec.structs.replace(two.server.own_address, host="elsewhere"), 1)
-
-
-def test_an_engine_that_is_not_let_in_leaves_no_file_open(trainer, monkeypatch):
-    opened = []
-
-    class Noted(attached.Process):
-        def __init__(self, pid: int):
-            super().__init__(pid)
-            opened.append(self)
-
-    monkeypatch.setattr(attached, "Process", Noted)
-    two = trainer(2)
-    two.attach(1)
-    with pytest.raises(ProtocolError, match="is attached already"):
-        two.attach(1)
-    assert [process._file is None for process in opened] == [False, True]
+        trainer(2).attach(1).generate([[1]])
 
 
 def test_other_ranks_take_the_tokenizer_that_rank_0_takes(trainer, monkeypatch):
@@ -309,30 +278,48 @@ def test_other_ranks_take_the_tokenizer_that_rank_0_takes(trainer, monkeypatch):
     assert trainer(2, trust_remote_code=True).attach(1).tokenizer == ("tiny", True)
 
 
-def test_nonsense_is_refused_and_the_server_goes_on(trainer):
+def test_nonsense_is_refused_and_sharing_goes_on(trainer):
     three = trainer(3)
     engine = three.attach(1)
-    for verb, arguments in (("take", {"client": "nobody", "number": 1}), ("take", {}), ("no", {}), ("read", {"at": 1})):
-        with pytest.raises(ProtocolError):
-            engine._call(verb, arguments)
-    with pytest.raises(InflightError, match="rank 0 failed: OSError"):
-        engine._call("join", {"client": "x", "rank": 2, "pid": -1, "host": this_host()}, timeout_s=BOUND_S)
+    speaker = RankStore(2, 3, three.store, 1)
+    for number, nonsense in enumerate((b"nonsense", msgspec.msgpack.encode([1]))):
+        speaker.put(f"call/2/{number}", nonsense)
+        speaker.count("events", 1)
+        wait_until(lambda number=number: speaker.has(f"answer/2/{number}"))
+        assert b"ProtocolError" in speaker.take(f"answer/2/{number}")
+    speaker.set("damaged", b"100")
+    with pytest.raises(ProtocolError, match="0 of 100 bytes of damaged"):
+        speaker.take("damaged")
     running = [three.start(list, each.stream.batches()) for each in (engine, three.attach(2))]
     assert len(list(three.shares(three_batches()))) == 3
     assert [len(each.result(BOUND_S)) for each in running] == [3, 3]
 
 
+def test_a_store_that_does_not_answer_is_named_within_the_bound():
+    class Stuck(dist.Store):
+        def check(self, keys: list[str]) -> bool:
+            released.wait(BOUND_S)
+            return True
+
+    class Lost(dist.Store):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection reset by peer")
+
+    released = threading.Event()
+    with pytest.raises(RankLostError, match=r"rank 0 cannot be reached: .* did not answer within 0\.2 s"):
+        RankStore(1, 2, Stuck(), 1, 0.2).has("launched")
+    released.set()
+    with pytest.raises(RankLostError, match="rank 0 cannot be reached: connection reset by peer"):
+        RankStore(1, 2, Lost(), 1).has("launched")
+
+
 @pytest.fixture
-def spawn():
+def spawn(tmp_path):
     processes = []
 
-    def start(server: RankServer, rank: int, batches: int) -> subprocess.Popen:
-        address = msgspec.json.encode(server.own_address).decode()
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, PROGRAM, address, str(rank), str(batches)], stdout=subprocess.PIPE, text=True
-            )
-        )
+    def start(path: Path, rank: int, size: int, batches: int) -> subprocess.Popen:
+        command = [sys.executable, PROGRAM, path, str(rank), str(size), str(batches)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert processes[-1].stdout.readline() == "attached\n"
         return processes[-1]
 
@@ -344,90 +331,50 @@ def spawn():
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """Whoever attaches is on another machine. Returns its keys."""
-    monkeypatch.setattr(attached, "this_host", lambda: "another machine")
-    return zmq.curve_keypair()
+    """Ranks treat each other as ranks of other machines."""
+    hosts = iter(range(10**6))
+    monkeypatch.setattr(watch, "this_host", lambda: f"machine {next(hosts)}")
 
 
-def test_a_rank_of_another_machine_takes_its_share_and_nobody_without_its_key(trainer, elsewhere):
-    two = trainer(2, Outside("localhost", elsewhere[0].__eq__), answer_timeout_s=1.0)
-    with AttachedEngine(two.server.own_address, 1, elsewhere) as engine:
-        engine.submit([[1, 2]])
-        assert [prompt.token_ids for prompt in two.submitted] == [[1, 2]]
-        running = two.start(list, engine.stream.batches())
-        own = list(two.shares(three_batches()))
-        pairs = zip(own, running.result(BOUND_S), strict=True)
-        assert [sorted(ids_of(one) + ids_of(other)) for one, other in pairs] == [ids_of(b) for b in three_batches()]
-    with pytest.raises(RankLostError, match=r"rank 0, on another machine, did not answer join within 1 s"):
-        AttachedEngine(two.server.own_address, 1, zmq.curve_keypair())
-    with pytest.raises(RankLostError, match="listens to its own machine alone"):
-        two.attach(1)
+def test_a_rank_of_another_machine_takes_its_share(trainer, elsewhere):
+    two = trainer(2, dist.TCPStore("127.0.0.1", 0, is_master=True))
+    engine = two.attach(1)
+    engine.submit([[1, 2]])
+    assert [prompt.token_ids for prompt in two.submitted] == [[1, 2]]
+    running = two.start(list, engine.stream.batches())
+    own = list(two.shares(three_batches()))
+    pairs = zip(own, running.result(BOUND_S), strict=True)
+    assert [sorted(ids_of(one) + ids_of(other)) for one, other in pairs] == [ids_of(b) for b in three_batches()]
+    assert not any(peer.is_here for peer in two.sharing.watch.peers.values())
 
 
 def test_a_rank_of_another_machine_that_ends_is_named(trainer, elsewhere, monkeypatch):
-    monkeypatch.setattr(rank_server_module, "_GONE_NS", 0)
-    two = trainer(2, Outside("127.0.0.1", elsewhere[0].__eq__), rank_timeout_s=600.0)
-    engine = AttachedEngine(two.server.own_address, 1, elsewhere)
+    monkeypatch.setattr(watch, "_BEAT_S", 0.05)
+    monkeypatch.setattr(watch, "_GONE_S", 1.0)
+    two = trainer(2, rank_timeout_s=600.0)
+    engine = two.attach(1)
     shares = two.shares(three_batches())
     next(shares)
     waiting = two.start(next, shares)
-    engine._client.close()  # as the kernel closes its connection
+    time.sleep(1.5)
+    assert not waiting.done()
+    engine._watch._closing.set()  # as if its process had ended
     with pytest.raises(RankLostError, match=r"rank 1 \(process \d+ of another machine\) has ended"):
         waiting.result(BOUND_S)
 
 
-def test_a_connection_that_breaks_loses_no_rank_of_another_machine(trainer, elsewhere, monkeypatch):
-    monkeypatch.setattr(rank_server_module, "_LOOK_EVERY_NS", 0)
-    two = trainer(2, Outside("127.0.0.1", elsewhere[0].__eq__))
-    with AttachedEngine(two.server.own_address, 1, elsewhere) as engine:
-        [client] = two.server._clients.values()
-        client.address = b"of the connection that broke"
-        wait_until(lambda: client.missed_ns)
-        running = two.start(next, engine.stream.batches())
-        next(two.shares(three_batches()))
-        running.result(BOUND_S)
-        wait_until(lambda: not client.missed_ns)
-        two.server.check()
-
-
-def test_a_container_of_the_same_machine_comes_in_as_from_another_one(trainer):
-    """It shares the kernel, and neither files nor processes."""
-    keys = zmq.curve_keypair()
-    two = trainer(2, Outside("127.0.0.1", keys[0].__eq__))
-    with AttachedEngine(
-        msgspec.structs.replace(two.server.own_address, directory="/nowhere", pid=1), 1, keys
-    ) as engine:
-        assert engine.submit([[1, 2]]) == [0]
-        [client] = two.server._clients.values()
-        assert client.process is None
-
-
-def test_a_name_that_is_the_loopback_here_is_told_to_others_as_it_is(trainer, monkeypatch):
-    """Where Debian has 127.0.1.1 for the name of the machine, others have a number for it that they reach."""
-    resolve = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *more, **kinds: resolve("127.0.1.1", *more, **kinds))
-    two = trainer(2, Outside("a-machine", bytes.isdigit))
-    assert two.server.own_address.endpoint.startswith("tcp://a-machine:")
-    assert two.server._socket._socket.getsockopt_string(zmq.LAST_ENDPOINT).startswith("tcp://0.0.0.0:")
-
-
-def test_an_address_that_is_not_this_machines_is_named():
-    with pytest.raises(ListenError, match=r"on '192\.0\.2\.77', its MASTER_ADDR"):
-        Trainer(2, Outside("192.0.2.77", bytes.isdigit))
-
-
 @pytest.mark.slow
-def test_a_rank_that_dies_gives_all_others_an_error_that_names_it(trainer, spawn):
-    three = trainer(3, rank_timeout_s=600.0)
+def test_a_rank_that_dies_gives_all_others_an_error_that_names_it(trainer, spawn, tmp_path):
+    three = trainer(3, dist.FileStore(str(tmp_path / "store"), 3), rank_timeout_s=600.0)
     other = three.attach(1)
-    doomed = spawn(three.server, 2, 1)
+    doomed = spawn(tmp_path / "store", 2, 3, 1)
     batches = other.stream.batches()
 
     def never() -> Iterator[PackedBatch]:
         """Waits for rollouts as `RolloutStream.batches` does."""
         yield make_packed(8)
         while True:
-            three.server.check()
+            three.sharing.check()
             time.sleep(0.05)
 
     shares = three.shares(never())
@@ -447,22 +394,13 @@ def test_a_rank_that_dies_gives_all_others_an_error_that_names_it(trainer, spawn
 
 
 @pytest.mark.slow
-def test_the_death_of_rank_0_is_seen_at_once(trainer, spawn):
-    program = (
-        "import sys, time, msgspec\n"
-        "from inflight.core.options import EngineOptions\n"
-        "from inflight.ranks.rank_server import RankServer\n"
-        "server = RankServer(EngineOptions('tiny'), 2, submit=None, status=None, first_version=None)\n"
-        "print(msgspec.json.encode(server.own_address).decode(), flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    rank_0 = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    address = msgspec.json.decode(rank_0.stdout.readline().encode(), type=type(trainer(2).server.own_address))
-    engine = AttachedEngine(address, 1)
+def test_the_death_of_rank_0_is_seen_at_once(spawn, tmp_path):
+    rank_0 = spawn(tmp_path / "store", 0, 2, 0)
+    opened = dist.FileStore(str(tmp_path / "store"), 2)
+    engine = AttachedEngine(RankStore(1, 2, opened, 1), EngineOptions("tiny"))
     threading.Timer(0.5, rank_0.kill).start()
     began = time.monotonic()
     with pytest.raises(RankLostError, match=rf"rank 0 \(process {rank_0.pid}\), which holds the engine, has ended"):
         next(engine.stream.batches())
     assert time.monotonic() - began < 5
-    rank_0.wait(10)
     engine.close()

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from waiting import PATIENCE_S
 
 from inflight.core.errors import InvalidRequestError, ModelLoadError, RankLostError
 from inflight.core.options import EngineOptions
-from inflight.ranks import launching
-from inflight.ranks.launching import TrainerRanks
+from inflight.fleet.ranks.attached import AttachedEngine
+from inflight.fleet.ranks.sharing import RankSharing, announce
+from inflight.fleet.ranks.store import RankStore, store_of_trainer
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "shared_gradient.py"
 RESUMED = Path(__file__).parents[1] / "helpers" / "resumed_ranks.py"
@@ -34,21 +36,6 @@ def test_the_average_gradient_of_the_ranks_is_that_of_one(tmp_path, size):
     assert [output for output, _ in outputs] == ["the gradients are those of one rank\n"] * size
 
 
-class Store(dict):
-    """That of a process group, as far as it is used."""
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-    def set(self, key: str, value: bytes) -> None:
-        self[key] = value
-
-
-class LostStore(Store):
-    def check(self, keys: list[str]) -> bool:
-        raise RuntimeError("connection reset by peer")
-
-
 class Engine:
     """Stands in for one that was launched."""
 
@@ -61,87 +48,51 @@ class Engine:
 OPTIONS = EngineOptions("tiny", timeout_s=0.2, rank_timeout_s=0.2)
 
 
-@pytest.fixture(autouse=True)
-def first_launch(monkeypatch):
-    monkeypatch.setattr(TrainerRanks, "_num_launches", 0)
-    return lambda: monkeypatch.setattr(TrainerRanks, "_num_launches", 0)
-
-
 def fail():
     raise ModelLoadError("there is no such model")
 
 
-def test_what_keeps_rank_0_from_launching_is_raised_by_all(first_launch):
-    store = Store()
+def test_what_keeps_rank_0_from_launching_is_raised_by_all():
+    store = dist.HashStore()
     with pytest.raises(ModelLoadError):
-        TrainerRanks(0, 2, store).announce(fail, None)
-    first_launch()
+        announce(RankStore(0, 2, store, 1), fail, id)
     with pytest.raises(ModelLoadError, match="there is no such model"):
-        TrainerRanks(1, 2, store).attach(OPTIONS)
+        AttachedEngine(RankStore(1, 2, store, 1), OPTIONS)
 
 
 def test_an_engine_that_cannot_be_announced_does_not_go_on():
-    engine = Engine()
+    engine, store = Engine(), dist.HashStore()
 
-    class Gone(Store):
-        def set(self, key: str, value: bytes) -> None:
-            raise RuntimeError("broken pipe")
+    def share(_: Engine) -> None:
+        raise RankLostError("broken pipe")
 
-    with pytest.raises(RuntimeError, match="broken pipe"):
-        TrainerRanks(0, 2, Gone()).announce(lambda: engine, lambda *_: None)
+    with pytest.raises(RankLostError, match="broken pipe"):
+        announce(RankStore(0, 2, store, 1), lambda: engine, share)
     assert engine.closed
+    with pytest.raises(RankLostError, match="broken pipe"):
+        AttachedEngine(RankStore(1, 2, store, 1), OPTIONS)
 
 
-def test_another_launch_than_rank_0s_is_refused(first_launch):
-    store = Store()
-    other = launching.RankAddress(EngineOptions("small"), "/nowhere", 1, "here")
-    TrainerRanks(0, 2, store).announce(Engine, lambda _, outside: other)
-    first_launch()
+def test_another_launch_than_rank_0s_is_refused():
+    store = dist.HashStore()
+    sharing = RankSharing(RankStore(0, 2, store, 1), EngineOptions("small"), lambda prompts: [])
     with pytest.raises(InvalidRequestError, match="rank 1 launches 'tiny' where rank 0 launched 'small'"):
-        TrainerRanks(1, 2, store).attach(OPTIONS)
+        AttachedEngine(RankStore(1, 2, store, 1), OPTIONS)
+    sharing.close()
 
 
 def test_a_launch_that_rank_0_never_makes_is_waited_for_within_a_bound():
     with pytest.raises(RankLostError, match=r"rank 0 has launched no engine within 0\.4 s"):
-        TrainerRanks(1, 2, Store()).attach(OPTIONS)
-    with pytest.raises(RankLostError, match="rank 0 cannot be reached: connection reset by peer"):
-        TrainerRanks(1, 2, LostStore()).attach(OPTIONS)
-
-
-def test_ranks_of_several_machines_come_in_by_the_keys_that_they_put_into_the_store(first_launch, monkeypatch):
-    """Rank 0 is told by who started it that there are others, and listens for them on its own address."""
-    store, opened = Store(), []
-
-    def open_server(_, outside) -> launching.RankAddress:
-        opened.append(outside)
-        return launching.RankAddress(EngineOptions("small"), "/nowhere", 1, "here")
-
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    for ranks_here in ("2", "1"):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
-        first_launch()
-        TrainerRanks(0, 2, store).announce(Engine, open_server)
-    nobody, outside = opened
-    assert nobody is None
-    assert outside.address == "10.0.0.1"
-    assert not outside.lets_in(b"a stranger's")
-    first_launch()
-    with pytest.raises(InvalidRequestError):  # it was launched with another model; it has put its key there by then
-        TrainerRanks(1, 2, store).attach(OPTIONS)
-    [key] = [value for name, value in store.items() if "key" in name]
-    assert outside.lets_in(key)
-    store.update(dict.fromkeys(store, b"a stranger's"))
-    assert outside.lets_in(key), "whom a rank is known by does not change"
-    assert not outside.lets_in(b"a stranger's")
+        AttachedEngine(RankStore(1, 2, dist.HashStore(), 1), OPTIONS)
 
 
 def test_torchrun_without_a_process_group_is_told(monkeypatch, caplog):
-    assert TrainerRanks.of_this_process() is None
+    assert store_of_trainer(1.0) is None
     assert not caplog.records
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with caplog.at_level(logging.WARNING):
-        assert TrainerRanks.of_this_process() is None
+        assert store_of_trainer(1.0) is None
     assert "before torch.distributed.init_process_group()" in caplog.text
 
 

@@ -5,11 +5,14 @@ import signal
 import threading
 
 import pytest
+import torch.distributed as dist
 from waiting import wait_until
 
 import inflight
 from inflight.core.errors import RankLostError
-from inflight.ranks.attached import AttachedEngine
+from inflight.core.options import EngineOptions
+from inflight.fleet.ranks.attached import AttachedEngine
+from inflight.fleet.ranks.store import RankStore
 
 PARAMS = inflight.SamplingParams(n=4, max_tokens=8, ignore_eos=True)
 
@@ -17,14 +20,14 @@ PARAMS = inflight.SamplingParams(n=4, max_tokens=8, ignore_eos=True)
 @pytest.mark.slow
 def test_prompts_of_a_rank_are_in_the_batches_that_all_share():
     with inflight.launch("tiny", device="cpu", threads=1, restarts=1) as engine:
-        attached = AttachedEngine(engine._share(2).own_address, 1)
-        assert attached.status().version == 0
+        store = dist.HashStore()
+        engine._share(RankStore(0, 2, store, 1))
+        attached = AttachedEngine(RankStore(1, 2, store, 1), EngineOptions("tiny"))
         [theirs] = attached.submit(["from elsewhere"], PARAMS, metadata=[{"who": "attached"}])
         [ours] = engine.submit(["from here"], PARAMS)
         seen = []
         looking = threading.Thread(target=lambda: seen.extend(attached.stream.batches()), daemon=True)
         looking.start()
-        wait_until(lambda: engine._rank_server._asking)
         batches = engine.stream.batches(rollouts=8, score=lambda rollout: float(len(rollout.text)))
         own = [next(batches)]
         wait_until(lambda: seen)
@@ -39,9 +42,6 @@ def test_prompts_of_a_rank_are_in_the_batches_that_all_share():
         os.kill(engine.pid, signal.SIGKILL)  # its successor serves those who attached
         [again] = attached.submit(["once more"], PARAMS)
         assert [group[0].group_id for group in engine.stream.groups()] == [again]
-        attached.wait_for_version(0)
-        with pytest.raises(TimeoutError, match="version 1 did not go live"):
-            attached.wait_for_version(1, timeout_s=0.1)
     with pytest.raises(RankLostError, match="rank 0 has closed its engine"):
-        attached.status()
+        attached.submit(["too late"], PARAMS)
     attached.close()

@@ -1,0 +1,90 @@
+"""Calls to all engines of a fleet."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
+from inflight.engine.process.client import EngineClient
+from inflight.fleet.fleet import Fleet
+from inflight.fleet.frames import EngineFrames
+from inflight.fleet.member import Member
+
+_MOST_CALLS = 64
+_NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+_NOTHING: type[Any] = type(None)
+_HOLDS = {"pause": {"pause"}, "sleep": {"sleep"}}
+"""Maps verbs to the verbs that hold an engine back after them."""
+_RELEASES = {"resume": {"pause"}, "wake": {"sleep"}}
+"""Maps verbs to the verbs that they undo."""
+ENDED = object()
+"""The answer of an engine that has ended, or that hangs and is treated as ended."""
+Value = TypeVar("Value")
+
+
+class FleetCalls:
+    """Calls engines. An engine that does not answer in time is treated as ended if another engine, or a successor, can
+    continue its groups; otherwise the call raises EngineHungError."""
+
+    def __init__(self, fleet: Fleet):
+        self._fleet = fleet
+        self._threads = ThreadPoolExecutor(_MOST_CALLS, thread_name_prefix="inflight-fleet-call")
+        """Threads for calls that wait for nothing but the answer of an engine."""
+
+    def call(
+        self,
+        verb: str,
+        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
+        returns: type[Value] = _NOTHING,
+        *,
+        timeout_s: float | None = None,
+    ) -> Value:
+        """Call a verb of every engine that takes prompts. Returns the answer of one of them, and raises the error of
+        one. `pause` and `sleep` also apply to engines that join later."""
+        before = self._fleet.held_back
+        self._fleet.held_back = (before | _HOLDS.get(verb, set())) - _RELEASES.get(verb, set())
+        try:
+            answers = self.call_all(lambda client: client.call(verb, arguments, returns, timeout_s=timeout_s))
+        except BaseException:
+            self._fleet.held_back = before  # An engine has refused, so that a successor must not follow.
+            raise
+        return next(iter(answers.values()))
+
+    def call_all(self, call: Callable[[EngineClient], Value]) -> dict[Member, Value]:
+        """Call every engine that takes prompts. Returns the answers of engines that have not ended during the call, at
+        least one; raises the error of one, as soon as all have answered."""
+        while True:
+            (first, frames), *others = self._fleet.ready().items()
+            asked = {member: self.later(self.reach, member, theirs, call) for member, theirs in others}
+            answers = {first: self.reach(first, frames, call)}
+            wait(asked.values())
+            answers |= {member: answer.result() for member, answer in asked.items()}
+            if there := {member: answer for member, answer in answers.items() if answer is not ENDED}:
+                return there
+
+    def reach(self, member: Member, frames: EngineFrames, call: Callable[[EngineClient], Any]) -> Any:
+        """Return the answer of a process, or ENDED. Raises any other InflightError."""
+        try:
+            return call(frames.client)
+        except EngineHungError as error:
+            if not self._fleet.can_spare(member):
+                raise
+            self._fleet.lose(member, frames, error)
+        except EngineDiedError as error:
+            self._fleet.lose(member, frames, error)
+        except InflightError:
+            if not frames.given_up:  # Otherwise its connection was closed during the call.
+                raise
+        return ENDED
+
+    def later(self, function: Callable[..., Value], *arguments: Any) -> "Future[Value]":
+        """Call in another thread a function that waits for an engine. Raises InflightError if the fleet was closed."""
+        try:
+            return self._threads.submit(function, *arguments)
+        except RuntimeError as error:
+            raise InflightError("the engine was closed") from error
+
+    def close(self) -> None:
+        """Accept no further calls. Queued calls fail at once, as the engines are closed."""
+        self._threads.shutdown(wait=False)

@@ -1,0 +1,75 @@
+"""A fleet as its publishers see it."""
+
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from inflight.core.errors import EngineHungError
+from inflight.core.waiting import Wait
+from inflight.fleet.fleet import Fleet
+from inflight.fleet.member import Member
+from inflight.fleet.process.base import Process, lives
+from inflight.observability.staleness_meter import StalenessMeter
+from inflight.weights.trainer.engine_link import EngineAddress
+
+if TYPE_CHECKING:
+    from inflight.weights.trainer.publisher import Publisher
+
+
+class PublishedFleet:
+    """The publishers to all members, and the processes that they send to."""
+
+    def __init__(self, fleet: Fleet, meter: StalenessMeter):
+        """meter: receives the times of versions that publishers send."""
+        self._fleet, self.changing, self.check = fleet, fleet.changing, fleet.check
+        self.published, self.stepped = meter.published, meter.stepped
+        self.publishers: WeakSet[Publisher] = WeakSet()
+
+    @property
+    def comes_back(self) -> bool:
+        """True if another process replaces one that ends."""
+        return self._fleet.comes_back
+
+    @property
+    def open_publishers(self) -> "list[Publisher]":
+        """Publishers that were not closed."""
+        with self._fleet.lock:
+            return [publisher for publisher in self.publishers if not publisher.closed]
+
+    def address_of(self, member: Member, process: Process) -> EngineAddress:
+        """Return the address of a member's process for publishers."""
+        return EngineAddress(process.client.endpoint, self, process.client.keys, process.check)
+
+    def serving(self) -> list[EngineAddress]:
+        """Return the addresses of serving processes, for publishers. While all are being restarted, wait for one."""
+        waited = Wait()
+        while True:
+            with self._fleet.lock:
+                there = [
+                    self.address_of(member, member.process) for member in self._fleet.usable if lives(member.process)
+                ]
+            if there:
+                return there
+            restarted = next((member for member in self._fleet.members if member.death is None), self._fleet.members[0])
+            if restarted.options.restarts:  # it does not take prompts before it has weights
+                return [self.address_of(restarted, restarted.living())]
+            with self._fleet.lock:
+                self._fleet.wait(waited, "the engine is being restarted")
+
+    def follow(self, publisher: "Publisher") -> None:
+        """Have a publisher send to members that join later."""
+        with self._fleet.lock:
+            self.publishers.add(publisher)
+
+    def forget_process(self, endpoint: str) -> None:
+        """Stop publishers from sending to an ended process."""
+        for publisher in self.open_publishers:
+            publisher.remove(endpoint)
+
+    def kill(self, endpoint: str) -> None:
+        """Treat the engine at this endpoint as ended: its publisher could not send it weights in time."""
+        for member, frames in self._fleet.usable.items():
+            if frames.client.endpoint == endpoint:
+                if self._fleet.can_spare(member):
+                    self._fleet.lose(member, frames, EngineHungError("its publisher could not send it weights in time"))
+                else:
+                    frames.process.kill()

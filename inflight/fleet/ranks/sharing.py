@@ -1,0 +1,196 @@
+"""Rank 0's end: the batches of its stream, split over the ranks of a data-parallel trainer."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from time import sleep
+from typing import Any, Literal, Protocol, TypeVar
+
+import msgspec
+
+from inflight.core.decoders import msgpack_decoder
+from inflight.core.errors import InflightError, ProtocolError, RankLostError
+from inflight.core.messages import Prompt
+from inflight.core.options import EngineOptions
+from inflight.core.waiting import Wait
+from inflight.fleet.ranks.store import RankStore
+from inflight.fleet.ranks.watch import RankWatch
+from inflight.training.data.batch import PackedBatch
+from inflight.training.data.rollout_stream import RolloutStream
+from inflight.training.data.shares import encode_share, split
+
+WAITS_FOR_ROLLOUTS = "waits for rollouts"
+NOTHING_ASKED = "has not asked for a batch"
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Started = TypeVar("Started", bound=Closable)
+
+
+class Launched(msgspec.Struct, frozen=True):
+    """The result of rank 0's launch."""
+
+    model: str = ""
+    error: tuple[str, str] | None = None
+    """Class and message of the error that kept rank 0 from launching."""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A batch, of which every rank has a share, or the end of them."""
+
+    kind: Literal["share", "end", "error"]
+    error: tuple[str, str] = ("", "")
+    """Class and message of the error that kept rank 0 from making it."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The result of a submission."""
+
+    group_ids: list[int] = []
+    error: tuple[str, str] | None = None
+
+
+class RankSharing:
+    """Makes a share of every batch for each rank, and submits the prompts of the other ranks.
+
+    A batch is made once every rank has taken its share of the previous one. A rank that ends, leaves, or takes nothing
+    for `rank_timeout_s` seconds is lost: then waiting calls of all ranks raise a RankLostError that names it.
+    """
+
+    def __init__(self, store: RankStore, options: EngineOptions, submit: Callable[[list[Prompt]], list[int]]):
+        self._store, self._timeout_s, self._submit = store, options.rank_timeout_s, submit
+        self._kind: Literal["share", "end", "error"] = "share"
+        self._number = self._num_publishers = 0
+        """The newest batch; batches count from 1."""
+        self._num_calls: Counter[int] = Counter()
+        """Maps ranks to the number of their submissions that have begun."""
+        self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="inflight-ranks")
+        self._set_state(NOTHING_ASKED)
+        self.watch = RankWatch(store, self._take_calls)
+        store.set("launched", msgspec.msgpack.encode(Launched(options.model)))
+
+    def check(self) -> None:
+        """Raise RankLostError if a rank is known to be lost."""
+        self.watch.check()
+
+    def shares(self, batches: Iterator[PackedBatch], stream: RolloutStream) -> Iterator[PackedBatch]:
+        """Yield rank 0's share of each batch, and keep the shares of the other ranks for them. Ends on all ranks at
+        once. Raises RankLostError, and the errors of `batches`, which the other ranks raise too."""
+        while True:
+            self._wait_until_taken()
+            try:
+                self._set_state(WAITS_FOR_ROLLOUTS)
+                batch = next(batches, None)
+                if batch is None:
+                    self._offer("end")
+                    self._wait_until_taken()
+                    return
+                news: Any = {"last_reward": stream.last_reward, "dropped": stream.dropped}
+                own, *others = split(batch, self._store.size, **news)
+                for rank, share in enumerate(others, start=1):
+                    self._store.put(f"share/{self._number + 1}/{rank}", encode_share(share))
+            except BaseException as error:
+                kind = type(error).__name__
+                self._offer("error", (kind, f"rank 0 could not make the batch: {kind}: {error}"))
+                raise
+            self._offer("share")
+            yield own.batch()
+
+    def note_publisher(self, version: int) -> None:
+        """Let the other ranks count from the version with which rank 0's next publisher begins."""
+        self._store.set(f"publisher/{self._num_publishers}", str(version).encode())
+        self._num_publishers += 1
+
+    def close(self) -> None:
+        """Leave. Waiting calls of other ranks get a RankLostError. Safe to call twice."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self.watch.close()
+
+    def _set_state(self, state: str) -> None:
+        self._store.set("state", state.encode())
+        self._store.count("events", 1)
+
+    def _offer(self, kind: Literal["share", "end", "error"], error: tuple[str, str] = ("", "")) -> None:
+        self._number += 1
+        self._kind = kind
+        self._store.set(f"batch/{self._number}", msgspec.msgpack.encode(Offer(kind, error)))
+        self._set_state(NOTHING_ASKED)
+
+    def _wait_until_taken(self) -> None:
+        """Return when every rank has taken the newest batch. Raises RankLostError."""
+        wait, missing = Wait(), set(range(1, self._store.size)) if self._number else set[int]()
+        while missing:
+            left = set(self.watch.left)  # A rank takes its share before it leaves.
+            missing = {rank for rank in missing if not self._store.has(f"taken/{self._number}/{rank}")}
+            if not missing or (self._kind == "end" and missing <= left):  # closed ranks need no end
+                break
+            self.check()
+            named = f"rank {', '.join(map(str, sorted(missing)))}"
+            late = f"{named} has not taken its share of batch {self._number}"
+            absent = _why_absent(missing - self.watch.peers.keys())
+            if missing & left:
+                self.watch.lose(RankLostError(f"{named} has closed its engine, and rank 0 goes on with batches"))
+            elif wait.waited_s > self._timeout_s:
+                bound = f"within {self._timeout_s:g} s (launch with rank_timeout_s for another bound)"
+                self.watch.lose(RankLostError(f"{late} {bound}{absent}"))
+            self.check()
+            wait.tick()
+            wait.tell(f"{late}{absent}")
+            sleep(self._store.pause_s)
+        self.check()
+        if self._number:
+            for name in (f"batch/{self._number}", *(f"taken/{self._number}/{r}" for r in range(1, self._store.size))):
+                self._store.delete(name)
+
+    def _take_calls(self) -> None:
+        """Begin the submissions that have arrived."""
+        for rank in range(1, self._store.size):
+            while self._store.has(f"call/{rank}/{self._num_calls[rank]}"):
+                number = self._num_calls[rank]
+                self._num_calls[rank] += 1
+                data = self._store.take(f"call/{rank}/{number}")
+                with suppress(RuntimeError):  # this rank leaves
+                    self._workers.submit(self._answer, f"answer/{rank}/{number}", data)
+
+    def _answer(self, name: str, data: bytes) -> None:
+        try:
+            answer = Answer(self._submit(msgpack_decoder(list[Prompt]).decode(data)))
+        except (msgspec.DecodeError, RecursionError) as error:
+            answer = Answer(error=(ProtocolError.__name__, f"prompts of another rank cannot be read: {error}"))
+        except InflightError as error:
+            answer = Answer(error=(type(error).__name__, str(error)))
+        except Exception as error:
+            answer = Answer(error=(InflightError.__name__, f"rank 0 failed: {error!r}"))
+        with suppress(RankLostError):  # `check` raises it
+            self._store.put(name, msgspec.msgpack.encode(answer))
+
+
+def announce(store: RankStore, start: Callable[[], Started], share: Callable[[Started], object]) -> Started:
+    """Start an engine on rank 0, and share it with the other ranks. If this fails, they raise the error too, and the
+    engine is closed."""
+    started = None
+    try:
+        started = start()
+        share(started)
+        return started
+    except BaseException as error:
+        kind = type(error).__name__
+        refusal = Launched(error=(kind, str(error) or f"rank 0 was ended by {kind}"))
+        with suppress(RankLostError):  # the others notice that when they use the store
+            store.set("launched", msgspec.msgpack.encode(refusal))
+        if started is not None:
+            started.close()
+        raise
+
+
+def _why_absent(ranks: set[int]) -> str:
+    if not ranks:
+        return ""
+    return (
+        f"; rank {', '.join(map(str, sorted(ranks)))} has not attached: every rank calls inflight.launch(), unless "
+        "rank 0 keeps its batches to itself with inflight.Engine(inflight.EngineOptions(…))"
+    )

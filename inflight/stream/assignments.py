@@ -1,0 +1,133 @@
+"""Assigns groups to engines, and takes them over from other trainers."""
+
+import secrets
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from inflight.core.errors import InflightError
+from inflight.core.messages import LIVE_VERSION, Ids, Prompt
+from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
+from inflight.stream.held_groups import Group, SavedGroup
+from inflight.stream.training_queue import TrainingQueue
+
+
+class Assignments:
+    """The engines of groups. A group whose engine has ended is unassigned until another engine continues it."""
+
+    def __init__(self, table: GroupTable, queue: TrainingQueue):
+        self._table, self._queue = table, queue
+        self.next_ids = Ids(0, 0)
+        """The ids of the next group; all earlier groups have smaller ones."""
+
+    def begin(self, prompt: Prompt, at: Any, origin: tuple[int, int] | None = None) -> GroupRecord:
+        """Make the record of a prompt that is about to be sent to an engine, with the lock held. A prompt without a
+        seed gets one, since another engine needs it to continue the group. `Ledger.claim` sets its owner."""
+        params, ids = prompt.params, self.next_ids
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(62))
+            prompt = msgspec.structs.replace(prompt, params=params)
+        self.next_ids = Ids(ids.group_id + 1, ids.first_request_id + params.n)
+        record = self._table.records[ids.group_id] = GroupRecord(
+            ids.group_id, prompt=prompt, ids=ids, origin=origin, at=at
+        )
+        return record
+
+    def count_from(self, ids: Ids) -> None:
+        """Give later groups these ids or larger ones."""
+        mine = self.next_ids
+        self.next_ids = Ids(max(ids.group_id, mine.group_id), max(ids.first_request_id, mine.first_request_id))
+
+    def find(self, request_id: int) -> GroupRecord | None:
+        """Return the unfinished group of a request, if this process submitted it."""
+        with self._table.lock:
+            unfinished = (record for record in self._table.records.values() if not record.is_finished)
+            return next((record for record in unfinished if request_id in record.request_ids), None)
+
+    def note_cancelled(self, group_ids: Collection[int], request_ids: Collection[int]) -> None:
+        """Note samples that have to end, also on an engine that continues their groups."""
+        with self._table.lock:
+            for record in self._table.known(group_ids):
+                record.cancelled.update(record.request_ids)
+            wanted = set(request_ids)
+            for record in self._table.records.values() if wanted else ():
+                if not record.is_finished:
+                    record.cancelled.update(wanted.intersection(record.request_ids))
+
+    @property
+    def unassigned(self) -> list[GroupRecord]:
+        """Groups that no engine draws. Called with the lock held."""
+        return [record for record in self._table.records.values() if record.state is State.UNASSIGNED]
+
+    def unassign(self, at: Any, engine_id: str, version: int) -> int:
+        """Note that an engine has ended. All of its frames must have been read. Its unfinished groups become
+        unassigned. Groups that are not outstanding are deleted. version: the newest one of the engine. Returns the
+        number of groups that became unassigned."""
+        with self._table.lock:
+            num_left = 0
+            for record in list(self._table.records.values()):
+                if record.at is not at and record.engine_id != engine_id:
+                    continue
+                if not record.is_wanted:
+                    self._table.forget([record])
+                elif not record.is_finished:
+                    record.version = max(record.version, version)
+                    self._unassign(record)
+                    num_left += 1
+            self._table.changed.notify_all()
+            return num_left
+
+    def assign(self, record: GroupRecord, at: Any) -> None:
+        """Note that an engine is about to continue a group, with the lock held."""
+        record.at, record.state = at, State.SUBMITTED if record.drawn is None else State.DRAWING
+
+    def _unassign(self, record: GroupRecord) -> None:
+        group = self._table.assembler.groups.get(record.group_id)
+        record.drawn = group.drawn() if group is not None else None
+        record.at, record.state, record.waited_s = None, State.UNASSIGNED, 0.0
+        if not record.drawn or not any(record.drawn.values()):
+            record.version = 0
+        elif group is not None and record.prompt is not None and record.pin == LIVE_VERSION:
+            # The version that has drawn it becomes its pin.
+            version = next(int(r.weight_versions[0]) for r in group.partial() if len(r.weight_versions))
+            record.prompt = msgspec.structs.replace(record.prompt, version=version)
+
+    def snapshot(self) -> list[SavedGroup]:
+        """Return all outstanding groups with their samples so far, in the order in which `next` returns them."""
+        with self._table.lock:
+            lent = sorted(group_id for group_id, record in self._table.records.items() if record.state is State.LENT)
+            in_order = dict.fromkeys([*lent, *self._table.ready, *sorted(self._table.records)])
+            records = [self._table.records[group_id] for group_id in in_order]
+            return [
+                SavedGroup(r.ids, r.owner is Owner.CALLER, r.prompt, r.origin, self._arrived(r))
+                for r in records
+                if r.is_wanted and r.prompt is not None
+            ]
+
+    def restore(self, groups: Sequence[SavedGroup], next_ids: Ids) -> None:
+        """Continue groups that another trainer has saved. Raises InflightError if prompts were submitted before."""
+        with self._table.lock:
+            if any(record.is_wanted for record in self._table.records.values()):
+                raise InflightError("prompts were submitted already; load a run before that")
+            self.count_from(next_ids)
+            for group in groups:
+                owner = Owner.CALLER if group.reserved else Owner.TRAINING
+                record = GroupRecord(group.ids.group_id, owner, prompt=group.prompt, ids=group.ids, origin=group.origin)
+                self._table.records[record.group_id] = record
+                if not group.is_finished:
+                    if group.rollouts:
+                        self._table.assembler.restore(group.start, group.rollouts)
+                    record.version = max(
+                        (int(r.weight_versions[-1]) for r in group.rollouts if len(r.weight_versions)), default=0
+                    )
+                    self._unassign(record)
+            offered = self._table.finish([group.rollouts for group in groups if group.is_finished])
+            self._table.changed.notify_all()
+        self._queue.offer(offered)
+
+    def _arrived(self, record: GroupRecord) -> Group:
+        if record.is_finished:
+            return record.rollouts
+        group = self._table.assembler.groups.get(record.group_id)
+        return [*group.finished, *group.partial()] if group is not None else []
