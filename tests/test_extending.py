@@ -36,6 +36,29 @@ with Engine(EngineOptions(model="MODEL", device="cpu")) as engine:
 """
 
 
+ASKS_THE_ENDPOINT = """
+import time, urllib.error, urllib.request
+import inflight
+from inflight.engine.model.shapes import SHAPES, shape_config
+from transformers import AutoModelForCausalLM
+
+def status(server):
+    try:
+        return urllib.request.urlopen(f"{server.url}/trained").status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+model = AutoModelForCausalLM.from_config(shape_config("tiny"))
+with inflight.launch("tiny", device="cpu", threads=1, max_context=64) as engine, engine.serve(port=0) as server:
+    before = status(server)
+    publisher = engine.publisher(model)
+    publisher.publish()
+    while engine.status().num_swaps == 0:
+        time.sleep(0.01)
+    print(before, status(server))
+"""
+
+
 def diff_of(heading: str) -> str:
     """The diff of a section."""
     section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
@@ -73,3 +96,10 @@ def test_an_architecture_is_fused_by_an_entry_in_one_place(tmp_path):
     assert diff.count("@@ -") == 1
     program = ASKS_WHETHER_IT_IS_FUSED.replace("MODEL", str(tmp_path / "model"))
     assert run_with(diff, program, tmp_path) == "None"
+
+
+@pytest.mark.slow
+def test_an_endpoint_is_added_in_one_file(tmp_path):
+    diff = diff_of("An HTTP endpoint")
+    assert diff.count("+++ b/") == 1
+    assert run_with(diff, ASKS_THE_ENDPOINT, tmp_path) == "503 200"
