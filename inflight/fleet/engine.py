@@ -564,7 +564,8 @@ class Engine:
         """Share the stream with the other ranks of the trainer."""
         from inflight.fleet.ranks.sharing import RankSharing
 
-        self.stream.sharing = self._sharing = RankSharing(store, self.options, self._submit)
+        stream = self.stream  # It can fail, so it is made before the other ranks read that the engine was launched.
+        stream.sharing = self._sharing = RankSharing(store, self.options, self._submit)
 
 
 def _checked(

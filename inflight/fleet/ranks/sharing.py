@@ -71,7 +71,11 @@ class RankSharing:
         self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="inflight-ranks")
         self._set_state(NOTHING_ASKED)
         self.watch = RankWatch(store, self._take_calls)
-        store.set("launched", msgspec.msgpack.encode(Launched(options.model)))
+        try:
+            store.set("launched", msgspec.msgpack.encode(Launched(options.model)))
+        except BaseException:
+            self.close()
+            raise
 
     def check(self) -> None:
         """Raise RankLostError if a rank is known to be lost."""
@@ -184,6 +188,7 @@ def announce(store: RankStore, start: Callable[[], Started], share: Callable[[St
             store.set("launched", msgspec.msgpack.encode(refusal))
         if started is not None:
             started.close()
+        store.close()
         raise
 
 
