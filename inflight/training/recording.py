@@ -329,8 +329,9 @@ class _EngineWatcher:
     def _engine_now(self) -> Engine:
         """Return the counters of the engine, or only its state if it cannot respond."""
         stream = self._engine.stream
-        if stream.state in ("restarting", "silent", "closed"):
-            return Engine(time=_now(), states={stream.state: 1.0})
+        state = stream.state
+        if state in ("restarting", "silent", "closed"):
+            return Engine(time=_now(), states={state: 1.0})
         try:
             status = self._engine.status()
         except (InflightError, TimeoutError):  # The callers that wait for rollouts receive the error.

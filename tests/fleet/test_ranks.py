@@ -105,6 +105,59 @@ def test_all_ranks_take_every_step_and_end_together(trainer):
     assert all(engine.stream.dropped.num_failed_groups == 2 for engine in others)
 
 
+def test_batches_can_be_asked_for_again_after_their_end(trainer):
+    two = trainer(2, rank_timeout_s=5)
+    stream = two.attach(1).stream
+
+    def both_epochs() -> list[int]:
+        return [len(list(stream.batches())) for _ in range(2)]
+
+    running = two.start(both_epochs)
+    assert [len(list(two.shares(three_batches()))) for _ in range(2)] == [3, 3]
+    assert running.result(BOUND_S) == [3, 3]
+
+
+def test_prompts_that_cannot_be_sent_are_refused_and_later_ones_arrive(trainer):
+    two = trainer(2)
+    engine = two.attach(1)
+    with pytest.raises(InvalidRequestError, match="prompts cannot be sent"):
+        engine.submit([[1]], metadata=[{"model": torch.nn.Linear(1, 1)}])
+    assert two.start(engine.submit, [[1, 2]]).result(BOUND_S) == [0]
+
+
+def test_rank_0_raises_its_own_error_though_the_store_is_gone(trainer):
+    two = trainer(2)
+
+    def failing() -> Iterator[PackedBatch]:
+        two.sharing.close()
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        next(two.shares(failing()))
+
+
+def test_a_share_that_a_signal_interrupts_is_read_again(trainer, monkeypatch):
+    two = trainer(2)
+    engine = two.attach(1)
+    running = two.start(list, two.shares(iter([make_packed(6)])))
+    read, calls = RankStore.read, []
+
+    def interrupted(self, name):
+        data = read(self, name)
+        calls.append(name)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return data
+
+    monkeypatch.setattr(RankStore, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(engine.stream.batches())
+    [again] = list(engine.stream.batches())
+    [own] = running.result(BOUND_S)
+    assert sorted(ids_of(own) + ids_of(again)) == list(range(6))
+
+
 def test_a_share_of_many_parts_arrives_as_it_was(trainer, monkeypatch):
     monkeypatch.setattr(store, "_PART_BYTES", 100)
     two = trainer(2)

@@ -11,7 +11,7 @@ from pretend_vllm import END, PretendCore, make_pretender
 import inflight
 from inflight.core.errors import BackendError, DeviceMemoryError, InvalidRequestError, ProtocolError
 from inflight.core.layout import Alias
-from inflight.core.messages import Prompt, SlotReady
+from inflight.core.messages import LIVE_VERSION, Prompt, SlotReady
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.sequence import Sequence
@@ -358,8 +358,9 @@ def test_sampling_parameters_of_vllm():
 def test_requests_that_vllm_cannot_serve(engine, params, message):
     with pytest.raises(InvalidRequestError, match=message):
         engine.requests.submit([Prompt([1], params)])
-    with pytest.raises(InvalidRequestError, match="a version"):
-        engine.requests.submit([Prompt([1], SamplingParams(), version=0)])
+    for version in (0, 7, LIVE_VERSION):
+        with pytest.raises(InvalidRequestError, match="asks for a version: vLLM holds the live weights alone"):
+            engine.requests.submit([Prompt([1], SamplingParams(), version=version)])
     assert not engine.has_work
 
 

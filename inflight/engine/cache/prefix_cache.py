@@ -115,8 +115,8 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget all entries."""
-        while self._entries:
-            self._forget(next(iter(self._entries.values())))
+        for entry in list(self._entries.values()):
+            self._forget(entry)
 
     def _enter_snapshots(self, holding: Holding, entry: Entry) -> None:
         """Move the snapshots of a sequence to the entry of the chunk at whose end they were taken."""

@@ -35,9 +35,11 @@ class PromptCheck:
         hold the version that the prompt is pinned to. name: the prompt's name in the message."""
         self._check_tokens(name, prompt, drawn)
         self._check_params(name, prompt)
-        self._check_weights(name, prompt)
+        self._check_adapter(name, prompt)
         live = self._slot_table.version
+        # A backend without versions refuses pinned prompts by that name, so it is called before the version is checked.
         self._check_sequence(name, Sequence.of(prompt, Ids(0, 0), 0, [], live, max_context=self._max_context))
+        self._check_version(name, prompt)
 
     def _check_tokens(self, name: str, prompt: Prompt, drawn: Collection[list[int]]) -> None:
         ids, max_context, vocab_size = prompt.token_ids, self._max_context, self._vocab_size
@@ -78,8 +80,7 @@ class PromptCheck:
                 f"{', '.join(self._columns) or 'of no name'} (EngineOptions.columns)"
             )
 
-    def _check_weights(self, name: str, prompt: Prompt) -> None:
-        slot_table = self._slot_table
+    def _check_adapter(self, name: str, prompt: Prompt) -> None:
         if prompt.adapter is not None:
             if prompt.adapter not in self._adapters:
                 raise InvalidRequestError(
@@ -88,6 +89,9 @@ class PromptCheck:
                 )
             if prompt.version is not None:
                 raise InvalidRequestError(f"{name} is pinned to a version of the weights, which adapters have none of")
+
+    def _check_version(self, name: str, prompt: Prompt) -> None:
+        slot_table = self._slot_table
         if prompt.version not in (None, LIVE_VERSION) and prompt.version not in slot_table.versions:
             raise InvalidRequestError(
                 f"{name} is pinned to version {prompt.version}, which no slot holds; "

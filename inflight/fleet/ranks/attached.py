@@ -8,12 +8,12 @@ from itertools import count
 from math import nan
 from typing import Any, NoReturn
 
-import msgspec
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InvalidRequestError, from_wire
+from inflight.core.messages import to_raw
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.model.loading import load_tokenizer
@@ -39,17 +39,17 @@ class AttachedEngine:
         """Wait for rank 0's launch. Raises the error of that launch, RankLostError, or InvalidRequestError if rank 0
         launched another model."""
         self.options, self.rank, self._store = options, store.rank, store
-        try:
-            _wait_for_launch(store, options)
-        except BaseException:
-            store.close()
-            raise
         self._num_publishers = 0
         self._publishers: list[ShardSender] = []
         self._tokenizer_lock = threading.Lock()
         self._numbers = count()
         self._state = NOTHING_ASKED
-        self._watch = RankWatch(store, self._read_state)
+        try:
+            _wait_for_launch(store, options)
+            self._watch = RankWatch(store, self._read_state)
+        except BaseException:
+            store.close()
+            raise
         self.stream = SharedStream(store, self._watch.check, lambda: self._state, options.rank_timeout_s)
         """Yields this rank's shares, by its `batches`."""
 
@@ -73,9 +73,10 @@ class AttachedEngine:
             messages = make_prompts(
                 prompts, self.tokenizer, self.options.model, params, metadata, version=version, adapter=adapter
             )
+        data = bytes(to_raw(messages, "prompts"))
         self._watch.check()
-        number, bound_s = next(self._numbers), self.options.rank_timeout_s
-        self._store.put(f"call/{self.rank}/{number}", msgspec.msgpack.encode(messages))
+        number, bound_s = next(self._numbers), self.options.rank_timeout_s  # A missing number would block later ones.
+        self._store.put(f"call/{self.rank}/{number}", data)
         self._watch.announce()
         name = f"answer/{self.rank}/{number}"
         late = f"rank 0 lives and did not answer submit within {bound_s:g} s"
@@ -178,9 +179,12 @@ class SharedStream:
             is_bounded=lambda: self._state() != WAITS_FOR_ROLLOUTS,
         )
         offer = msgpack_decoder(Offer).decode(store.get(name) or b"")
-        share = store.take(f"share/{self._number}/{store.rank}") if offer.kind == "share" else None
-        taken, self._number = f"taken/{self._number}/{store.rank}", self._number + 1
+        place, taken = (f"{kind}/{self._number}/{store.rank}" for kind in ("share", "taken"))
+        share = store.read(place) if offer.kind == "share" else None
+        self._number += 1
         store.set(taken, b"taken")
+        if share is not None:
+            store.drop(place, len(share))
         if offer.kind == "error":
             raise from_wire(*offer.error)
         return share

@@ -64,8 +64,8 @@ class RankSharing:
     def __init__(self, store: RankStore, options: EngineOptions, submit: Callable[[list[Prompt]], list[int]]):
         self._store, self._timeout_s, self._submit = store, options.rank_timeout_s, submit
         self._kind: Literal["share", "end", "error"] = "share"
-        self._number = self._num_publishers = 0
-        """The newest batch; batches count from 1."""
+        self._number = self._taken = self._num_publishers = 0
+        """The newest batch, and the newest one that every rank has taken; batches count from 1."""
         self._num_calls: Counter[int] = Counter()
         """Maps ranks to the number of their submissions that have begun."""
         self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="inflight-ranks")
@@ -99,7 +99,8 @@ class RankSharing:
                     self._store.put(f"share/{self._number + 1}/{rank}", encode_share(share))
             except BaseException as error:
                 kind = type(error).__name__
-                self._offer("error", (kind, f"rank 0 could not make the batch: {kind}: {error}"))
+                with suppress(RankLostError):  # the others notice that, and this rank raises its own error
+                    self._offer("error", (kind, f"rank 0 could not make the batch: {kind}: {error}"))
                 raise
             self._offer("share")
             yield own.batch()
@@ -126,7 +127,10 @@ class RankSharing:
 
     def _wait_until_taken(self) -> None:
         """Return when every rank has taken the newest batch. Raises RankLostError."""
-        wait, missing = Wait(), set(range(1, self._store.size)) if self._number else set[int]()
+        if self._number == self._taken:
+            self.check()
+            return
+        wait, missing = Wait(), set(range(1, self._store.size))
         while missing:
             left = set(self.watch.left)  # A rank takes its share before it leaves.
             missing = {rank for rank in missing if not self._store.has(f"taken/{self._number}/{rank}")}
@@ -146,9 +150,9 @@ class RankSharing:
             wait.tell(f"{late}{absent}")
             sleep(self._store.pause_s)
         self.check()
-        if self._number:
-            for name in (f"batch/{self._number}", *(f"taken/{self._number}/{r}" for r in range(1, self._store.size))):
-                self._store.delete(name)
+        self._taken = self._number
+        for name in (f"batch/{self._number}", *(f"taken/{self._number}/{r}" for r in range(1, self._store.size))):
+            self._store.delete(name)
 
     def _take_calls(self) -> None:
         """Begin the submissions that have arrived."""

@@ -40,6 +40,7 @@ class RankStore:
         """Interval between two looks at a value. It keeps the number of looks of all ranks bounded."""
         self._opened, self._prefix, self._timeout_s = store, f"inflight/engine/{launch}", timeout_s
         self._failure: str | None = None
+        self._lock = threading.Lock()
         self._tasks: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
         # Calls of the store have no bound of their own, and cannot be interrupted.
         threading.Thread(target=self._run, name="inflight-store", daemon=True).start()
@@ -73,14 +74,22 @@ class RankStore:
 
     def take(self, name: str) -> bytes:
         """Return a value that a rank has `put`, and delete it. Raises ProtocolError if a part is missing."""
+        data = self.read(name)
+        self.drop(name, len(data))
+        return data
+
+    def read(self, name: str) -> bytes:
+        """Return a value that a rank has `put`. Raises ProtocolError if a part is missing."""
         size = int(self.get(name) or b"0")
-        names = [f"{name}/{begin}" for begin in range(0, size, _PART_BYTES)]
-        data = b"".join(self.get(part) or b"" for part in names)
+        data = b"".join(self.get(part) or b"" for part in _parts(name, size))
         if len(data) != size:
             raise ProtocolError(f"the store of the process group has {len(data)} of {size} bytes of {name}")
-        for part in (*names, name):
-            self.delete(part)
         return data
+
+    def drop(self, name: str, size: int) -> None:
+        """Delete a value of this size that was `put`."""
+        for part in (*_parts(name, size), name):
+            self.delete(part)
 
     def wait(
         self,
@@ -100,20 +109,24 @@ class RankStore:
             check()
             sleep(pause_s)
             pause_s = min(2 * pause_s, self.pause_s)
-            counted_s = counted_s + waited.tick() if is_bounded() else 0.0
+            passed_s = waited.tick()
+            counted_s = counted_s + passed_s if is_bounded() else 0.0
             waited.tell(what())
             if counted_s > bound_s:
                 raise RankLostError(late())
 
     def close(self) -> None:
         """End the connection. Later calls raise RankLostError. Safe to call twice."""
-        self._failure = self._failure or "the engine was closed"
-        self._tasks.put(None)
+        with self._lock:
+            self._failure = self._failure or "the engine was closed"
+            self._tasks.put(None)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        if self._failure is None:
-            answer: Future[Any] = Future()
-            self._tasks.put((answer, method, arguments))
+        answer: Future[Any] = Future()
+        with self._lock:  # so that no task follows the end
+            if is_open := self._failure is None:
+                self._tasks.put((answer, method, arguments))
+        if is_open:
             try:
                 return answer.result(self._timeout_s)
             except TimeoutError:
@@ -132,6 +145,10 @@ class RankStore:
                 answer.set_result(getattr(store, method)(*arguments))
             except Exception as error:
                 answer.set_exception(error)
+
+
+def _parts(name: str, size: int) -> list[str]:
+    return [f"{name}/{begin}" for begin in range(0, size, _PART_BYTES)]
 
 
 def store_of_trainer(timeout_s: float) -> RankStore | None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import select
 import threading
 from collections.abc import Callable
@@ -41,15 +42,17 @@ class Peer:
         self.name = f"process {process.pid}" + ("" if self.is_here else " of another machine")
         self._store, self._rank, self._beat, self._silent = store, rank, -1, Wait()
         self._file: int | None = None
+        self._poll = select.poll()
         if self.is_here:
             with suppress(ProcessLookupError):
                 self._file = os.pidfd_open(process.pid)
+                self._poll.register(self._file, select.POLLIN)
 
     @property
     def ended(self) -> bool:
         """True if the process has ended."""
         if self.is_here:
-            return self._file is None or bool(select.select([self._file], [], [], 0)[0])
+            return self._file is None or bool(self._poll.poll(0))
         self._silent.tick()
         if (beat := self._store.count(f"beat/{self._rank}")) != self._beat:
             self._beat, self._silent = beat, Wait()
@@ -105,7 +108,10 @@ class RankWatch:
             return
         self._closing.set()
         self._thread.join(_LEAVE_S)
-        with suppress(RankLostError):  # then the others notice by themselves
+        if self._thread.is_alive():  # The store does not answer. The others notice by themselves.
+            self._store.close()
+            return
+        with suppress(RankLostError):
             self._store.set(f"left/{self._store.rank}", b"left")
             self.announce()
         self._store.close()
@@ -132,7 +138,8 @@ class RankWatch:
             self._lost = self._lost or error
         except Exception as error:
             logger.exception("the ranks are not watched any more")
-            self._lost = self._lost or RankLostError(f"the ranks are not watched any more: {error!r}")
+            with suppress(RankLostError):
+                self.lose(RankLostError(f"the ranks are not watched any more: {error!r}"))
 
     def _look(self) -> None:
         """Read the announcements of the watched ranks."""
@@ -148,6 +155,9 @@ class RankWatch:
         self._on_event()
 
     def _end(self, rank: int) -> None:
+        if self._store.has(f"left/{rank}"):  # It left after this pass had read the announcements.
+            self._look()
+            return
         name = self.peers[rank].name
         if rank == 0:
             self._lost = self._lost or RankLostError(f"rank 0 ({name}), which holds the engine, has ended")
@@ -157,5 +167,9 @@ class RankWatch:
 
 
 def this_host() -> str:
-    """Return a name that is equal for processes that see each other's process ids."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    """Return a name that is equal for processes that see each other's process ids. Where a sandbox hides it, the name
+    is equal to no other, and signs of life decide."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"{platform.node()} {os.getpid()}"

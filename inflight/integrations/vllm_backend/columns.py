@@ -20,7 +20,7 @@ _ENTROPIES, _MASK = "entropies", "sampling_mask"
 UNRECORDED = "vLLM's second model runner does not tell what it draws from; set VLLM_USE_V2_MODEL_RUNNER=0 for its first"
 
 Columns = tuple[list[str], dict[str, torch.Tensor]]
-"""vLLM's names of the requests of a step, and the columns of `engine.sampler.Samples.columns` for each, on the CPU."""
+"""vLLM's names of the requests of a step, and columns of `engine.loop.sampler.Samples.columns` for each, on the CPU."""
 
 
 def asked(params: SamplingParams) -> list[str]:

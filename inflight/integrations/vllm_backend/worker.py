@@ -5,9 +5,11 @@ vLLM mixes `StagedWeights` into its own worker class. The engine's process calls
 Every worker runs these calls in the same order as its steps, so that all of them commit before the same step.
 """
 
+import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -23,6 +25,8 @@ from inflight.integrations.vllm_backend.columns import ColumnRecorder, Columns, 
 from inflight.integrations.vllm_backend.shadow import Shadow, Unmappable, WeightShadow
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import slot_views
+
+logger = logging.getLogger("inflight.engine")
 
 own_slots: dict[str, list[torch.Tensor]] = {}
 """Maps fingerprints of layouts to their slots on the device of a worker that runs in the engine's process."""
@@ -97,10 +101,7 @@ class StagedWeights:
         """Determine how a version gets from a slot into the model. Return an encoded Attached."""
         attached = self._inflight_map_slots(attachment)
         runner = self.model_runner
-        # vLLM has bound this thread to a core, and its children with it.
-        self._inflight_executor = ThreadPoolExecutor(
-            1, "inflight-prepare", initializer=os.sched_setaffinity, initargs=(0, attached.cores)
-        )
+        self._inflight_cores = attached.cores
         self._inflight_preparation: Future[None] | None = None
         self._inflight_kv_bytes = [storage.nbytes() for storage in self._inflight_kv_storages()]
         with without_adapters(runner.get_model()):
@@ -124,7 +125,18 @@ class StagedWeights:
         weights."""
         self._inflight_slot = slot
         if (shadow := self._inflight_shadows[adapters]) is not None:
-            self._inflight_preparation = self._inflight_executor.submit(shadow.prepare, slot)
+            self._inflight_preparation = done = Future()
+            # A daemon: a preparation that hangs must not keep the process from its end.
+            threading.Thread(target=self._inflight_run, args=(shadow, slot, done), daemon=True).start()
+
+    def _inflight_run(self, shadow: Shadow, slot: int, done: Future[None]) -> None:
+        try:
+            os.sched_setaffinity(0, self._inflight_cores)  # vLLM has bound its thread to a core, and children with it
+            shadow.prepare(slot)
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     def inflight_prepared(self) -> bool:
         """Return True if the preparation is done. Raises the exception that ended it."""
@@ -190,6 +202,8 @@ def _path(make: Callable[[], Shadow]) -> tuple[Shadow | None, UpdatePath]:
     try:
         shadow = make()
     except (Unmappable, ImportError, AttributeError) as error:  # other versions of vLLM have other loaders
+        if not isinstance(error, Unmappable):
+            logger.warning("this version of vLLM has other loaders", exc_info=True)
         return None, UpdatePath(str(error) or type(error).__name__)
     return shadow, UpdatePath(reads=shadow.reads())
 
