@@ -108,7 +108,9 @@ class Reader:
         # The parser forgets the text around a call that it cannot read, so that calls are text here.
         fields = {name: _as_text(field) for name, field in template["fields"].items()}
         self._regions = ResponseParser({**template, "fields": fields}, prefix=prefix)
-        self._text = self._reasoning = self._content = ""
+        self._text = self._new = self._reasoning = self._content = ""
+        self._held = 0
+        """Characters that the parser holds, because they might become a call."""
         self._given = 0, 0
         """Characters of the reasoning and of the content that were given."""
         self._before: int | None = None
@@ -117,7 +119,14 @@ class Reader:
     def feed(self, text: str, *, last: bool) -> Read:
         """Take more text, with special tokens, and return the parts that are certain. last: no text follows."""
         self._text += text
-        for event in self._regions.feed(text) + (self._regions.finalize()[1] if last else []):
+        self._new += text
+        # The parser matches the text that it holds from its beginning, so that it gets more only after some growth.
+        if not last and 8 * len(self._new) < self._held:
+            return Read()
+        events = self._regions.feed(self._new)
+        self._held = 0 if events else self._held + len(self._new)
+        self._new = ""
+        for event in events + (self._regions.finalize()[1] if last else []):
             self._add(event)
         calls = self._calls() if last and self._before is not None else []
         is_lost = self._trim and not (self._reasoning or self._content)  # No region of the template has opened.

@@ -1,7 +1,8 @@
 """Response templates of Transformers for the formats of checkpoints that have none.
 
 A model's chat template shows the format of its tool calls and the marks of its reasoning. The pattern of a call spans
-the whole call, so that a mark in a JSON string ends nothing, and a mark without a call after it is text.
+the whole call, so that a mark in a JSON string ends nothing, and a mark without a call after it is text. A policy can
+generate any text, so that no pattern backtracks over a run of it: quantifiers are possessive.
 """
 
 import re
@@ -36,7 +37,7 @@ def _tagged_call(head: str, argument: str, end: str, closing: str) -> dict[str, 
     """Return the field of a call with tags around each argument. Transformers casts the values by the tool's schema.
     head: of a call. argument: one argument, with the groups `key` and `value`. end: of an argument."""
     return {
-        "open_pattern": rf"{head}\s*(?=(?:(?>{argument})\s*)*+(?:{closing}|\Z))",
+        "open_pattern": rf"{head}\s*+(?=(?:(?>{argument})\s*+)*+(?:{closing}|\Z))",
         "close_pattern": rf"(?<=(?:{head}|{end})\s*){closing}",
         "content": "xml-inline",
         "content_args": {"tag_pattern": argument},
@@ -49,13 +50,15 @@ _TAGGED: Fields = {
     "tool_calls": _call(r"<tool_call>\s*(?P<values>(?&object))\s*(?:</tool_call>|\Z)"),
     "tool_calls_of_qwen_coder": _tagged_call(
         r"<tool_call>\s*<function=(?P<name>[^>\s]+)>",
-        r"<parameter=(?P<key>[^>\s]+)>\n*(?P<value>.*?)\n*</parameter>",
+        r"<parameter=(?P<key>[^>\s]++)>\n*+"
+        r"(?P<value>(?:[^\n<]++|<(?!/parameter>)|\n++(?!</parameter>))*+)\n*+</parameter>",
         "</parameter>",
         r"(?:</function>)?\s*</tool_call>",
     ),
     "tool_calls_of_glm": _tagged_call(
         r"<tool_call>\s*(?P<name>[\w.:-]+)(?=\s*<)",
-        r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+        r"<arg_key>\s*+(?P<key>(?:[^\s<]++|<(?!/arg_key>)|\s++(?!</arg_key>))*+)\s*+</arg_key>\s*+"
+        r"<arg_value>(?P<value>(?:[^<]++|<(?!/arg_value>))*+)</arg_value>",
         "</arg_value>",
         "</tool_call>",
     ),
@@ -63,7 +66,7 @@ _TAGGED: Fields = {
 _MISTRAL: Fields = {
     "tool_calls": _call(r"\[TOOL_CALLS\]\s*(?P<values>\[(?:\s*(?&object)\s*,?)++\s*\])"),
     "tool_calls_by_name": _call(
-        r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?P<arguments>(?&object))"
+        r"\[TOOL_CALLS\]\s*+(?P<name>[^\s\[{]++)\s*+(?:\[CALL_ID\][^\[{]*+)?(?:\[ARGS\])?\s*+(?P<arguments>(?&object))"
     ),
 }
 _DEEPSEEK: Fields = {

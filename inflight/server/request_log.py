@@ -30,11 +30,12 @@ class RequestLog:
         logger.debug("%s %s %d in %.3f s for %s%s", method, path, status, seconds, client, because)
         if status < 400 and path in _QUIET:
             return
-        if (method, path, status) not in self._seconds and len(self._seconds) >= _MOST_KINDS:
-            method, path = "requests", "for other paths"
+        kind = method, path, status
+        if kind not in self._seconds and len(self._seconds) >= _MOST_KINDS:
+            kind = "requests", "for other paths", status
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(EVERY_S, self.flush)
-        of_kind = self._seconds[method, path, status]
+        of_kind = self._seconds[kind]
         of_kind.append(seconds)
         if status >= 400 and len(of_kind) == 1:
             logger.warning("%s %s %d for %s%s", method, path, status, client, because)

@@ -1,5 +1,7 @@
 """Which tokens take part in a pass, without a model; and an order of scheduling of one's own."""
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 from kv_blocks import check_blocks
@@ -88,7 +90,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_what_is_decoded():
     assert (drawing(last), last.num_single) == ([0, 1], 1)
 
 
-@pytest.mark.parametrize("leave", ["preempt", "remove"])
+@pytest.mark.parametrize("leave", ["preemption.preempt", "remove"])
 @pytest.mark.parametrize("num_tokens", [5, 9, 30])
 def test_all_that_a_sequence_computed_is_remembered_when_it_leaves(leave, num_tokens):
     run = Run()
@@ -96,7 +98,7 @@ def test_all_that_a_sequence_computed_is_remembered_when_it_leaves(leave, num_to
     while len(first.tokens) < num_tokens:
         run.step()
     tokens = first.token_ids()
-    getattr(run.scheduler, leave)(first)
+    attrgetter(leave)(run.scheduler)(first)
     again = run.cache.new_holding()
     computed = len(tokens) - 1  # the last token was drawn, and no pass has computed it
     assert run.cache.match(again, [*tokens, 0], namespace=0) == computed // 4 * 4

@@ -86,7 +86,20 @@ def test_what_is_sure_to_be_content_grows_up_to_the_content(template, text):
     assert [(call.name, json.loads(call.arguments)) for call in parts[-1].calls] == expected
 
 
-@pytest.mark.parametrize("unclosed", ['<tool_call>{"a": "x', '<tool_call>{"a": {', "<tool_call>" + '{"a":' * 20_000])
+@pytest.mark.timeout(60)  # a pattern that backtracks would take hours
+@pytest.mark.parametrize(
+    "unclosed",
+    [
+        '<tool_call>{"a": "x',
+        '<tool_call>{"a": {',
+        "<tool_call>" + '{"a":' * 20_000,
+        "<tool_call>\n<function=f>\n<parameter=p>" + "\n" * 20_000 + "x",
+        "<tool_call>\n<function=f>" + "\n" * 20_000 + "x",
+        "<tool_call>f\n<arg_key>" + "\n" * 20_000 + "x",
+        "<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>" + "<" * 20_000 + "x",
+    ],
+    ids=["string", "object", "nested", "parameter", "function", "key", "value"],
+)
 def test_calls_that_never_end_are_read_in_bounded_time(unclosed):
     text = unclosed * max(1, 4000 // len(unclosed))
     assert calls(HERMES, text) == (text, [])

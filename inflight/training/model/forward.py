@@ -20,7 +20,7 @@ from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward_mode import Way, scoring_way
 from inflight.training.model.head import plain_head, scoring_head
 from inflight.training.model.packing import is_packable, pack_input, packed_attention
-from inflight.training.model.replay import replay_routed_experts
+from inflight.training.model.replay import end_failed_backward, replay_routed_experts
 from inflight.training.model.sampling_mask import is_banned
 from inflight.weights.tensors import unwrap
 
@@ -76,6 +76,7 @@ def _score(model: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way, ent
     if packed is None:
         logits_nV = _logits_in_rows(model, batch) if way == "rows" else _logits_one_by_one(model, batch)
         return _score_logits(logits_nV, batch, entropy)
+    end_failed_backward(model)
     head, experts = plain_head(inner) if way == "fused" else None, batch.routed_experts
     with (
         packed_attention(inner) as packed_in_backward_too,

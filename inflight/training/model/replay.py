@@ -60,6 +60,13 @@ def replay_routed_experts(model: nn.Module, routed_experts: torch.Tensor) -> Ite
         )
 
 
+def end_failed_backward(model: nn.Module) -> None:
+    """Restore the routers of a model whose last backward pass raised an error before its end."""
+    if _in_backward:
+        for router in [module for module in model.modules() if module in _in_backward]:
+            _end_backward(router)
+
+
 def _end_backward(first_router: nn.Module) -> None:
     if (restore := _in_backward.pop(first_router, None)) is not None:
         restore()

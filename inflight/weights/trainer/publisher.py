@@ -119,9 +119,6 @@ class Publisher(AbstractContextManager["Publisher"]):
             self.matches = link.matches
             """True if the engines had the trainer's weights before the first publish, False if not. None if that is not
             known: for adapters, for weights given by name, and for sharded models, as no rank has the whole model."""
-            self.lost = target.lost
-            """Errors of engines that ended, or did not answer in time, by endpoint. The other engines continue without
-            them."""
             self.version = link.version
             """The version that the last `publish()` returned."""
             for address in others:
@@ -156,7 +153,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             link = self._target.add(partial(self._attach, engine, transport), transport)
             with copies.condition:
                 self.matches = self.matches and link.matches
-                copies.differs = copies.differs or (self.matches is False and not copies.has_published)
+                copies.differs = copies.differs or (link.matches is False and not copies.has_published)
                 self.version = max(self.version, link.version)
                 self.endpoints = self.endpoints | {engine.endpoint}
             return
@@ -197,6 +194,12 @@ class Publisher(AbstractContextManager["Publisher"]):
     def last_copy_s(self) -> float:
         """Seconds that the last copy of the parameters took."""
         return self._copies.last_copy_s
+
+    @property
+    def lost(self) -> dict[str, Exception]:
+        """Errors of engines that ended, or did not answer in time, by endpoint. The other engines continue without
+        them."""
+        return dict(self._target.lost)
 
     def publish(self, weights: Weights | None = None) -> int:
         """Announce the current parameters as the next version, and return its number at once.

@@ -26,7 +26,8 @@ class PublisherLock:
     def take(self, publisher_lock: str, engine_lock: str) -> str:
         """Lock the publisher's file, write a new token into it that proves this to the engine, and return the token; ""
         if the engine is on another machine. Raises PublisherConflictError if another publisher holds the lock."""
-        self._engine, self._publisher = _open(engine_lock), _open(publisher_lock)
+        self._engine = _open(engine_lock)
+        self._publisher = _open(publisher_lock)
         if self._publisher is None:
             return ""
         token = secrets.token_hex(TOKEN_BYTES // 2)

@@ -87,6 +87,8 @@ def why_not_flashinfer(layers: list[LayerShape], device: torch.device) -> str | 
     for index, layer in enumerate(layers):
         if (reason := _why_not_layer(layer)) is not None:
             return f"layer {index} {reason}"
+        if kernels_for(layer).prefill == "fa3" and major != 9:
+            return f"layer {index} was to run with fa3, which needs compute capability 9.0, not {major}.{minor}"
     try:
         difference = _difference(list(dict.fromkeys(layers)), device)
     except ModuleNotFoundError as error:
