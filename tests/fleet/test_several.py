@@ -73,7 +73,7 @@ def truth_dir(tmp_path_factory):
 def undisturbed(decided_dir):
     """What one engine draws that nothing happens to."""
     with generator.Engine(EngineOptions(decided_dir, **OPTIONS)) as engine:
-        engine.submit([inflight.core.messages.Prompt(prompt, PARAMS) for prompt in PROMPTS])
+        engine.requests.submit([inflight.core.messages.Prompt(prompt, PARAMS) for prompt in PROMPTS])
         assembler, groups = Assembler(), []
         while engine.has_work:
             groups += assembler.add(engine.step())

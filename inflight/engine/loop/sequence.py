@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,9 +10,6 @@ from inflight.core.frames import TakenOver
 from inflight.core.messages import LIVE_VERSION, Ids, Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.engine.cache.blocks import NO_VERSION, Holding
-
-if TYPE_CHECKING:
-    from inflight.engine.loop.rows import Rows
 
 UNPINNED = None
 
@@ -52,8 +49,8 @@ class Sequence:
     """A pass has computed some of it."""
     followers: list["Sequence"] = field(default_factory=list)
     """Samples of the same prompt. They wait until this one has computed it."""
-    rows: "Rows | None" = None
-    """The batch rows, while it runs."""
+    rows: Any = None
+    """The batch rows (`rows.Rows`), while it runs."""
     batch_row: int = -1
     """Row of the per-sequence device state while it runs, otherwise −1."""
     holding: Holding = field(default_factory=Holding)

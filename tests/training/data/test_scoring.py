@@ -308,7 +308,8 @@ class SlowAfterwards:
 def test_a_scoring_that_is_cancelled_while_another_scorer_takes_over_does_not_make_its_group_ready():
     ready, never = [], threading.Event()
     group = GroupRecord(0, Owner.TRAINING, State.FINISHED, group_of(0, 1))
-    ledger = SimpleNamespace(ready=lambda record: ready.append(record.rollouts[0].reward))
+    queue = SimpleNamespace(ready=lambda record: ready.append(record.rollouts[0].reward))
+    ledger = SimpleNamespace(queue=queue)
     scoring = GroupScoring(ledger, prepare=lambda group: None)
     try:
         scoring.score_with(lambda rollout: never.wait() and -1.0)
