@@ -37,6 +37,7 @@ def alone(engine):
     return [group[0].token_ids.tolist() for group in groups.collect(ids)]
 
 
+@pytest.mark.medium
 def test_many_threads_generate_on_one_engine(engine, alone):
     def work(thread):
         return {i: engine.generate([PROMPTS[i]], params(i))[0][0].token_ids.tolist() for i in range(thread, 400, 8)}

@@ -325,6 +325,7 @@ def habits_above_limits(files: list[Path]) -> dict[str, str]:
     return above
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("files", [PAGES, CODE], ids=["pages", "code"])
 def test_prose_has_few_habits_that_slow_a_reader(files):
     """CONTRIBUTING.md lists them with better sentences."""

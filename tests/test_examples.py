@@ -200,6 +200,7 @@ def test_bench_staleness_prints_one_json_line_last(tmp_path):
     assert json.loads(path.read_text())["environment"]["machine"]["cores"] >= 1
 
 
+@pytest.mark.medium
 def test_doctor_says_that_inflight_runs_here():
     done = inflight("doctor")
     assert done.returncode == 0, done.stdout

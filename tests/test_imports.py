@@ -45,6 +45,7 @@ assert all(getattr(inflight, name) is not None for name in inflight.__all__)
 """
 
 
+@pytest.mark.medium
 def test_import_loads_neither_torch_nor_transformers_nor_zmq():
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
 
@@ -132,6 +133,7 @@ def test_no_part_imports_from_above(imports):
         below.add(name)
 
 
+@pytest.mark.medium
 def test_no_module_imports_the_package_that_imports_all():
     """`inflight` loads any module when its public names are used, so that importing it is importing upwards."""
     for name, text in our_sources().items():

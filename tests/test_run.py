@@ -54,6 +54,7 @@ def model(decided_dir):
     return Qwen3ForCausalLM.from_pretrained(decided_dir)
 
 
+@pytest.mark.medium
 def test_nothing_is_lost_or_drawn_again(decided_dir, undisturbed, model, tmp_path):
     with inflight.launch(decided_dir, **OPTIONS) as engine, engine.publisher(model) as publisher:
         assert publisher.publish() == 1  # the same weights again
@@ -200,6 +201,7 @@ def test_times_are_moved_to_the_clock_of_a_machine_that_was_started_again():
     assert then.shift_to(_Clock("b", 300, 51_000)) == -1_700  # a token of 1,000 was drawn 1,000 ns before 300
 
 
+@pytest.mark.medium
 def test_a_killed_trainer_goes_on_with_the_step_after_its_checkpoint(tmp_path):
     """The demo, killed twice, takes each step once, and ends as it should."""
     options = "--steps 8 --warmup-steps 2 --groups-per-step 4 --group-size 4 --save-every 2 --seed 1 --device cpu"

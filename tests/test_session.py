@@ -64,6 +64,7 @@ def test_a_fork_goes_on_from_a_running_sample_which_goes_on_too(launch):
         engine.fork(whole)
 
 
+@pytest.mark.medium
 def test_a_paused_engine_computes_nothing_and_takes_weights(launch):
     engine = launch()
     expected = engine.generate([[1, 2, 3]], LONG)[0][0]
@@ -86,6 +87,7 @@ def test_a_paused_engine_computes_nothing_and_takes_weights(launch):
     assert rollout.token_ids.tolist() == expected.token_ids.tolist()
 
 
+@pytest.mark.medium
 def test_a_sleeping_engine_holds_no_blocks_and_goes_on_where_it_was(launch):
     engine = launch()
     expected = engine.generate([[1, 2, 3]], LONG)[0][0]
@@ -118,6 +120,7 @@ def test_a_pinned_group_keeps_its_version_through_publishes(launch):
     assert engine.status().versions == [2]
 
 
+@pytest.mark.medium
 def test_weights_that_are_not_finite_are_refused_and_the_old_ones_serve_on(launch):
     engine, model = launch(), make_model("qwen3", seed=1)
     name, parameter = "model.layers.1.mlp.up_proj.weight", model.model.layers[1].mlp.up_proj.weight

@@ -26,6 +26,7 @@ def run(*arguments: str, **options) -> str:
     return done.stdout
 
 
+@pytest.mark.medium
 def test_files_in_the_working_directory_are_not_modules_of_the_engine(tmp_path):
     there = tmp_path / "data"
     there.mkdir()
@@ -43,6 +44,7 @@ def copy_package(directory: Path) -> None:
     init.write_text(init.read_text().replace(f'__version__ = "{inflight.__version__}"', '__version__ = "0.9.9"'))
 
 
+@pytest.mark.medium
 def test_what_a_child_spawns_has_the_inflight_of_the_child(tmp_path):
     """As vLLM's workers have, in an interpreter that has none."""
     copy_package(tmp_path)
@@ -73,6 +75,7 @@ def test_an_engine_runs_the_inflight_of_its_trainer(tmp_path):
     assert (location, version) == (str(tmp_path / "inflight"), "0.9.9")
 
 
+@pytest.mark.medium
 def test_a_child_finds_what_its_parent_found_last(tmp_path):
     (tmp_path / "only_there.py").write_text("where = 'there'\n")
     (tmp_path / "json.py").write_text("raise SystemExit('a file replaced the standard library')\n")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import inflight
 
 RACE = """
@@ -43,6 +45,7 @@ def _race(way: str, rounds: int) -> int:
     return subprocess.run(command, capture_output=True, timeout=300).returncode
 
 
+@pytest.mark.medium
 def test_first_use_by_three_threads():
     assert [_race(way, 200) for way in ("msgpack", "json", "convert")] == [0, 0, 0]
 

@@ -147,6 +147,7 @@ def test_only_errors_of_the_system_are_told_as_such(tmp_path):
         partial.write_text("")
 
 
+@pytest.mark.medium
 def test_the_demo_on_a_full_disk_says_so_in_a_line(tmp_path):
     """Its first file is written, the model no longer is."""
     command = [sys.executable, "-m", "inflight.tools.cli", "demo", "--steps", "1", "--out", str(tmp_path / "run")]

@@ -72,6 +72,7 @@ def test_every_type_of_message_is_made(target):
         assert made == set(get_args(kinds))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", NAMES)
 def test_changed_input_is_read_or_refused(target, name):
     report = fuzz(target(name), 250)
@@ -100,6 +101,7 @@ def test_a_decoder_that_does_not_check_sizes_is_found(target, monkeypatch):
     assert any("buffer is smaller than requested size" in failure["what"] for failure in report.failures)
 
 
+@pytest.mark.medium
 def test_memory_that_a_number_in_the_header_asks_for_is_found(target, monkeypatch):
     header_of = frames._header
 
@@ -115,6 +117,7 @@ def test_memory_that_a_number_in_the_header_asks_for_is_found(target, monkeypatc
     assert bytes.fromhex(report.failures[0]["input"][0]).startswith(frames.MAGIC)
 
 
+@pytest.mark.medium
 def test_a_decoder_that_takes_long_is_found():
     def slow(parts):
         until = time.thread_time() + 0.24

@@ -32,6 +32,7 @@ def run(engine, prompts, after: dict | None = None):
     return sorted(rollouts, key=lambda rollout: rollout.request_id)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_request_draws_with_its_own_adapter(make_engine, name, fused):

@@ -75,6 +75,7 @@ def test_ids_that_are_taken_are_refused_and_nothing_is_accepted(make_engine):
     assert set(engine.requests.unfinished) == {10, 11, 12}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("deaths", [(0,), (1,), (7,), (26,), (4, 5, 11), (43,)])
 def test_rollouts_outlive_their_engines(make_engine, deaths):
     """With the same weights and seeds they are, token for token, those of an engine that lived; fewer rows than
@@ -162,6 +163,7 @@ def test_groups_whose_ids_cannot_be_are_refused_whole(make_engine, group, messag
         engine.requests.adopt([Unfinished(0, PROMPTS[0], 0, {0: [1]})], 5, 5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("group", "message"),
     [

@@ -72,6 +72,7 @@ def load(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", RIGHT)
 def test_recorded_logprobs_are_those_of_transformers_in_every_dtype(saved, name):
     """In bf16 they are as close to fp32 as Transformers' own. What is fused in one dtype is so in the other."""
@@ -88,6 +89,7 @@ def test_recorded_logprobs_are_those_of_transformers_in_every_dtype(saved, name)
     assert ours <= (1.5 if name in MIXTURES else 1.2) * np.mean(theirs)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_trainer_scores_as_transformers_does(name):
     model = make_model(RIGHT[name]())
@@ -118,6 +120,7 @@ def test_the_trainer_refuses_what_sees_later_tokens(name):
         score_tokens(make_model(REFUSED[name][0]()), pack(rollouts, [0.0] * 2))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", sorted(set(REFUSED) - UNSCORED - {"bert", "roberta", "bert-generation", "ernie"}))
 def test_the_trainer_scores_decoders_that_the_engine_does_not_run(name):
     model = make_model(REFUSED[name][0]())

@@ -179,6 +179,7 @@ def test_a_row_without_a_distribution_has_no_finite_logprob_and_leaves_the_other
     assert ((drawn.tokens >= 0) & (drawn.tokens < vocabulary)).all()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "return_sampling_mask": True}, {"temperature": 0}])
 def test_a_request_with_everything_banned_ends_with_an_error_and_hurts_nobody(make_engine, filters):
     neighbours = [

@@ -134,6 +134,7 @@ REFUSED |= {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(model_dir, tmp_path, case):
     name, change, expected = REFUSED[case]

@@ -183,6 +183,7 @@ def test_what_comes_too_fast_is_counted_and_not_written(monkeypatch):
     assert records[1000].getMessage() == "(980 messages before this one were left out) message 1000"
 
 
+@pytest.mark.medium
 def test_who_never_reads_its_answers_costs_a_bounded_memory(engine, socket):
     socket.rcvhwm = 1
     before = peak_mib(engine.pid)

@@ -145,6 +145,7 @@ CASES = [
 """Every model with whole prompts, and in chunks, ahead and preempted all at once; some in each of these alone."""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_recorded_logprobs_equal_a_full_forward(fake_gpu, make_engine, name, mode):
     model = make_model(name)
@@ -165,6 +166,7 @@ def test_most_passes_are_replayed(fake_gpu, make_engine, monkeypatch):
     assert (len(begun), engine.step_count) == (1, 20)
 
 
+@pytest.mark.medium
 def test_sequences_that_decode_never_leave_their_graph_while_others_join(fake_gpu, make_engine, monkeypatch):
     engine = make_engine(max_sequences=6, max_prefill_tokens=5)
     begun, mixed, replayed = [], [], []

@@ -74,6 +74,7 @@ def repeat(*calls: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("transport", [inflight.Slots(), inflight.Broadcast(timeout_s=BOUND_S)])
 def test_a_stopped_engine_ends_every_wait_of_its_publisher(engine, transport):
     publisher = engine.publisher(tiny(), transport=transport, timeout_s=BOUND_S)
@@ -113,6 +114,7 @@ def test_weights_that_are_handed_over_do_not_wait_for_a_stopped_engine_for_ever(
             repeat(lambda: publisher.publish(weights))
 
 
+@pytest.mark.medium
 def test_what_the_user_raised_comes_out_of_the_with_block(engine):
     def fail_within(publisher: inflight.Publisher) -> None:
         with publisher:
@@ -153,6 +155,7 @@ def test_an_engine_that_goes_on_in_time_has_only_been_slow(engine, caplog, monke
     assert "lent no slot, and has been silent" in caplog.text
 
 
+@pytest.mark.medium
 def test_an_engine_whose_slots_are_pinned_is_waited_for_as_long_as_it_answers(engine, caplog, monkeypatch):
     monkeypatch.setattr(waiting, "LOG_EVERY_S", 0.5)
     engine.pause()

@@ -184,6 +184,7 @@ def fork_from_a_later_state(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> 
     monkeypatch.setattr(KVCache, "share", share_later)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "plant",
     [
@@ -248,6 +249,7 @@ def test_no_prefix_is_shared_across_versions(make_toy_engine):
 # ---- swaps and memory -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_after_a_swap_states_are_kept_or_computed_again(make_toy_engine, policy, overlap):

@@ -85,6 +85,7 @@ def test_a_custom_attention_backend_computes_every_layer_of_every_pass(make_engi
     assert engine.memory.backend.num_calls > 40 * model.config.num_hidden_layers
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "attention", "kind", "message"),
     [
@@ -107,6 +108,7 @@ def test_recorded_logprobs_equal_a_full_forward_on_the_gpu(make_engine, name):
     assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < 4 * TOLERANCES[name]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", SOME_AT_ONCE)
 def test_a_disturbed_sequence_draws_what_an_undisturbed_one_draws(make_engine, name):
     """Alone and whole; among others in chunks; preempted; over another pass's results."""
@@ -121,6 +123,7 @@ def test_a_disturbed_sequence_draws_what_an_undisturbed_one_draws(make_engine, n
             np.testing.assert_allclose(rollout.logprobs, reference.logprobs, atol=TOLERANCES[name])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", SOME_AT_ONCE)
 def test_a_fork_draws_what_a_new_prompt_with_the_same_tokens_draws(make_engine, name):
     engine, assembler = make_engine(name), Assembler()
@@ -197,6 +200,7 @@ def test_the_prefix_cache_is_never_shared_across_versions(make_engine):
     assert np.abs(full_forward_logprobs(other, swapped) - swapped.logprobs).max() < TOLERANCE
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_after_a_swap_keys_and_values_are_kept_or_computed_again(make_engine, policy, overlap):
@@ -228,6 +232,7 @@ def test_after_a_swap_keys_and_values_are_kept_or_computed_again(make_engine, po
     assert engine.scheduler.preemption.count == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("swaps", [1, 4, 12])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
@@ -319,6 +324,7 @@ def test_what_two_versions_computed_is_not_remembered(make_engine):
     assert np.abs(full_forward_logprobs(other, again) - again.logprobs).max() < TOLERANCE
 
 
+@pytest.mark.medium
 def test_a_preempted_sequence_knows_its_last_token_in_any_lane(make_engine):
     """Token by token the last one of a prompt is computed alone, like one that was drawn in the batch_row before."""
     engine = make_engine(kv_cache_tokens=128, max_prefill_tokens=1)
@@ -397,6 +403,7 @@ def test_experts_are_recorded_for_every_token(make_engine):
         assert rollout.routed_experts.tolist() == torch.stack(chosen, 1).tolist()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", SOME_AT_ONCE)
 def test_greedy_output_equals_generate(make_engine, name):
     model = make_model(name)

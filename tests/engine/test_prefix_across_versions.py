@@ -267,6 +267,7 @@ def test_options_that_cannot_go_together(options, message):
 # ---- under load -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["qwen3", "mistral-sliding"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_random_loads_draw_as_if_everything_were_computed_for_them(make_engine: Callable, name, overlap):

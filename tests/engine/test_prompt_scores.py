@@ -38,6 +38,7 @@ def check(model, rollout) -> None:
     assert top.indices.tolist() == scores.top_token_ids.tolist()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "options",
     [

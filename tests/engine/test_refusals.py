@@ -38,6 +38,7 @@ def test_a_model_with_two_language_models_in_one_is_refused(tmp_path):
         Engine(EngineOptions(model=str(tmp_path), device="cpu"))
 
 
+@pytest.mark.medium
 def test_the_advice_for_multimodal_models_does_not_depend_on_a_text_model_of_their_kind():
     refused = 0
     for kind, config_class in CONFIG_MAPPING.items():

@@ -213,6 +213,7 @@ class Life:
         check_blocks(self.cache, [sequence.holding for sequence in unfinished])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("windows", "has_states"), [((None,), False), ((None, 6), False), ((None,), True)])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_columns_say_what_the_sequences_say_whatever_happens(seed, windows, has_states):

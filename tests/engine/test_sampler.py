@@ -35,6 +35,7 @@ from inflight.engine.loop.sequence import sample_seed
 # ---- distributions ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", FILTERS)
 def test_draws_follow_the_filtered_distribution(name):
     logits = randn(40, seed=2) * 2
@@ -44,6 +45,7 @@ def test_draws_follow_the_filtered_distribution(name):
     assert_chi_square(drawn.tokens, expected)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ADJUSTMENTS)
 def test_draws_follow_the_adjusted_distribution(name):
     logits, tokens = randn(40, seed=3) * 2, [4, 30]
@@ -250,6 +252,7 @@ def filtered_rows(draw):
     return torch.tensor(rows), draw(st.lists(params, min_size=len(rows), max_size=len(rows)))
 
 
+@pytest.mark.medium
 @given(rows=filtered_rows(), at_first=st.sampled_from([1, 3, 512]))
 @example(rows=(torch.zeros(2, 28), [SamplingParams(top_p=0.06), SamplingParams(top_k=5, top_p=0.5)]), at_first=3)
 def test_filters_keep_what_a_float64_restatement_keeps(rows, at_first):

@@ -51,6 +51,7 @@ def start_publisher(engines: list[inflight.Engine], *command: str) -> subprocess
     return subprocess.Popen([sys.executable, program, endpoints, *command], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("slots", SLOTS)
 def test_truth_teller(truth_teller_dir, slots, device):
@@ -85,6 +86,7 @@ def test_truth_teller(truth_teller_dir, slots, device):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("slots", SLOTS)
 def test_torn_write(truth_teller_dir, slots, device):

@@ -301,6 +301,7 @@ def test_what_was_recorded_of_a_client_is_worth_nothing_when_it_is_sent_again(le
     assert after.num_tokens == before.num_tokens + 8 * 200
 
 
+@pytest.mark.medium
 def test_a_connection_that_breaks_loses_no_token(lent, keys, proxies):
     """Of the stream, and that of the calls while none is waited for."""
     with inflight.attach(f"tcp://{Proxy.HOST}:{ports(lent)[0]}", keys=str(keys)) as client:

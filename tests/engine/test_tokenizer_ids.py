@@ -55,6 +55,7 @@ def prompts(**params) -> list[Prompt]:
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "params",
     [

@@ -33,6 +33,7 @@ def summary(directory: Path, label: str = "all") -> dict:
     return json.loads((directory / f"summary-{label}.json").read_text())
 
 
+@pytest.mark.medium
 def test_a_part_that_hangs_is_ended_and_one_that_fails_is_told_and_the_rest_runs(check, tmp_path, capsys):
     hangs = "import subprocess, time; subprocess.Popen(['sleep', '987']); print('begun', flush=True); time.sleep(60)"
     parts = [

@@ -52,6 +52,7 @@ def difference(engine, model, version: int) -> float:
     return float(np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("steps", "config", "every", "versions"),
     [(3, {}, 1, 4), (3, {"gradient_accumulation_steps": 2}, 1, 4), (5, {}, 2, 4), (4, {}, 2, 3)],
@@ -140,6 +141,7 @@ def test_a_publisher_of_ones_own_stays_open(engine, model, tmp_path):
         publisher.publish()
 
 
+@pytest.mark.medium
 def test_a_trainer_trains_again_after_training_that_failed(engine, model, tmp_path):
     class Failing(Trainer):
         failed = False

@@ -72,6 +72,7 @@ def test_without_ahead_all_tokens_are_of_the_newest_weights(path, tmp_path, engi
     assert versions == [{newest - 4}, {newest - 3}, {newest - 2}, {newest - 1}]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("prompts", "steps", "config"),
     [
@@ -124,6 +125,7 @@ ACCUMULATING = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_accumulated_gradients_and_two_passes_over_each_batch(path, tmp_path, engine, ahead):
     run = train(path, tmp_path, ahead=ahead, engine=engine, **ACCUMULATING)
@@ -251,6 +253,7 @@ def gradient_norm(path, tmp_path, engine, drawn, shift, trainer_class=trl.GRPOTr
     return trainer.state.log_history[0]["grad_norm"]
 
 
+@pytest.mark.medium
 def test_trls_correction_is_applied_to_what_the_engine_recorded(path, tmp_path, engine):
     drawn = train(path, tmp_path, engine=engine, max_steps=1).calls[0][1]
     token = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 3.0}
@@ -293,6 +296,7 @@ def test_a_rendered_template_begins_once():
 # PEFT
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("adapter", [None, "default"], ids=["merged", "as an adapter"])
 def test_adapters_of_peft_are_published_and_draw(path, tmp_path, engine, adapter):
     own = inflight.launch(path, threads=1, max_context=64, lora_rank=4) if adapter else nullcontext(engine)

@@ -76,6 +76,7 @@ def difference(engine, model) -> float:
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("prompts", [CHAT, TEXT], ids=["chat", "text"])
 def test_ratios_are_one_where_nothing_is_stale(path, tmp_path, engine, prompts):
     told = []
@@ -118,6 +119,7 @@ def test_the_generator_goes_on_while_trl_trains(path, tmp_path, engine):
     assert logged(trainer, "reward")[-1] > logged(trainer, "reward")[0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("adapter", [None, "default"], ids=["merged", "as an adapter"])
 def test_adapters_of_peft(path, tmp_path, engine, adapter):
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
@@ -129,6 +131,7 @@ def test_adapters_of_peft(path, tmp_path, engine, adapter):
             train(path, tmp_path, own, **options)
 
 
+@pytest.mark.medium
 def test_an_engine_of_another_process(path, tmp_path):
     keys = tmp_path / "keys"
     make_keys(keys)

@@ -49,6 +49,7 @@ def train_in_server_mode(path, tmp_path, url, **options):
     return trainer
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("peft", [False, True], ids=["weights", "merged adapters"])
 def test_server_mode_trains_through_a_directory(path, tmp_path, url, engine, peft):
     lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False) if peft else None

@@ -108,6 +108,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("mistake", MISTAKES)

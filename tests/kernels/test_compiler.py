@@ -67,6 +67,7 @@ def found(**variables: str) -> tuple[str, str, str]:
     return has, verdict, advice
 
 
+@pytest.mark.medium
 def test_a_home_that_cannot_be_written_to_is_named_with_the_variable_and_replaced(tmp_path):
     (tmp_path / "home").write_text("")  # a file: not even root writes below it
     temporary = tmp_path / "temporary"
@@ -87,6 +88,7 @@ def test_a_home_that_cannot_be_written_to_is_named_with_the_variable_and_replace
     assert "gcc" not in advice
 
 
+@pytest.mark.medium
 def test_a_compiler_that_does_not_work_is_named_with_its_variable(tmp_path):
     has, verdict, advice = found(XDG_CACHE_HOME=str(tmp_path), CC="/no/such/gcc")
     assert (has, verdict) == ("False", "note")
@@ -94,6 +96,7 @@ def test_a_compiler_that_does_not_work_is_named_with_its_variable(tmp_path):
     assert "XDG_CACHE_HOME" not in advice
 
 
+@pytest.mark.medium
 def test_launch_says_why_the_engine_has_no_kernels(model_dir, monkeypatch, caplog):
     monkeypatch.setenv("INFLIGHT_ENGINE_INFLIGHT_NO_C", "1")
     with inflight.launch(model_dir("qwen3"), device="cpu", max_sequences=2, max_context=64):

@@ -18,6 +18,7 @@ DTYPES = st.sampled_from(list(TOLERANCE))
 pytestmark = pytest.mark.usefixtures("processor")
 
 
+@pytest.mark.medium
 @given(
     dtype=DTYPES,
     chunks=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 90)), min_size=1, max_size=5),
@@ -52,6 +53,7 @@ def test_paged_attention_equals_that_of_pytorch(dtype, chunks, heads, dims, wind
     torch.testing.assert_close(result.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.medium
 @given(
     dtype=DTYPES,
     tokens=st.one_of(st.integers(0, 48), st.integers(49, 70), st.sampled_from([150, 300, 600])),

@@ -87,6 +87,7 @@ def test_values_and_gradients_are_those_of_float64(dtype, mask):
         assert_close(grads, expected_grads, {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("every", [False, True])
 def test_gradients_are_those_of_finite_differences(every):
     hidden, weight, bias, tokens, temperatures = make_problem(6, 4, 70, bias=True)

@@ -41,6 +41,7 @@ def restated(y, x, a, b, widths, slots):
     return result
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("function", [add_lora, add_lora_reference], ids=["kernel", "reference"])
 @given(
     dtype=st.sampled_from(list(PRECISION)),

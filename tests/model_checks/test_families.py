@@ -36,6 +36,7 @@ def _families(causal: bool):
             yield pytest.param(family, id=family.name, marks=() if family.name in MOST_USED else mark)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", list(_families(causal=True)))
 def test_a_family_is_right_or_refused_by_name(family: Family):
     result = check_family(family)

@@ -102,6 +102,7 @@ PUBLISHED: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_configuration_as_published_has_a_small_twin(name):
     config = PUBLISHED[name]()
@@ -120,6 +121,7 @@ def test_a_configuration_as_published_has_a_small_twin(name):
     assert window is None or window < len(found.sequences[0])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", RIGHT)
 def test_no_part_of_a_twin_is_at_rest(name):
     """Each parameter that a forward pass uses changes the logits."""
@@ -175,6 +177,7 @@ def serve(tmp_path, config: PretrainedConfig, dtype: str) -> str | None:
     return engine.runner.unfused_reason
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mistake", ["pairs rotated otherwise", "positions off by one", "first of the norms forgotten"])
 def test_a_fused_decoder_with_a_mistake_is_not_used(tmp_path, monkeypatch, mistake, dtype):
@@ -206,6 +209,7 @@ def test_a_fused_decoder_that_raises_is_not_used(tmp_path, monkeypatch, dtype):
     assert serve(tmp_path, CONFIGS["qwen3"](), dtype) == reason
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["mistral-sliding", "gemma2", "gpt-oss"])
 def test_attention_that_ignores_the_window_is_refused(tmp_path, monkeypatch, name, dtype):

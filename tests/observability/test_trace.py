@@ -56,6 +56,7 @@ def end(event):
     return event["ts"] + event["dur"]
 
 
+@pytest.mark.medium
 def test_a_trace_shows_engine_and_trainer_at_work_at_the_same_time(engine, tmp_path):
     path = tmp_path / "trace.json"
     with engine.trace(path):
@@ -82,6 +83,7 @@ def test_a_trace_shows_engine_and_trainer_at_work_at_the_same_time(engine, tmp_p
     assert any(d["ts"] < end(t) and t["ts"] < end(d) for d in decodes for t in trains)
 
 
+@pytest.mark.medium
 def test_details_lie_within_the_spans_of_their_thread(engine, tmp_path):
     """The profiler's clock is that of our spans, in both processes."""
     path = tmp_path / "trace.json.gz"
@@ -108,6 +110,7 @@ def test_details_lie_within_the_spans_of_their_thread(engine, tmp_path):
     assert {e["pid"] for e in operators} == {pid for pid, _ in names(trace)}
 
 
+@pytest.mark.medium
 def test_a_trace_ends_by_itself_and_is_then_written(engine, tmp_path):
     trace = engine.trace(tmp_path / "short.json", seconds=0.05)
     steps = 0
@@ -120,6 +123,7 @@ def test_a_trace_ends_by_itself_and_is_then_written(engine, tmp_path):
     assert json.loads((tmp_path / "short.json").read_bytes())["otherData"]["seconds"] > 0.04
 
 
+@pytest.mark.medium
 def test_one_trace_at_a_time_and_the_first_goes_on(engine, tmp_path):
     with engine.trace(tmp_path / "first.json"):
         with pytest.raises(InflightError, match="is being taken already; end that one first"):
@@ -129,6 +133,7 @@ def test_one_trace_at_a_time_and_the_first_goes_on(engine, tmp_path):
     assert not (tmp_path / "second.json").exists()
 
 
+@pytest.mark.medium
 def test_a_trainer_that_cannot_record_leaves_the_engine_free(engine, tmp_path):
     start_noting()
     with pytest.raises(InflightError, match="is being taken already"):
@@ -160,6 +165,7 @@ def test_an_engine_that_dies_ends_the_trace_with_its_error(model_dir, tmp_path):
     stop_noting()
 
 
+@pytest.mark.medium
 def test_mistakes_are_named_before_anything_is_recorded(engine, tmp_path):
     for name, seconds, message in (
         ("trace.txt", None, r"ends in \.json or \.json\.gz, got 'trace\.txt'"),
@@ -172,6 +178,7 @@ def test_mistakes_are_named_before_anything_is_recorded(engine, tmp_path):
         pass
 
 
+@pytest.mark.medium
 def test_closing_the_engine_writes_the_trace(model_dir, tmp_path):
     engine = launch(model_dir)
     engine.trace(tmp_path / "trace.json", seconds=600)

@@ -96,6 +96,7 @@ def draw(server, num_tokens):
     return [str(token - 1) for token in choice["token_ids"]], spans
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("packed", [True, False])
 def test_versions_arrive_while_answers_are_drawn_and_every_token_tells_its_own(truth, stand_in, beside, packed, dtype):
@@ -206,6 +207,7 @@ def test_an_update_that_was_begun_and_not_finished_is_forgotten(truth, stand_in,
     again.close()
 
 
+@pytest.mark.medium
 def test_a_trainer_that_is_killed_while_it_sends_leaves_the_old_version_and_the_next_one_is_met(
     truth, stand_in, beside
 ):
@@ -235,6 +237,7 @@ def test_a_trainer_that_is_killed_while_it_sends_leaves_the_old_version_and_the_
     trainer.close()
 
 
+@pytest.mark.medium
 def test_a_trainer_that_never_comes_is_told_of_and_one_that_comes_meanwhile_is_met(
     truth, stand_in, beside, monkeypatch
 ):
@@ -381,6 +384,7 @@ def test_what_is_refused_at_once_is_taken_to_its_end(truth, stand_in, beside, tm
     teach(model, version)
 
 
+@pytest.mark.medium
 def test_a_server_ends_while_it_waits_for_a_trainer(stand_in, beside, tmp_path):
     model = make_truth_teller()
     model.save_pretrained(tmp_path)

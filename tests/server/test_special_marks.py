@@ -82,6 +82,7 @@ def tight(calls):
     return [json.dumps(call).replace(" ", "") for call in calls]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("client", "text", "calls"),
     [((mark, {}), text, calls) for mark, text, calls in CALLS.values()],

@@ -35,6 +35,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "among others"])
 def test_asked_columns_arrive_under_every_way_of_sampling(make_engine, together):
     engine = make_engine(columns=OWN, max_sequences=16)
@@ -70,6 +71,7 @@ def built_in(monkeypatch):
     monkeypatch.delitem(columns.COLUMNS, "entropies")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("sampling", SAMPLING[::5], ids=str)
 def test_a_new_built_in_column_arrives_under_every_way_of_sampling(make_engine, built_in, sampling):
     [rollout] = run(make_engine(), [Prompt([1, 2], SamplingParams(max_tokens=4, return_entropy=True, **sampling))])

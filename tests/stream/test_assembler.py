@@ -112,6 +112,7 @@ def check(rollout, rows: list[dict]) -> None:
         assert rollout.sampling_mask is None
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(4))
 def test_rollouts_hold_what_frames_said(monkeypatch, seed):
     """Over pages that fill up, places that are used again, and columns that come, go and grow wider."""

@@ -23,6 +23,7 @@ def settle(engine) -> None:
         time.sleep(0.4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("bound", "most"),
     [
@@ -48,6 +49,7 @@ def test_a_trainer_that_is_behind_keeps_prompts_from_beginning(bound, most):
         assert all(len(rollout.token_ids) == 20 for group in seen for rollout in group)
 
 
+@pytest.mark.medium
 def test_a_bound_below_a_batch_does_not_keep_it_from_filling_up():
     with inflight.launch("tiny", **OPTIONS, max_unconsumed_rollouts=1, max_unconsumed_tokens=1) as engine:
         engine.submit([[1, i + 1] for i in range(COUNT)], PARAMS)
@@ -55,6 +57,7 @@ def test_a_bound_below_a_batch_does_not_keep_it_from_filling_up():
         assert sum(sizes) == 2 * COUNT
 
 
+@pytest.mark.medium
 def test_what_a_trainer_has_no_memory_for_waits_in_the_engine_and_on_its_disk(tmp_path):
     """A trainer that takes nothing holds little, the engine no more than its bound, and every token comes at last."""
     options = {**OPTIONS, "stream_memory_bytes": 20_000, "spill_directory": str(tmp_path)}

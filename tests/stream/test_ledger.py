@@ -91,6 +91,7 @@ def test_whoever_waits_for_a_group_that_no_engine_begins_is_told(wire):
     assert errors
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(6))
 def test_threads_that_train_name_groups_and_fail_at_random_share_all_groups(wire, seed):
     """Five takers on one stream: two that iterate, one that trains on batches and fails now and then, two that name

@@ -287,6 +287,7 @@ def test_a_journal_is_read_as_it_is_used(tmp_path, monkeypatch):
     assert stream.state == "closed"
 
 
+@pytest.mark.medium
 def test_slow_scores_do_not_make_it_read_on(tmp_path, monkeypatch):
     monkeypatch.setattr(replay_module, "_READ_AHEAD_BYTES", 2000)
     monkeypatch.setattr(replay_module, "_LOOK_EVERY_BYTES", 500)

@@ -43,6 +43,7 @@ def run(engine, publisher, model, examples=None, *, score=lambda r: float(r.samp
     return inflight.grpo(engine, publisher, model, optimizer, examples, score, config(**options), **own)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("schedule", ["inflight", "sync", "one_step_off"])
 def test_every_token_of_a_run_is_drawn_by_the_trainers_weights_though_nobody_published(engine, schedule):
     """Twice on one engine: a second publisher of other weights begins with a version that is not 0."""

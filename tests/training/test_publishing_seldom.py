@@ -98,6 +98,7 @@ def test_steps_are_counted_next_to_versions():
     assert (meter.trainer_version, meter.unpublished_steps) == (7, 0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_run_that_is_saved_between_publishes_goes_on_under_the_next_version(engine, tmp_path, model_dir, steps):
     """Otherwise tokens would have the version that `load` publishes, but be drawn by other weights."""

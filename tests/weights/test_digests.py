@@ -88,6 +88,7 @@ def test_what_fails_is_told_and_tried_again(table, monkeypatch):
     assert not table.readable.pins
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_an_engine_or_a_pool_tells_is_of_the_version_that_it_names(count, tmp_path):
     """While versions are published as fast as they go live."""

@@ -169,6 +169,7 @@ def test_every_option_of_lora_is_tried():
     assert options == peft_kinds.TRIED & options | set(peft_kinds.UNTRIED)
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", marked(peft_kinds.KINDS))
 def test_adapters_alone_are_right_or_refused_by_name(bases, kind, record_property):
@@ -183,6 +184,7 @@ def test_adapters_alone_are_right_or_refused_by_name(bases, kind, record_propert
         assert names_something(found, model), found
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", marked(peft_kinds.KINDS))
 def test_merged_weights_are_right_or_refused_by_name(bases, kind, record_property):
@@ -320,6 +322,7 @@ def test_a_base_in_another_dtype_is_the_same_base(bases, dtype):
     bases.engine("qwen3", 16).publisher(get_peft_model(bases.base("qwen3").to(dtype), config)).close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("seed", "matches"), [(0, True), (2, False)])
 def test_a_publisher_says_whether_the_engine_has_its_weights(model_dir, caplog, seed, matches):
     caplog.set_level(logging.WARNING, "inflight.weights")
@@ -386,6 +389,7 @@ UNSAVED = {"norms", "disabled", "scaled by hand", "merged already", "two at once
 """Kinds that a saved adapter says nothing of."""
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", marked(kind for kind in peft_kinds.KINDS if kind not in UNSAVED))
 @pytest.mark.parametrize("load", [from_files, over_http])
@@ -403,6 +407,7 @@ def test_adapters_in_files_are_right_or_refused_by_name(bases, tmp_path, kind, l
         assert str(tmp_path) in found
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["init pissa", "init pissa_niter_4", "init olora", "init corda", LORA_GA])
 @pytest.mark.parametrize("load", [from_files, over_http])
@@ -456,6 +461,7 @@ def hub(tmp_path, monkeypatch):
     return put
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("load", [from_files, over_http])
 @pytest.mark.parametrize("seed", [0, 2])
 def test_the_base_of_an_adapter_in_files_is_compared(bases, tmp_path, caplog, seed, load):
@@ -470,6 +476,7 @@ def test_the_base_of_an_adapter_in_files_is_compared(bases, tmp_path, caplog, se
     assert f"trained over {base}, but model." in str(found)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("load", [from_files, over_http])
 def test_a_base_in_the_cache_of_hugging_face_is_compared(bases, tmp_path, caplog, hub, load):
     same, other = (adapter_over(bases.base("qwen3", seed=seed)) for seed in (0, 2))

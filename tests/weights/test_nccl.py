@@ -273,6 +273,7 @@ def test_a_group_is_left_while_it_receives(stand_in):
     trainer.close()
 
 
+@pytest.mark.medium
 def test_a_trainer_that_is_killed_is_told(stand_in):
     listening = nccl_trainer.listening_socket()
     port, number = listening.getsockname()[1], listening.fileno()

@@ -380,6 +380,7 @@ def test_gathering_may_take_its_time(engine, publisher):
     assert serves(engine, model, version)
 
 
+@pytest.mark.medium
 def test_a_publisher_closes_though_what_it_is_handed_never_ends(engine):
     publisher, model, stuck, raised = engine.publisher(), changed(seed=14), threading.Event(), []
 

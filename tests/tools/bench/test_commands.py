@@ -119,6 +119,7 @@ def test_an_interpreter_without_vllm_is_told_too(monkeypatch):
         interpreter("vllm")
 
 
+@pytest.mark.medium
 def test_a_worker_that_fails_shows_the_end_of_its_log(tmp_path):
     setup = Setup(
         model=str(tmp_path),

@@ -9,6 +9,7 @@ from inflight.tools.bench import host
 from inflight.tools.bench.options import HostOptions
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("backlog", [0, 4])
 def test_passes_are_timed_without_a_device(monkeypatch, backlog):
     places, submit, clock = ModelRunner._places, Requests.submit, [0]

@@ -33,6 +33,7 @@ def demo(out: Path) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.medium
 def test_a_directory_that_cannot_be_written_to_is_told_before_the_run(tmp_path):
     (tmp_path / "file").write_text("")
     done = demo(tmp_path / "file" / "run")

@@ -108,6 +108,7 @@ def test_options_replace_the_settings_of_a_recipe():
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
+@pytest.mark.medium
 def test_the_run_keeps_ten_answers_and_trains_the_upper_layers(monkeypatch, tmp_path):
     """With a tiny model in the place of the real one."""
 

@@ -48,6 +48,7 @@ def test_the_file_has_the_layout_of_the_model():
     assert {name: (t.shape, t.dtype) for name, t in load_file(START_FILE).items()} == expected
 
 
+@pytest.mark.medium
 def test_the_file_is_as_accurate_as_it_says(tmp_path):
     task, model, tokenizer = gym_task(TASK, seed=0), load_trainer(MODEL, CPU), require_tokenizer(MODEL)
     load_start(model)

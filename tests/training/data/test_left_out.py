@@ -126,6 +126,7 @@ def assert_same_gradient(found: Gradient, expected: Gradient) -> None:
         np.testing.assert_allclose(*np.broadcast_arrays(ours, theirs), rtol=0, atol=1e-6 * largest)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_gradient_is_what_the_options_promise_in_every_combination(aggregation, rules):
@@ -146,6 +147,7 @@ def test_the_gradient_is_what_the_options_promise_in_every_combination(aggregati
             assert loss == pytest.approx(expected_loss, rel=1e-6)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize(
     "preset", ["none", "tis", "ppo_clip", "gspo", "cispo", "sequence_mask", "dppo", "loglinear_ppo"]

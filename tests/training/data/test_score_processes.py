@@ -72,6 +72,7 @@ def test_calls_run_at_the_same_time_in_processes_that_are_kept_and_end_with_the_
     wait_until(lambda: not any(alive(int(pid)) for pid in first))
 
 
+@pytest.mark.medium
 def test_a_group_arrives_whole_and_what_hangs_raises_or_dies_costs_its_own_call(functions):
     rollouts = make_rollouts(3)
     for rollout in rollouts:

@@ -305,6 +305,7 @@ class SlowAfterwards:
             time.sleep(0.2)
 
 
+@pytest.mark.medium
 def test_a_scoring_that_is_cancelled_while_another_scorer_takes_over_does_not_make_its_group_ready():
     ready, never = [], threading.Event()
     group = GroupRecord(0, Owner.TRAINING, State.FINISHED, group_of(0, 1))

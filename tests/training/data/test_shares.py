@@ -95,6 +95,7 @@ def gradient(model: torch.nn.Module, batches: list[PackedBatch], objective: Obje
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("num_ranks", [2, 7])

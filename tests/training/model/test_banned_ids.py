@@ -60,6 +60,7 @@ def draw(engine: Engine, **params: object) -> list[Rollout]:
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("hole", [False, True])
 @pytest.mark.parametrize("name", ["tiny", "llama", "gemma2"])
 def test_the_ratio_is_1_on_policy(make_engine, tmp_path, name, hole):

@@ -75,6 +75,7 @@ def test_inner_configurations_keep_attention_of_their_own():
         type(model.config).sub_configs = {}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_activations_that_are_computed_again_see_their_own_sequences(implementation, reentrant):
@@ -98,6 +99,7 @@ def test_activations_that_are_computed_again_see_their_own_sequences(implementat
     assert implementations(checkpointed) == [implementation]
 
 
+@pytest.mark.medium
 def test_what_is_copied_pickled_or_saved_after_a_loss_works_where_inflight_is_not(tmp_path):
     model = make_model("qwen3")
     ids = torch.tensor([[3, 1, 2, 5]])

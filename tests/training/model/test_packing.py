@@ -18,6 +18,7 @@ from inflight.training.objective.loss import loss_of_scores, policy_loss
 from inflight.training.objective.objective import resolve
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_packed_forward_and_its_gradient_are_those_of_the_sequences(name, checkpointing):
@@ -59,6 +60,7 @@ def test_a_compiled_model_is_scored_uncompiled():
     assert torch.equal(score_tokens(compiled, batch).logprobs, score_tokens(model, batch).logprobs)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["qwen3", "mistral-sliding", "gpt-oss"])
 def test_a_model_that_was_packed_does_what_it_did(name, attention):

@@ -93,6 +93,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_replay_brings_the_trainer_closer_to_a_bf16_engine(make_engine, name, dtype):

@@ -30,6 +30,7 @@ def without_masks(rollouts: list[Rollout]) -> list[Rollout]:
     return [dataclasses.replace(r, sampling_mask=None) for r in rollouts]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 @pytest.mark.parametrize(
     "params", [{"top_p": 0.8}, {"top_k": 5, "temperature": 1.3}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9}]
@@ -48,6 +49,7 @@ def test_the_ratio_is_1_on_policy_with_sampling_masks_and_biased_without(make_en
     assert biased.ratios.max <= 1 + 1e-3  # cutting tokens only makes those that remain likelier
 
 
+@pytest.mark.medium
 def test_filtered_and_unfiltered_rollouts_share_a_batch(make_engine):
     model = make_model("qwen3")
     plain = draw(make_engine, "qwen3")

@@ -199,6 +199,7 @@ def test_no_ratio_makes_up_for_tokens_that_are_never_drawn():
 SAMPLES = 2**15
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["sequence ratio, no bound", "tis", "sequence_tis", "icepop", "ppo_clip"])
 def test_sampled_gradients_agree_with_the_enumeration(name):
     """Token by token from the version that is live at each position; projected on random directions."""
