@@ -78,6 +78,7 @@ def test_prompts_of_tasks_are_sent_in_the_order_of_their_calls(engine):
     assert requests == sorted(requests)
 
 
+@pytest.mark.medium
 def test_a_task_that_is_cancelled_cancels_its_prompts(engine):
     async def work():
         endless = inflight.SamplingParams(max_tokens=61, n=32, ignore_eos=True)
@@ -95,6 +96,7 @@ def test_a_task_that_is_cancelled_cancels_its_prompts(engine):
     assert engine.stream.outstanding == []
 
 
+@pytest.mark.medium
 def test_every_call_may_come_from_any_thread_while_training_goes_on(engine):
     """A metrics thread, an evaluating thread, one that submits and the one that trains."""
     model, stop, failures = make_model("qwen3"), threading.Event(), []

@@ -104,6 +104,7 @@ def test_a_sleeping_engine_holds_no_blocks_and_goes_on_where_it_was(launch):
     assert engine.status().num_preemptions == 1
 
 
+@pytest.mark.medium
 def test_a_pinned_group_keeps_its_version_through_publishes(launch):
     engine = launch(slots=3)
     [pinned] = engine.submit([[1, 2, 3]], LONG, version=LIVE_VERSION)

@@ -67,6 +67,7 @@ def test_every_request_draws_with_its_own_adapter_on_the_gpu(make_engine, name):
         assert min(error(model, rollout, other, np.mean) for other in others) > 0.2
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_adapters_change_between_two_passes(make_engine, policy, overlap):

@@ -143,6 +143,7 @@ def test_samples_that_have_all_their_tokens_end(make_engine):
     assert rollout.finish_reason == "error"  # of the tokens nothing came here
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("group", "message"),
     [

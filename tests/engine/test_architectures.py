@@ -105,6 +105,7 @@ def test_the_trainer_scores_as_transformers_does(name):
     assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_run_is_refused_by_name(saved, name, dtype):

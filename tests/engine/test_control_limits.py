@@ -144,6 +144,7 @@ def test_refusals_and_the_log_quote_only_so_much(engine, socket):
     assert log_of(engine).stat().st_size < size + 10_000
 
 
+@pytest.mark.medium
 def test_a_flood_of_garbage_leaves_the_log_short(engine, socket):
     size, bad = log_of(engine).stat().st_size, engine.status().bad_messages
     for _ in range(20_000):

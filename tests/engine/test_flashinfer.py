@@ -218,6 +218,7 @@ def test_graphs_compute_adapters(fake_gpu, make_engine):
         assert error(model, rollout, adapter) < TOLERANCE
 
 
+@pytest.mark.medium
 def test_sleeping_drops_the_graphs_and_waking_records_them_again(fake_gpu, make_engine):
     params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True, n=2)
     expected = run(make_engine(), [Prompt([4, 5], params)])

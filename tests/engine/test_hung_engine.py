@@ -171,6 +171,7 @@ def test_an_engine_whose_slots_are_pinned_is_waited_for_as_long_as_it_answers(en
         engine.wait_for_version(publisher.version)
 
 
+@pytest.mark.medium
 def test_an_engine_that_answers_and_keeps_its_slots_is_told_apart(engine):
     engine.pause()
     [group] = engine.submit([[1, 2, 3]], LONG, version=LIVE_VERSION)
@@ -184,6 +185,7 @@ def test_an_engine_that_answers_and_keeps_its_slots_is_told_apart(engine):
     engine.stream.collect([group])
 
 
+@pytest.mark.medium
 def test_one_slot_and_a_version_that_is_not_finite_leaves_the_engine_its_weights():
     model = tiny()
     with launch(slots=1) as engine, engine.publisher(model, check_finite=True) as publisher:

@@ -112,6 +112,7 @@ def test_recorded_logprobs_equal_a_full_forward_whatever_happens(make_toy_engine
     assert engine.runner.unfused_reason is not None
 
 
+@pytest.mark.medium
 def test_in_bf16_recorded_logprobs_are_as_close_to_fp32_as_those_of_transformers(make_toy_engine):
     exact, rounded = plain(), plain().to(torch.bfloat16)
     exact.load_state_dict(rounded.state_dict())  # the weights that both have

@@ -75,6 +75,7 @@ def test_in_bf16_recorded_logprobs_are_as_close_to_fp32_as_those_of_transformers
     assert (engine.runner.unfused_reason is None) == fused
 
 
+@pytest.mark.medium
 def test_a_custom_attention_backend_computes_every_layer_of_every_pass(make_engine):
     engine = make_engine("llama", attention="own_attention:CountingAttention")
     model = make_model("llama")
@@ -418,6 +419,7 @@ def test_greedy_output_equals_generate(make_engine, name):
         assert rollout.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
 
 
+@pytest.mark.medium
 def test_prompts_split_over_prefill_budgets_draw_the_same(make_engine):
     prompts = ragged_prompts(10, [SamplingParams(max_tokens=8, seed=5, ignore_eos=True)])
     whole = run(make_engine(max_prefill_tokens=8192), prompts)

@@ -134,6 +134,7 @@ def test_a_conversation_goes_on_through_publishes(make_engine):
 # ---- what is recorded -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_the_versions_that_are_recorded_are_those_that_computed(make_engine):
     """Each version's values are its number, so that the cache itself tells who computed what."""
 

@@ -161,6 +161,7 @@ def wrong_keys(keys: Path, strangers: Path) -> list[ClientKeys | None]:
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
 def test_who_has_no_keys_or_wrong_ones_gets_nothing_and_changes_nothing(engine, goes_on, keys, strangers, which):
     wrong = wrong_keys(keys, strangers)[which]
@@ -272,6 +273,7 @@ def answers_to(port: int, data: bytes, *, seconds: float = 1.0) -> bytes:
     return received
 
 
+@pytest.mark.medium
 def test_what_was_recorded_of_a_client_is_worth_nothing_when_it_is_sent_again(lent, keys, proxies):
     """A whole session, which submits prompts, reads the stream, publishes and pauses; another one goes on meanwhile."""
     endpoint = f"tcp://{Proxy.HOST}:{ports(lent)[0]}"

@@ -103,6 +103,7 @@ def test_a_step_with_gradients_that_are_not_finite_changes_and_publishes_nothing
     assert difference(engine, model, before + 4) < TOLERANCE
 
 
+@pytest.mark.medium
 def test_a_trainer_that_resumes_publishes_what_its_checkpoint_holds(engine, model, path, tmp_path):
     class Watch(TrainerCallback):
         def on_train_begin(self, args, state, control, **_):

@@ -35,6 +35,7 @@ def engine(path):
         yield engine
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("prompts", [TEXT, CHAT], ids=["text", "chat"])
 def test_each_prompt_gets_its_completions_and_weights_move(path, tmp_path, engine, prompts):
     before = engine.status().version

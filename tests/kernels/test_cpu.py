@@ -137,6 +137,7 @@ def test_norms_of_any_width_equal_their_reference(width, dtype):
             torch.testing.assert_close(result, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.medium
 @given(
     chunks=st.lists(st.tuples(st.integers(1, 200), st.integers(0, 12)), min_size=1, max_size=6),
     with_firsts=st.booleans(),

@@ -312,6 +312,7 @@ def test_layers_that_are_counted_by_parts_are_kept_of_each_part():
     assert small.num_hidden_layers == 3, "these count no parts"
 
 
+@pytest.mark.medium
 def test_a_model_without_a_twin_is_tried_itself(tmp_path, monkeypatch, caplog):
     def fail(*_):
         raise NoTwinError("it is one of a kind")

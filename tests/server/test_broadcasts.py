@@ -352,6 +352,7 @@ def test_memory_that_runs_out_while_tensors_come_leaves_the_group(truth, stand_i
     trainer.close()
 
 
+@pytest.mark.medium
 def test_a_store_that_listens_and_says_nothing_is_left_after_the_bound(truth, monkeypatch):
     _, server, _ = truth
     monkeypatch.setattr(broadcasts, "_MEETING_S", 1.0)

@@ -321,6 +321,7 @@ def test_numbers_that_no_frame_has_are_refused(value):
         to_reader(data)
 
 
+@pytest.mark.medium
 def test_two_threads_one_that_writes_and_one_that_reads(tmp_path):
     """The real thing: 20,000 frames between two threads, with a connection that breaks all the time."""
     count, arrived, stop = 20_000, [], threading.Event()

@@ -60,6 +60,7 @@ def test_every_token_of_a_run_is_drawn_by_the_trainers_weights_though_nobody_pub
         assert evaluation.results[0].version == before + 1
 
 
+@pytest.mark.medium
 def test_a_run_that_goes_on_publishes_its_weights_once(engine, model_dir, tmp_path):
     """Those that `load` has published: the steps after it have the versions that they would have had."""
     launch = {"device": "cpu", "threads": 1, "max_sequences": 16, "max_context": 32}

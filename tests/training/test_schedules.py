@@ -291,6 +291,7 @@ def versions_by_step(engine, schedule, lag=0):
     return by_step, seen, {begin + version: model for version, model in models.items()}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("schedule", "lag", "expected"),
     [
@@ -310,6 +311,7 @@ def test_every_token_of_a_step_has_the_version_of_the_schedule_and_its_weights(e
         torch.testing.assert_close(torch.from_numpy(rollout.logprobs.copy()), drawn, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.medium
 def test_rules_a_bound_on_what_is_in_flight_and_micro_batches_work_together(engine):
     """Every batch is two versions old: rules that allow one leave nothing to learn, and say how much that was."""
     for allowed, objective in ((2, "decoupled_ppo"), (1, "tis")):

@@ -259,6 +259,7 @@ def base_checks(monkeypatch):
     return checks
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "changed", ["layers.1.input_layernorm.weight", "layers.0.mlp.up_proj.base_layer.weight", "embed_tokens.weight"]
@@ -490,6 +491,7 @@ def test_a_base_in_the_cache_of_hugging_face_is_compared(bases, tmp_path, caplog
     assert "not compared" not in caplog.text
 
 
+@pytest.mark.medium
 def test_a_base_that_is_not_here_is_named(bases, tmp_path, caplog, hub):
     model = adapter_over(bases.base("qwen3"))
     weights = hub(bases.base("qwen3"), "somebody/half", "a" * 40) / "model.safetensors"

@@ -169,6 +169,7 @@ def test_a_sharded_checkpoint_with_an_index(engine, publisher, tmp_path):
     assert serves(engine, model, publisher.publish(tmp_path))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
 def test_experts_under_the_names_that_checkpoints_give_them(model_dir, name, tmp_path):
     model = changed(name)
@@ -365,6 +366,7 @@ def test_all_that_a_model_saves_can_be_copied_back(name, tmp_path):
 # ---- waits ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_gathering_may_take_its_time(engine, publisher):
     """Longer than an idle publisher is silent; what the engine says meanwhile is heard afterwards."""
     model = changed(seed=13)

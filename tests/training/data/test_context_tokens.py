@@ -81,6 +81,7 @@ def by_hand(objective: Objective, model, rollouts, drawn) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_what_the_policy_did_not_draw_is_in_no_denominator(aggregation):
     model = make_model("qwen3")

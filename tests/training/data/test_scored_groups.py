@@ -40,6 +40,7 @@ def test_failed_groups_and_rollouts_without_a_reward_are_left_out_and_counted_ap
     assert scored.mean_reward == 1.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "group", "constant"])
 def test_groups_of_equal_rewards_are_left_out_of_the_forward_pass_and_still_count(aggregation):
     groups = groups_with([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 2.0], [3.0, 3.0]])

@@ -66,6 +66,7 @@ def test_filtered_and_unfiltered_rollouts_share_a_batch(make_engine):
     assert all(stats.ratios.mean == pytest.approx(1, abs=1e-4) for _, stats in parts)
 
 
+@pytest.mark.medium
 def test_the_gradient_is_that_of_the_renormalised_policy(make_engine):
     model = make_model("qwen3")
     rollouts = draw(make_engine, "qwen3", top_p=0.8)[:3]
@@ -85,6 +86,7 @@ def test_the_gradient_is_that_of_the_renormalised_policy(make_engine):
         assert (ours.grad - theirs.grad).abs().max() <= 1e-4 * scale, key
 
 
+@pytest.mark.medium
 def test_sampling_masks_of_other_tokens_are_named(make_engine):
     [rollout, other] = draw(make_engine, "qwen3", top_k=3)[:2]
     shuffled = dataclasses.replace(rollout, sampling_mask=other.sampling_mask)
