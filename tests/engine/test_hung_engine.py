@@ -214,7 +214,7 @@ def test_one_slot_that_nobody_writes_to_goes_back_to_the_engine(crossing, by, mo
         publisher = engine.publisher(tiny(), timeout_s=BOUND_S, transport=transport)
         engine.wait_for_version(publisher.publish())
         if crossing:
-            monkeypatch.setattr(EngineLink, "_take_all", lambda link: None)
+            monkeypatch.setattr(EngineLink, "_take_one", lambda link: False)
             monkeypatch.setattr(EngineLink, "acquire", ask_and_give_up)
         with nullcontext() if crossing else stopped(engine):
             publisher.publish()
