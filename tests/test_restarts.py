@@ -22,7 +22,7 @@ PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3, 5], [8, 9, 7, 9, 3]]
 
 
 def kill_after(engine, tokens: int, number: int = signal.SIGKILL, but_not: int = 0) -> int:
-    """End the engine's process, or its successor that is not `but_not`, when so many more tokens have come."""
+    """End the engine's process, or its successor that is not `but_not`, after this many more tokens."""
     wait_until(lambda: engine.pid != but_not)
     seen = engine.stream.num_tokens
     wait_until(lambda: engine.stream.num_tokens >= seen + tokens)

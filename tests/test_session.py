@@ -17,7 +17,7 @@ LONG = inflight.SamplingParams(max_tokens=240, seed=5, ignore_eos=True)
 
 @pytest.fixture
 def launch(model_dir):
-    """Engines of the small test models, in processes of their own."""
+    """Engines of the small test models, in separate processes."""
     engines = []
 
     def start(name="qwen3", **options):
@@ -31,7 +31,7 @@ def launch(model_dir):
 
 
 def wait_for_tokens(engine, group_id, count):
-    """The group's samples once the first of them has drawn so many tokens."""
+    """The group's samples once the first of them has drawn this many tokens."""
 
     def drawn():
         rollouts = engine.partial(group_id)

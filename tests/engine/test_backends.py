@@ -164,7 +164,7 @@ def test_filters_record_what_they_leave(engine, trainer):
 
 
 def test_what_is_asked_for_is_that_of_the_distribution_that_was_drawn_from(engine):
-    """Entropies, sampling masks and columns of one's own, of requests that ask for one, beside others."""
+    """Entropies, sampling masks and custom columns, of requests that ask for one, next to others."""
     plain = inflight.SamplingParams(max_tokens=6, ignore_eos=True, seed=4)
     options = {"top_k": 5, "temperature": 1.5, "top_logprobs": 6, "return_sampling_mask": True, "return_entropy": True}
     filtered = inflight.SamplingParams(max_tokens=8, seed=1, ignore_eos=True, **options)
@@ -422,7 +422,7 @@ def test_versions_that_do_not_fit_are_refused_and_the_old_one_serves(engine, tra
 
 @pytest.mark.peers
 def test_weights_that_vllm_would_not_renew_are_refused_by_name():
-    """On a CPU it keeps experts in a form of its own, which its reloading leaves behind."""
+    """On a CPU it keeps experts in another form, which its reloading leaves behind."""
     with pytest.raises(UnsupportedModelError, match=r"takes no new weights .*w13_weight .*is not what was loaded"):
         launch("tiny-moe", "vllm")
 

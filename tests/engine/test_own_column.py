@@ -1,4 +1,4 @@
-"""A per-token column of one's own: a function, its name at launch, and its name in the request; nothing else."""
+"""A custom per-token column: a function, its name at launch, and its name in the request; nothing else."""
 
 import numpy as np
 import own_columns

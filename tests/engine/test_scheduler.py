@@ -1,4 +1,4 @@
-"""Which tokens take part in a pass, without a model; and an order of scheduling of one's own."""
+"""Which tokens take part in a pass, without a model; and a custom order of scheduling."""
 
 from operator import attrgetter
 
@@ -22,7 +22,7 @@ from inflight.engine.loop.sequence import Schedule, Sequence
 
 
 def by_priority(sequence: Sequence) -> float:
-    """An order of one's own: prompts with a higher "priority" in their metadata first."""
+    """A custom order: prompts with a higher "priority" in their metadata first."""
     return -sequence.metadata.get("priority", 0)
 
 

@@ -27,7 +27,7 @@ class Note(msgspec.Struct):
 
 
 class EngineWithNotes(Engine):
-    """An engine with a verb of one's own."""
+    """An engine with a custom verb."""
 
     notes: list[Note]
 

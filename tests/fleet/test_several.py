@@ -35,7 +35,7 @@ GREEDY = SamplingParams(n=2, max_tokens=150, temperature=0.0)
 
 
 def kill_after(pool, tokens: int, index: int = 0, number: int = signal.SIGKILL) -> None:
-    """End an engine's process when so many more tokens have come."""
+    """End an engine's process after this many more tokens."""
     seen = pool.stream.num_tokens
     wait_until(lambda: pool.stream.num_tokens >= seen + tokens)
     os.kill(pool.members[index].pid, number)

@@ -1,4 +1,4 @@
-"""Engine and loss on a GPU that `pretend_gpu` makes up, in processes of their own: they compute what they compute on
+"""Engine and loss on a GPU that `pretend_gpu` makes up, in separate processes: they compute what they compute on
 the CPU, and what would go wrong on a GPU goes wrong here.
 
 `python test_pretend_gpu.py DIRECTORY NAME …` runs programs of this file with that GPU.

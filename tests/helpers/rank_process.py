@@ -1,6 +1,6 @@
-"""A rank in a process of its own: python rank_process.py STORE RANK SIZE BATCHES
+"""A rank in a separate process: python rank_process.py STORE RANK SIZE BATCHES
 
-Rank 0 shares batches and makes none. Another rank attaches, takes so many batches, and prints a line for each. Then it
+Rank 0 shares batches and makes none. Another rank attaches, takes this many batches, and prints a line for each. Then it
 waits to be killed.
 """
 

@@ -69,7 +69,7 @@ def make_sequence(
     tokens: Seq[int] = (),
     batch_row: int | None = None,
 ) -> Sequence:
-    """A sequence whose next token is scheduled, in a batch row of its own."""
+    """A sequence whose next token is scheduled, in a separate batch row."""
     return Sequence(
         request_id=row,
         group_id=row,

@@ -168,7 +168,7 @@ def config(**changes) -> SimpleNamespace:
 
 
 def samples_of(worker, count):
-    """Start a worker, take so many samples and stop it."""
+    """Start a worker, take this many samples and stop it."""
     worker.start()
     try:
         return [worker.rollout_buffer.get(timeout=30) for _ in range(count)]

@@ -229,7 +229,7 @@ def test_a_gpu_with_cuda_graphs_does_not_sleep(engine, core):
 
 
 def test_what_was_asked_for_is_recorded_for_the_tokens_that_count(core):
-    """Rows of vLLM's step are in an order of its own, and some of them belong to nobody."""
+    """Rows of vLLM's step are in another order, and some of them belong to no request."""
     with make_pretender(core, columns=("tests:margin",)) as engine:
         asking = SamplingParams(
             max_tokens=2, return_entropy=True, return_sampling_mask=True, top_k=3, columns=("margin",)

@@ -51,7 +51,7 @@ def versions_told(load: Load) -> int:
 
 
 def program(name: str, *arguments: str) -> subprocess.Popen:
-    """One of the helpers, as a program of its own."""
+    """One of the helpers, as a separate program."""
     paths = os.pathsep.join(filter(None, sys.path))
     return subprocess.Popen(
         [sys.executable, PROGRAMS / name, *arguments], stdout=subprocess.PIPE, text=True,

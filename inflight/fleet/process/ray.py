@@ -213,7 +213,7 @@ class RayPlacement(Placement):
         if taken:
             raise ValueError(
                 f"{' and '.join(taken)} cannot be chosen for an engine that Ray places: it listens on the address of "
-                "its node, with keys of its own, and has no journal"
+                "its node, with separate keys, and has no journal"
             )
 
     def connect(self) -> Callable[[], None]:

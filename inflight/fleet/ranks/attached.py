@@ -126,7 +126,7 @@ class AttachedEngine:
 
 def _wait_for_launch(store: RankStore, options: EngineOptions) -> None:
     bound_s = options.timeout_s + options.rank_timeout_s
-    late = f"rank 0 has launched no engine within {bound_s:g} s; every rank calls launch() as often, in the same order"
+    late = f"rank 0 has launched no engine within {bound_s:g} s; every rank calls launch() the same number of times"
     store.wait("launched", bound_s, what=lambda: "rank 0 launches the engine", late=lambda: late)
     launched = msgpack_decoder(Launched).decode(store.get("launched") or b"")
     if launched.error is not None:

@@ -42,7 +42,7 @@ class RankStore:
         self._failure: str | None = None
         self._lock = threading.Lock()
         self._tasks: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
-        # Calls of the store have no bound of their own, and cannot be interrupted.
+        # Calls of the store have no bound, and cannot be interrupted.
         threading.Thread(target=self._run, name="inflight-store", daemon=True).start()
 
     def set(self, name: str, value: bytes) -> None:
@@ -160,8 +160,8 @@ def store_of_trainer(timeout_s: float) -> RankStore | None:
         return RankStore(dist.get_rank(), dist.get_world_size(), store, next(_LAUNCHES), timeout_s)
     if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         logger.warning(
-            "launch() was called under torchrun before torch.distributed.init_process_group(): each rank starts an "
-            "engine of its own"
+            "launch() was called under torchrun before torch.distributed.init_process_group(): each rank starts a "
+            "separate engine"
         )
     return None
 

@@ -23,7 +23,7 @@ from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 
 
 def near_mask(tokens: DrawnTokens, *, low: float = 0.5, high: float = 2.0) -> torch.Tensor:
-    """A trust region of one's own: leaves out the tokens whose ratio ρ = π_θ / π_b has left [low, high]."""
+    """A custom trust region: leaves out the tokens whose ratio ρ = π_θ / π_b has left [low, high]."""
     ratios = tokens.log_behavior_ratios.exp()
     return (ratios >= low) & (ratios <= high)
 
