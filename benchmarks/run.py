@@ -1,8 +1,9 @@
-"""Runs every CPU benchmark and writes its JSON under benchmarks/results/cpu: `make bench`, about 80 minutes on 2 cores.
+"""Runs every CPU benchmark, or the named ones, and writes their JSON under benchmarks/results/cpu.
 
     python benchmarks/run.py [NAME …]
 
-Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
+`make bench` runs it, in about 80 minutes on 2 cores. Without names it leaves out demo_real, whose model `make bench`
+does not install. Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
 """
 
 import os
@@ -73,7 +74,6 @@ DEMO_OPTIONS = {"inflight": [], "sync": ["--sync"], "vllm": ["--backend", "vllm"
 
 def main() -> None:
     known = list(dict.fromkeys([*BENCHES, *SCRIPTS, *DEMOS]))
-    # The real model is not installed by `make bench`.
     for name in sys.argv[1:] or [name for name in known if name != "demo_real"]:
         if name not in known:
             sys.exit(f"unknown benchmark {name!r}; choose from {', '.join(known)}")

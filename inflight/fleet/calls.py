@@ -7,17 +7,13 @@ from typing import Any, TypeVar
 
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
 from inflight.engine.process.client import EngineClient
-from inflight.fleet.fleet import Fleet
+from inflight.fleet.fleet import UNDO, Fleet
 from inflight.fleet.frames import EngineFrames
 from inflight.fleet.member import Member
 
 _MOST_CALLS = 64
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 _NOTHING: type[Any] = type(None)
-_HOLDS = {"pause": {"pause"}, "sleep": {"sleep"}}
-"""Maps verbs to the verbs that hold an engine back after them."""
-_RELEASES = {"resume": {"pause"}, "wake": {"sleep"}}
-"""Maps verbs to the verbs that they undo."""
 ENDED = object()
 """The answer of an engine that has ended, or that hangs and is treated as ended."""
 Value = TypeVar("Value")
@@ -42,8 +38,11 @@ class FleetCalls:
     ) -> Value:
         """Call a verb of every engine that takes prompts. Returns the answer of one of them, and raises the error of
         one. `pause` and `sleep` also apply to engines that join later."""
-        before = self._fleet.held_back
-        self._fleet.held_back = (before | _HOLDS.get(verb, set())) - _RELEASES.get(verb, set())
+        with self._fleet.lock:
+            before = self._fleet.held_back
+            self._fleet.held_back = frozenset(
+                held for held, undo in UNDO.items() if verb == held or (held in before and verb != undo)
+            )
         try:
             answers = self.call_all(lambda client: client.call(verb, arguments, returns, timeout_s=timeout_s))
         except BaseException:

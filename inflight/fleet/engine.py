@@ -122,6 +122,11 @@ class Engine:
         """Generators that serve or are being started again."""
         return [monitor.member for monitor in list(self._monitors) if monitor.member.death is None]
 
+    @property
+    def _first(self) -> Member:
+        """The first member that has not ended for good; if there is none, the first of all."""
+        return next(iter(self.members), self._fleet.members[0])
+
     def add(self, options: EngineOptions | None = None, placement: Placement | None = None) -> Member:
         """Start another member. It takes prompts once it has the weights of the others. options and placement: None
         takes the values of the first member. Raises the errors of `Engine(…)`, LayoutMismatchError if its weights have
@@ -161,7 +166,7 @@ class Engine:
     @property
     def pid(self) -> int:
         """Process id of the first member that has not ended for good, on its machine."""
-        return next(iter(self.members), self._fleet.members[0]).pid
+        return self._first.pid
 
     # ---- prompts ------------------------------------------------------------------------------------------------
 
@@ -467,7 +472,7 @@ class Engine:
         Raises ValueError for an invalid path or time, and InflightError if this process or the engine is already
         traced or profiled.
         """
-        process = next(iter(self.members), self._fleet.members[0]).process
+        process = self._first.process
         endpoint, check = process.client.endpoint, process.check
         self._trace = Trace(lambda: EngineClient(endpoint, check_engine=check), path, seconds=seconds, details=details)
         return self._trace

@@ -14,6 +14,8 @@ from inflight.fleet.member import Member
 from inflight.stream.ledger import Ledger
 
 _CHECK_S = 0.1
+UNDO = {"pause": "resume", "sleep": "wake"}
+"""Maps verbs that hold an engine back to the verbs that undo them."""
 
 
 class Fleet:

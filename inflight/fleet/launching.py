@@ -12,7 +12,6 @@ from inflight.core.options import EngineOptions
 from inflight.fleet.engine import Engine
 from inflight.fleet.process.base import Placement
 from inflight.fleet.process.remote import Remote
-from inflight.fleet.ranks.sharing import announce
 from inflight.fleet.ranks.store import store_of_trainer
 
 Options = ParamSpec("Options")
@@ -78,14 +77,15 @@ def launch(
         raise TypeError(f"EngineOptions are complete: give {', '.join(options)} to each of them")
     each = [chosen] if isinstance(chosen, EngineOptions) else list(chosen)
     first = next((one for one in each if one.model), next(iter(each), None))
-    store = None if first is None else store_of_trainer(first.answer_timeout_s)
-    if store is None or first is None:
+    if first is None or (store := store_of_trainer(first.answer_timeout_s)) is None:
         return Engine(chosen, placement)
     if store.rank:
         from inflight.fleet.ranks.attached import AttachedEngine
 
         attached: Any = AttachedEngine(store, first)  # it has the methods of an Engine that every rank can use
         return attached
+    from inflight.fleet.ranks.sharing import announce
+
     return announce(store, lambda: Engine(chosen, placement), lambda engine: engine._share(store))
 
 

@@ -8,7 +8,7 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
 from inflight.core.messages import Status
 from inflight.core.waiting import Wait
-from inflight.fleet.fleet import Fleet
+from inflight.fleet.fleet import UNDO, Fleet
 from inflight.fleet.fleet_stream import FleetStream
 from inflight.fleet.frames import EngineFrames
 from inflight.fleet.member import Member, wait_for_version
@@ -19,7 +19,6 @@ logger = logging.getLogger("inflight.fleet")
 
 _CHECK_S = 0.1
 _TELL_EVERY_S = 30.0
-_UNDO = {"pause": "resume", "sleep": "wake"}
 
 
 class EngineMonitor:
@@ -37,7 +36,7 @@ class EngineMonitor:
         """Send the engine the weights of the other engines, and let it take prompts. least_version: the newest version
         of its earlier processes. Raises InflightError."""
         fleet, member = self._fleet, self.member
-        address = self._published.address_of(member, member.process)
+        address = self._published.address_of(member.process)
         with fleet.changing:
             publishers = self._published.open_publishers
             for publisher in publishers:
@@ -200,7 +199,7 @@ class EngineMonitor:
                     fleet.lock.notify_all()
                     return
             for verb in done - wanted:
-                frames.client.call(_UNDO[verb])
+                frames.client.call(UNDO[verb])
             for verb in wanted - done:
                 frames.client.call(verb)
             done = wanted

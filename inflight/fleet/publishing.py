@@ -6,7 +6,6 @@ from weakref import WeakSet
 from inflight.core.errors import EngineHungError
 from inflight.core.waiting import Wait
 from inflight.fleet.fleet import Fleet
-from inflight.fleet.member import Member
 from inflight.fleet.process.base import Process, lives
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.weights.trainer.engine_link import EngineAddress
@@ -35,8 +34,8 @@ class PublishedFleet:
         with self._fleet.lock:
             return [publisher for publisher in self.publishers if not publisher.closed]
 
-    def address_of(self, member: Member, process: Process) -> EngineAddress:
-        """Return the address of a member's process for publishers."""
+    def address_of(self, process: Process) -> EngineAddress:
+        """Return the address of a process for publishers."""
         return EngineAddress(process.client.endpoint, self, process.client.keys, process.check)
 
     def serving(self) -> list[EngineAddress]:
@@ -44,14 +43,12 @@ class PublishedFleet:
         waited = Wait()
         while True:
             with self._fleet.lock:
-                there = [
-                    self.address_of(member, member.process) for member in self._fleet.usable if lives(member.process)
-                ]
+                there = [self.address_of(m.process) for m in self._fleet.usable if lives(m.process)]
             if there:
                 return there
             restarted = next((member for member in self._fleet.members if member.death is None), self._fleet.members[0])
             if restarted.options.restarts:  # it does not take prompts before it has weights
-                return [self.address_of(restarted, restarted.living())]
+                return [self.address_of(restarted.living())]
             with self._fleet.lock:
                 self._fleet.wait(waited, "the engine is being restarted")
 

@@ -42,8 +42,8 @@ class EngineRollouts:
     the engine does not support, or would silently ignore, are refused by name. Samples have separate seeds:
     `TrainingArguments.seed` decides the order of the prompts alone.
 
-    Text that begins with the beginning-of-sequence token, as a rendered chat template does, does not get it twice. In
-    an engine with adapters the adapter that the trainer trains generates.
+    Text that begins with the beginning-of-sequence token, as a rendered chat template does, does not get it twice. If
+    the engine has adapters, completions are drawn with the one that the trainer trains.
 
     TRL's importance sampling correction (`vllm_importance_sampling_correction`, on by default, with its mode and
     bounds) is applied as for vLLM, with the log-probabilities that the engine recorded. It costs TRL a forward pass per

@@ -6,7 +6,7 @@ GPU.
     run_on_cpu()              # once, before the trainer is made
     AsyncGRPOTrainer(…, args=AsyncGRPOConfig(use_cpu=True, bf16=False, …))
 
-They are attention in a packed tree, for which TRL downloads FlashAttention 3, and the peak speed of the device.
+It replaces attention in a packed tree, for which TRL downloads FlashAttention 3, and the peak speed of the device.
 """
 
 from itertools import pairwise

@@ -61,9 +61,10 @@ class Metrics:
             for state, seconds in self._status.seconds_by_state.items():
                 states.add_metric([state], seconds)
             yield states
+        summary = self._engine.staleness.summary()
         for measure, (name, text) in _OF_STALENESS.items():
             quantiles = GaugeMetricFamily(name, text, labels=["quantile"])
-            for point, ms in self._engine.staleness.summary()[measure].items():
+            for point, ms in summary[measure].items():
                 quantiles.add_metric([f"0.{point[1:].rstrip('0')}"], ms / 1e3)
             yield quantiles
 

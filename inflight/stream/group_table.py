@@ -68,7 +68,7 @@ class GroupRecord:
     rollouts: Group = field(default_factory=list)
     """Its samples in order, once all have ended."""
     engine_id: str = ""
-    """The engine that ended it."""
+    """The engine that announced it last, or that ended it."""
     size: GroupSize | None = None
     """Tokens and bytes of the rollouts."""
     scoring: Any = None

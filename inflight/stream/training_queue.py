@@ -21,9 +21,10 @@ class TrainingQueue:
         with table.lock:
             if not len(table.waiters):  # The common case needs no scan.
                 return False
-            waiting = (State.FINISHED, State.READY)
-            finished = (r for r in table.records.values() if r.owner is Owner.TRAINING and r.state in waiting)
-            return table.waiters.for_named_groups or not any(True for _ in finished)
+            in_hand = (State.FINISHED, State.READY)
+            return table.waiters.for_named_groups or not any(
+                record.owner is Owner.TRAINING and record.state in in_hand for record in table.records.values()
+            )
 
     def next(self) -> "GroupRecord | Future[None] | None":
         """Return a ready group, in the state LENT until `Ledger.remove` or `put_back` is called. Returns None if all

@@ -33,7 +33,7 @@ class Replay(RolloutStream):
         """Take the arguments of `replay`."""
         tokenizer = None if model is None else load_tokenizer(model)
         if model is not None and tokenizer is None:
-            raise ValueError(f"{model} has no tokenizer that can be loaded; without a model tokens are shown as ids")
+            raise ValueError(f"{model} has no tokenizer that can be loaded; without a model rollouts have no text")
         self.group_ids: list[int] = []
         """Return ids of the kept groups in the order of their ends."""
         left_out: list[int] = []

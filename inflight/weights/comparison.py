@@ -101,8 +101,8 @@ class EngineWeights:
         if (theirs := self._answers.get(repr(asked))) is None:
             theirs = self._answers[repr(asked)] = self._ask(asked)
         for spec, tensor in both:
-            alike = tuple(tensor.shape) == spec.shape
-            if not alike or tensor_checksum(tensor, dtypes[spec.name], first) != theirs.get(spec.name):
+            same_shape = tuple(tensor.shape) == spec.shape
+            if not same_shape or tensor_checksum(tensor, dtypes[spec.name], first) != theirs.get(spec.name):
                 names.append(spec.name)
         return names
 

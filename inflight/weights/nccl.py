@@ -307,9 +307,8 @@ class NcclGroup:
         self.closed = False
         meeting.check()
         ids: list[bytes] = []
-        self._bounded(
-            lambda: ids.append(meeting.unique_id(timeout_s)), "the trainer's store did not answer", _MORE_S
-        )  # It bounds connecting, and not answers.
+        # The store's own limit bounds connecting, not answers.
+        self._bounded(lambda: ids.append(meeting.unique_id(timeout_s)), "the trainer's store did not answer", _MORE_S)
 
         def join() -> None:
             if device.type == "cuda":

@@ -42,6 +42,10 @@ def test_kernels_that_cannot_run_are_named_by_flashinfer(monkeypatch):
     assert flashinfer.why_not_flashinfer([layer(4)], torch.device("cuda:0")) is None
     reason = flashinfer.why_not_flashinfer([layer(12)], torch.device("cuda:0"))
     assert reason == "its kernels cannot be compiled or run: RuntimeError: Unsupported group_size: 6"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    monkeypatch.setenv(VARIABLE, "prefill=fa3")
+    reason = flashinfer.why_not_flashinfer([layer(4)], torch.device("cuda:0"))
+    assert reason == "layer 0 was to run with fa3, which needs compute capability 9.0, not 10.0"
 
 
 @pytest.mark.parametrize("asked", ["", "decode=tensor_cores", "decode=tensor_cores,prefill=fa3"])

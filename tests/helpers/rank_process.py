@@ -1,7 +1,7 @@
 """A rank in a separate process: python rank_process.py STORE RANK SIZE BATCHES
 
-Rank 0 shares batches and makes none. Another rank attaches, takes this many batches, and prints a line for each. Then it
-waits to be killed.
+Rank 0 shares batches and makes none. Another rank attaches, takes this many batches, and prints a line for each. Then
+it waits to be killed.
 """
 
 import sys

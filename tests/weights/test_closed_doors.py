@@ -21,8 +21,8 @@ from inflight.weights.transports.broadcast import BroadcastGroup, Join, make_sto
 from inflight.weights.transports.files import FileOrigin, read_version, write_version
 
 
-def listening_addresses(pid: int | str) -> set[str]:
-    """Local addresses, in hexadecimal, on which a process listens for TCP."""
+def listeners(pid: int | str) -> set[str]:
+    """Local addresses with ports, in hexadecimal, on which a process listens for TCP."""
     inodes = set()
     for file in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -30,17 +30,22 @@ def listening_addresses(pid: int | str) -> set[str]:
         except FileNotFoundError:
             continue
     rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
-    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+def addresses(sockets: set[str]) -> set[str]:
+    """The addresses without ports."""
+    return {one.split(":")[0] for one in sockets}
 
 
 def test_the_store_listens_on_its_host_alone():
-    before = listening_addresses("self")
+    before = listeners("self")
     store = make_store("127.0.0.1", 5)
     with socket.socket() as friend:
         friend.connect(("127.0.0.1", store.port))
     with socket.socket() as stranger, pytest.raises(ConnectionRefusedError):
         stranger.connect(("127.0.0.2", store.port))
-    assert listening_addresses("self") - before <= {"0100007F"}
+    assert addresses(listeners("self") - before) <= {"0100007F"}
 
 
 def test_a_host_that_is_not_of_this_machine_is_named():
@@ -76,7 +81,7 @@ def test_a_broadcast_within_the_machine_needs_no_leave(host):
 
 def test_the_ranks_of_a_broadcast_listen_where_they_reach_its_host_alone():
     """Another address of the loopback stands for that of a network."""
-    before = listening_addresses("self")  # stores of other tests
+    before = listeners("self")  # stores of other tests
     store = make_store("127.0.0.3", 10)
     joins = [Join("name", "gloo", "127.0.0.3", store.port, rank, 2, 10.0) for rank in (0, 1)]
     groups: dict[int, BroadcastGroup] = {}
@@ -94,7 +99,7 @@ def test_the_ranks_of_a_broadcast_listen_where_they_reach_its_host_alone():
     groups[0].broadcast(buffers[0], 64)
     other.join()
     assert torch.equal(*buffers)
-    assert "00000000" not in listening_addresses("self") - before
+    assert "00000000" not in addresses(listeners("self") - before)
     for group in groups.values():
         group.close()
 
@@ -106,11 +111,11 @@ def engine(model_dir):
 
 
 def test_an_engine_that_takes_a_broadcast_listens_on_no_other_address(engine):
-    before = listening_addresses("self")  # stores of other tests
+    before = listeners("self")  # stores of other tests
     with engine.publisher(make_model("qwen3"), transport=inflight.Broadcast()) as publisher:
         engine.wait_for_version(publisher.publish())
-        assert listening_addresses(engine.pid) <= {"0100007F"}
-        assert listening_addresses("self") - before <= {"0100007F"}
+        assert addresses(listeners(engine.pid)) <= {"0100007F"}
+        assert addresses(listeners("self") - before) <= {"0100007F"}
 
 
 def test_an_engine_that_is_told_to_read_a_pipe_generates_on(engine, tmp_path):

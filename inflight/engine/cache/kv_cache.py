@@ -8,7 +8,7 @@ nothing is ever written to a block with two holders. A partly filled block is co
 from collections.abc import Iterable, Sequence
 
 from inflight.engine.cache.blocks import MIXED, NO_VERSION, BlockPool, Holding, Namespace, PendingCopies
-from inflight.engine.cache.kinds import NEVER, NO_BLOCK, StateKind
+from inflight.engine.cache.kinds import NO_BLOCK, StateKind
 from inflight.engine.cache.prefix_cache import PrefixCache
 
 
@@ -33,7 +33,7 @@ class KVCache:
         """Pools of states, with their places among all pools."""
         assert self._pools[: len(self._paged)] == self._paged, "paged kinds precede the others"
         self.prefixes = PrefixCache(self._paged, self._fixed, block_size, enabled=prefix_caching)
-        self.slides = any(pool.kind.num_unseen(NEVER) for pool in self._pools)
+        self.slides = self.prefixes.slides
         """Some kind frees blocks while a sequence grows."""
         self.copies = PendingCopies(len(self._pools))
         """They copy state that the last scheduled pass computes, so they are made before the next pass is scheduled."""

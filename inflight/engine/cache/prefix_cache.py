@@ -23,11 +23,12 @@ class PrefixCache:
         """paged: pools of blocks that cover `block_size` tokens. fixed: pools of states, with their places after the
         paged ones. The prefix cache needs snapshots of these states."""
         self._paged, self._fixed, self._block_size = paged, fixed, block_size
+        self._pools = [*paged, *(pool for _, pool in fixed)]
         # Only a block of tokens can push an entry out. So without paged state the prefix cache would grow for ever.
         self._enabled = enabled and bool(paged)
         # A sliding window could free a block before it enters the prefix cache, so there each block enters at once.
-        slides = any(pool.kind.num_unseen(NEVER) for pool in paged)
-        self._remembered_at_once = 1 if slides else _REMEMBERED_AT_ONCE
+        self.slides = any(pool.kind.num_unseen(NEVER) for pool in paged)
+        self._remembered_at_once = 1 if self.slides else _REMEMBERED_AT_ONCE
         self._entries: dict[Key, Entry] = {}
         self._new_ids = itertools.count()
 
@@ -108,7 +109,7 @@ class PrefixCache:
                 self._forget(entry)
             else:  # the entry stays, as the chain to a later snapshot might need it
                 pool.forget(block)
-                entry.blocks[next(index for index, fixed in self._fixed if fixed is pool)] = NO_BLOCK
+                entry.blocks[self._pools.index(pool)] = NO_BLOCK
         block = pool.free.pop()
         pool.holders[block] = 1
         return block
@@ -131,7 +132,6 @@ class PrefixCache:
 
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry.key]
-        pools = (*self._paged, *(pool for _, pool in self._fixed))
-        for pool, block in zip(pools, entry.blocks, strict=True):
+        for pool, block in zip(self._pools, entry.blocks, strict=True):
             if block != NO_BLOCK:
                 pool.forget(block)

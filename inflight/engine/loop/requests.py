@@ -251,8 +251,8 @@ class Requests:
         if (pin := sequences[0].pin) is not None:
             self._slot_table.readable.pin(pin, len(sequences))
         fresh = [sequence for sequence in sequences if not sequence.tokens]
-        for leader in fresh[:1]:
-            leader.followers = fresh[1:]
+        if fresh:
+            leader, *leader.followers = fresh
             if parent is None:
                 self._scheduler.add(leader)
             else:

@@ -217,8 +217,13 @@ def _explanation(missing: Collection[str], unexpected: Collection[str]) -> str:
 
 def _prefix(short: Collection[str], long: Collection[str]) -> str:
     """Return the prefix that makes most of the names in `short` names of `long`, or ""."""
-    pairs = ((ours, theirs) for ours in short for theirs in long if theirs.endswith("." + ours))
-    return _of_most(Counter(theirs.removesuffix(ours) for ours, theirs in pairs), short)
+    found = Counter(
+        name[: dot + 1]
+        for name in long
+        for dot, letter in enumerate(name)
+        if letter == "." and name[dot + 1 :] in short
+    )
+    return _of_most(found, short)
 
 
 def _of_most(found: Counter[str], names: Collection[str]) -> str:

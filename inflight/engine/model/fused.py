@@ -220,9 +220,10 @@ def _activation(function: Any) -> Literal["silu", "gelu_tanh"] | None:
     if function is None:
         return None
     x = torch.linspace(-4, 4, 65)
-    if torch.allclose(function(x), F.silu(x), atol=1e-6):
+    result = function(x)
+    if torch.allclose(result, F.silu(x), atol=1e-6):
         return "silu"
-    return "gelu_tanh" if torch.allclose(function(x), F.gelu(x, approximate="tanh"), atol=1e-6) else None
+    return "gelu_tanh" if torch.allclose(result, F.gelu(x, approximate="tanh"), atol=1e-6) else None
 
 
 def _linear(*modules: nn.Linear) -> _Linear:

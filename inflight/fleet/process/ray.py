@@ -238,16 +238,16 @@ class RayPlacement(Placement):
 
     def start(self, options: EngineOptions, closing: threading.Event) -> RayProcess:
         """Have Ray place the engine, and start it. Raises PlacementError, and the errors of `inflight.launch`."""
-        return RayProcess(options, self.place(EngineHost, closing), closing)
+        return RayProcess(options, self._place(closing), closing)
 
-    def place(self, host: type, closing: threading.Event) -> Any:
-        """Have Ray run an actor of this class, and return it when it runs. Raises PlacementError if it does not run
+    def _place(self, closing: threading.Event) -> Any:
+        """Have Ray run an EngineHost, and return it when it runs. Raises PlacementError if it does not run
         within `timeout_s`, EngineDiedError if Ray cannot schedule it, and InflightError when `closing` is set."""
         waited = Wait()
         while waited.waited_s <= self.timeout_s:
-            actor = self._begin(host)
+            actor = self._begin()
             try:
-                what = f"Ray finds a node with {self.wanted}"
+                what = f"Ray finds a node with {self._wanted}"
                 answer_of(actor.address.remote(), self.timeout_s, closing, what, waited)
                 return actor
             except TimeoutError:
@@ -261,16 +261,16 @@ class RayPlacement(Placement):
             closing.wait(_AGAIN_S)
         raise PlacementError(self._why_not())
 
-    def _begin(self, host: type) -> Any:
+    def _begin(self) -> Any:
         options: dict[str, Any] = {
             "num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": dict(self.resources),
             "scheduling_strategy": self.scheduling_strategy, "max_concurrency": _MOST_CALLS,
             "runtime_env": {"env_vars": _ENGINES_END_BY_THEMSELVES},
         }  # fmt: skip
-        return ray.remote(host).options(**options).remote()
+        return ray.remote(EngineHost).options(**options).remote()
 
     @property
-    def wanted(self) -> str:
+    def _wanted(self) -> str:
         """Requested resources, in words."""
         return self._of(self._asked) or "room for a process"
 
@@ -283,12 +283,12 @@ class RayPlacement(Placement):
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         fit = [node for node in nodes.values() if self._fits(node["Resources"])]
         if fit:
-            why = f"{len(fit)} of {len(nodes)} nodes have {self.wanted}, and either something else holds that"
+            why = f"{len(fit)} of {len(nodes)} nodes have {self._wanted}, and either something else holds that"
             if self.scheduling_strategy != "DEFAULT":
                 why += ", or the scheduling strategy allows none of them"
             why += ", or a process has not started there in time"
         else:
-            why = f"no node of the cluster has {self.wanted}"
+            why = f"no node of the cluster has {self._wanted}"
         have = "; ".join(f"{node['NodeManagerAddress']} has {self._of(node['Resources'])}" for node in nodes.values())
         return (
             f"Ray has placed no engine within {self.timeout_s:g} s: {why} ({have}). Ask for less in "

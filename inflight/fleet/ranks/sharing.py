@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from time import sleep
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -64,8 +64,9 @@ class RankSharing:
     def __init__(self, store: RankStore, options: EngineOptions, submit: Callable[[list[Prompt]], list[int]]):
         self._store, self._timeout_s, self._submit = store, options.rank_timeout_s, submit
         self._kind: Literal["share", "end", "error"] = "share"
-        self._number = self._taken = self._num_publishers = 0
+        self._number = self._taken = 0
         """The newest batch, and the newest one that every rank has taken; batches count from 1."""
+        self._num_publishers = 0
         self._num_calls: Counter[int] = Counter()
         """Maps ranks to the number of their submissions that have begun."""
         self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="inflight-ranks")
@@ -93,8 +94,7 @@ class RankSharing:
                     self._offer("end")
                     self._wait_until_taken()
                     return
-                news: Any = {"last_reward": stream.last_reward, "dropped": stream.dropped}
-                own, *others = split(batch, self._store.size, **news)
+                own, *others = split(batch, self._store.size, last_reward=stream.last_reward, dropped=stream.dropped)
                 for rank, share in enumerate(others, start=1):
                     self._store.put(f"share/{self._number + 1}/{rank}", encode_share(share))
             except BaseException as error:

@@ -26,7 +26,7 @@ _LAUNCHES = count(1)
 
 
 class RankStore:
-    """Values that the ranks of one launch exchange. Methods other than `wait` return at once.
+    """Values that the ranks of one launch exchange. Methods other than `wait` wait only for answers of the store.
 
     A key has one writer. Raises RankLostError if the store cannot be reached: rank 0, or the process that hosts the
     store, has ended or does not answer.

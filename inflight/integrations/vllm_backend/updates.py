@@ -34,7 +34,8 @@ class Updates:
             adapters, ready = table is started.adapter_slots, table.take()
             assert ready is not None
             started.rpc("inflight_prepare", ready.slot, adapters)
-            # Nothing waits for an idle engine, and vLLM reloads weights in the commit: such versions go live at once.
+            # Without sequences no step is delayed. If vLLM reloads weights itself, nothing is prepared. Both versions
+            # go live at once.
             if has_work and (adapters or not started.reload_reason):
                 self._stall_clock.handled(table, began_ns)
                 return None

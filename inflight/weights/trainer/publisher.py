@@ -375,7 +375,7 @@ class _CopyThread:
             torch.cuda.current_stream(self._gpu).wait_event(copied)
 
     def close(self, timeout_s: float, version: int) -> None:
-        """Send what is announced, at most up to this version, and detach. Drop it after the time limit."""
+        """Send announced versions and detach. After timeout_s drop the rest, with a warning that names this version."""
         with self.condition:
             self._closing = True
             self.condition.notify_all()

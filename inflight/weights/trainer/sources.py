@@ -27,7 +27,7 @@ class WeightSource(ABC):
     copy: CopyTensors = staticmethod(copy_all)
     """Copies tensors of a model that one process holds. The publisher sets it; other sources can ignore it."""
     adapters: bool = False
-    """True if the tensors are adapters, False if they are weights."""
+    """True if the tensors are adapters, False if they are weights. Read after `offer`, which can set it."""
     aliases: bool = False
     """True if tensors can arrive under other names than the engine's."""
 
