@@ -8,7 +8,6 @@ stores the metrics of every step under runs/plain_loop.
 """
 
 import sys
-from itertools import islice
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -43,9 +42,9 @@ def train(name: str, log: Logger) -> None:
         publisher = engine.publisher(model)
         publisher.publish()  # the engine starts from the trainer's weights
         rewards: list[float] = []
-        engine.submit(islice(prompts, 16), params)  # the more is under way, the older are the tokens that arrive
-        for step, batch in enumerate(engine.stream.batches(rollouts=64, score=reward), 1):
-            engine.submit(islice(prompts, 8), params)
+        # Each prompt starts as late as possible, so that its tokens are young when the trainer takes them.
+        batches = engine.stream.batches(prompts=prompts, params=params, rollouts=64, score=reward)
+        for step, batch in enumerate(batches, 1):
             loss, stats = inflight.policy_loss(model, batch)
             loss.backward()
             inflight.clip_and_step(optimizer)  # no step is taken if the gradient is not finite

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Any, Self, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, proxy
 
 import msgspec
 
@@ -197,6 +197,7 @@ class Engine:
                     silence_s=self._monitors[0].silence_s,
                     memory_bytes=self.options.stream_memory_bytes,
                 )
+                self._stream.engine = proxy(self)
             return self._stream
 
     @named()

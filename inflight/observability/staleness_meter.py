@@ -17,6 +17,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Protocol
 
 import numpy as np
@@ -33,6 +34,15 @@ class TokenStaleness:
     policy_age_ms: np.ndarray
     token_age_ms: np.ndarray
     version_lag: np.ndarray
+    group_wait_ms: np.ndarray
+    """Part of `token_age_ms` in which the token's whole group had been drawn and waited for the trainer's step."""
+
+    @property
+    def age_over_bound(self) -> float:
+        """Mean age of the tokens, divided by the smallest mean that starting groups later could have reached with the
+        same steps: each group would have ended exactly when the trainer began (docs/staleness.md#a-lower-bound)."""
+        bound = self.token_age_ms.mean() - self.group_wait_ms.mean()
+        return float(self.token_age_ms.mean() / bound) if bound > 0 else nan
 
 
 class StalenessListener(Protocol):
@@ -183,9 +193,11 @@ class StalenessMeter:
         consumed_ns: int,
         trainer_version: int,
         in_loss: np.ndarray | None = None,
+        group_wait_ns: np.ndarray | None = None,
     ) -> TokenStaleness:
-        """Measure the tokens of one optimizer step. Both columns are i64[n] over drawn tokens. in_loss: bool[n], True
-        for tokens in the loss; None: all. The other tokens are measured, too."""
+        """Measure the tokens of one optimizer step. All columns are i64[n] over drawn tokens. in_loss: bool[n], True
+        for tokens in the loss; None: all. The other tokens are measured, too. group_wait_ns: as in
+        `TokenStaleness.group_wait_ms`; None: 0."""
         with self._lock:
             versions, published = np.array(self._published).T
         own = np.maximum(np.searchsorted(versions, weight_versions, side="right") - 1, 0)
@@ -196,6 +208,7 @@ class StalenessMeter:
             policy_age_ms=(sampled_at_ns - published[own]) / NS_PER_MS,
             token_age_ms=(consumed_ns - sampled_at_ns) / NS_PER_MS,
             version_lag=trainer_version - weight_versions,
+            group_wait_ms=np.zeros(len(weight_versions)) if group_wait_ns is None else group_wait_ns / NS_PER_MS,
         )
         with self._lock:
             for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms"):

@@ -46,6 +46,11 @@ class Assembler:
         scores = (group.prompt_scores for group in self.groups.values())
         return self._store.nbytes + sum(each.nbytes for each in scores if each is not None)
 
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that have started and not ended."""
+        return len(self._requests)
+
     def partial(self, group_id: int) -> list[Rollout]:
         """Return the unfinished samples of a group, with the tokens so far."""
         return self.groups[group_id].partial() if group_id in self.groups else []

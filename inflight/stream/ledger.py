@@ -36,6 +36,14 @@ class Ledger:
             return self.table.assembler.nbytes + self.table.finished_bytes
 
     @property
+    def num_unfinished(self) -> int:
+        """Number of samples that engines have to draw to their end, for any caller."""
+        with self.table.lock:
+            records = self.table.records.values()
+            waiting = sum(r.num_samples for r in records if r.state is State.SUBMITTED and r.is_wanted)
+            return self.table.assembler.num_unfinished + waiting
+
+    @property
     def outstanding(self) -> list[int]:
         """Ids of groups that were submitted and not taken."""
         with self.table.lock:

@@ -13,6 +13,8 @@ class TrainingQueue:
         self._table = table
         self.on_finished: Callable[[GroupRecord], bool] = lambda record: True
         """Called with each finished group. Returns True if it is ready; else `ready` is called later."""
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called after each group that becomes ready, without the lock."""
 
     @property
     def needs_frames(self) -> bool:
@@ -25,6 +27,13 @@ class TrainingQueue:
             return table.waiters.for_named_groups or not any(
                 record.owner is Owner.TRAINING and record.state in in_hand for record in table.records.values()
             )
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Ids of groups for training that `next` has not returned."""
+        with self._table.lock:
+            records = self._table.records.values()
+            return [r.group_id for r in records if r.owner is Owner.TRAINING and r.state is not State.LENT]
 
     def next(self) -> "GroupRecord | Future[None] | None":
         """Return a ready group, in the state LENT until `Ledger.remove` or `put_back` is called. Returns None if all
@@ -62,7 +71,8 @@ class TrainingQueue:
                 return False
             table.move(record, State.READY)
             table.waiters.wake_for_any()
-            return True
+        self.on_ready()
+        return True
 
     def offer(self, records: Iterable[GroupRecord]) -> None:
         """Let finished groups for training become ready. Called without the lock."""

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Literal
 
 from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams
 from inflight.training.data.advantages import Advantages, resolve_advantages
+from inflight.training.data.lead import check_ahead
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
 from inflight.training.objective.objective import Objective, resolve
 from inflight.training.schedules import Schedule, resolve_schedule
@@ -28,10 +30,13 @@ class GRPOConfig:
     """Number of optimizer steps of the run."""
     groups_per_step: int = 32
     """Groups of `sampling.n` rollouts per optimizer step."""
+    ahead: int | Literal["auto"] = "auto"
+    """Lead of the generator over the trainer. "auto": each group starts as late as possible, so that the
+    trainer waits for at most 2 % of the time and tokens are young (docs/staleness.md#how-far-to-run-ahead). A number:
+    this many batches in flight in addition to the next one. Only the schedule "inflight" uses it."""
     groups_in_flight: int = 0
-    """Maximum number of groups that are submitted and not yet taken by the trainer. It bounds the age of tokens. 0:
-    twice groups_per_step. Only schedules with batches ahead, such as "inflight", use it; the others submit the groups
-    of one step."""
+    """Maximum number of groups that are submitted and not yet taken by the trainer, also with ahead="auto". 0: no
+    bound. Only schedules with batches ahead, such as "inflight", use it; the others submit the groups of one step."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
     """Sampling parameters of the prompts. `n` must be at least 2, and the temperature above 0."""
     objective: str | Objective | None = None
@@ -92,6 +97,7 @@ class GRPOConfig:
                 f"sampling.max_tokens ({self.sampling.max_tokens})"
             )
         check_rules(self.staleness)
+        check_ahead(self.ahead)
         if self.groups_in_flight and self.groups_in_flight < self.groups_per_step:
             raise ValueError(
                 f"groups_in_flight ({self.groups_in_flight}) must be at least groups_per_step ({self.groups_per_step})"

@@ -22,6 +22,7 @@ from inflight.core.spans import span, spanned
 from inflight.core.waiting import telling
 from inflight.observability.loggers import JsonLines, Logger
 from inflight.training.config import GRPOConfig
+from inflight.training.data.lead import LeadState
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
@@ -116,17 +117,19 @@ def grpo(
             with admission:
                 source = spanned("wait for rollouts", resolve_schedule(config.schedule).run(admission))
                 for step, scored in enumerate(islice(source, max(0, config.steps - begin)), begin + 1):
-                    report = trainer.take(step, scored)
+                    report = trainer.take(step, scored, admission.lead)
                     if evaluation is not None:
                         if step % evaluation.every == 0:
                             evaluation.start(step, publisher.version)
                         report = replace(report, evaluations=tuple(evaluation.finished()))
-                    if run is not None:
-                        progress = trainer.progress(step, admission, [] if evaluation is None else evaluation.running)
-                        run.progress["grpo"] = msgspec.to_builtins(progress)
-                    for each in loggers:
-                        each.log(step, report.as_dict())
-                    yield report
+                    # A run that the caller saves holds the groups in flight and the number of submitted examples.
+                    with nullcontext() if run is None else admission.submitter.paused():
+                        if run is not None:
+                            evaluating = [] if evaluation is None else evaluation.running
+                            run.progress["grpo"] = msgspec.to_builtins(trainer.progress(step, admission, evaluating))
+                        for each in loggers:
+                            each.log(step, report.as_dict())
+                        yield report
             logger.info("left out of the batches: %s", trainer.dropped)
             if evaluation is not None:
                 _end_evaluation(evaluation, step, publisher.version, loggers)
@@ -173,7 +176,7 @@ class _Trainer:
         if self.probe is not None:
             self.probe.remember(self.engine.staleness.trainer_version)
 
-    def take(self, step: int, scored: ScoredGroups) -> StepReport:
+    def take(self, step: int, scored: ScoredGroups, lead: LeadState) -> StepReport:
         """Train on the groups of a step, and publish."""
         config, probe, meter = self.config, self.probe, self.engine.staleness
         charged, reward_kl = scored, None
@@ -216,6 +219,7 @@ class _Trainer:
             reward_kl=reward_kl,
             staleness=staleness,
             causes=causes,
+            lead=lead,
             dropped=self.dropped,
             finished_ns=now_ns(),
             groups=scored.groups,
@@ -223,10 +227,11 @@ class _Trainer:
 
     def progress(self, step: int, admission: Admission, evaluating: list[int]) -> GRPOProgress:
         """Return the progress of the run after a step."""
-        in_flight, dropped = sorted(admission.in_flight), asdict(self.dropped)
+        submitter, dropped = admission.submitter, asdict(self.dropped)
         # These were skipped while groups of the next step were submitted.
-        dropped["num_unfit_examples"] += admission.num_unfit
-        return GRPOProgress(step, admission.num_submitted, in_flight, self.num_skipped, dropped, evaluating)
+        dropped["num_unfit_examples"] += submitter.num_unfit
+        in_flight = sorted(submitter.in_flight)
+        return GRPOProgress(step, submitter.num_submitted, in_flight, self.num_skipped, dropped, evaluating)
 
 
 def _check_one_rank(engine: RolloutEngine) -> None:

@@ -6,6 +6,7 @@ from statistics import fmean, pstdev
 
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness_meter import TokenStaleness
+from inflight.training.data.lead import LeadState
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.evaluation import EvaluationResult
 from inflight.training.objective.probe import RatioCauses
@@ -37,6 +38,8 @@ class StepReport:
     """Staleness of the step's tokens; None if there was no batch."""
     causes: RatioCauses | None
     """Ratios split into mismatch and staleness; None in steps that `probe_every` does not select."""
+    lead: LeadState
+    """How far the generator ran ahead when the step began, and why."""
     dropped: Dropped
     """Counts of omissions since the run began, by reason."""
     finished_ns: int
@@ -79,8 +82,8 @@ class StepReport:
     def as_dict(self) -> dict[str, float]:
         """Return all values as numbers under flat names, for any logger (docs/training.md#numbers-for-a-logger):
         `_NUMBERS`, `LossStats.as_dict` ("ratio/ess", …), "reward/NAME", "length/min", "staleness/token_age_ms",
-        "dropped/stale_share", "probe/mismatch/kl" and the like, and `EvaluationResult.as_dict` of the newest finished
-        evaluation. Values of None or NaN are left out."""
+        "lead/wait_share", "dropped/stale_share", "probe/mismatch/kl" and the like, and `EvaluationResult.as_dict` of
+        the newest finished evaluation. Values of None or NaN are left out."""
         numbers: dict[str, float | None] = {} if self.stats is None else {**self.stats.as_dict()}
         numbers |= {name: getattr(self, name) for name in _NUMBERS}
         numbers |= {f"reward/{name}": mean for name, mean in self.reward_parts.items()}
@@ -88,6 +91,8 @@ class StepReport:
         if self.staleness is not None:
             for column in ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag"):
                 numbers[f"staleness/{column}"] = float(getattr(self.staleness, column).mean())
+            numbers["staleness/age_over_bound"] = self.staleness.age_over_bound
+        numbers |= {f"lead/{name}": number for name, number in self.lead.as_dict().items()}
         numbers |= {f"dropped/{name}": number for name, number in self.dropped.as_dict().items()}
         if self.causes is not None:
             for cause in ("mismatch", "staleness", "total"):

@@ -14,53 +14,33 @@ When the prompts end, the groups in flight are still taken: the last batch can b
 further prompts replace groups that cannot be trained on and, if configured, groups of equal rewards.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from inflight.core.by_name import resolve_by_name
-from inflight.core.errors import InflightError, InvalidRequestError
-from inflight.core.messages import LIVE_VERSION
-from inflight.core.sampling import SamplingParams
+from inflight.core.errors import InflightError
 from inflight.observability.staleness_meter import StalenessMeter
+from inflight.training.data.lead import LeadState
 from inflight.training.data.rollout_stream import RolloutStream
 from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.data.scoring import GroupScorer, Score
+from inflight.training.data.submitter import Example, PromptEngine, Submitter, as_example
 
-logger = logging.getLogger(__name__)
+__all__ = ["SCHEDULES", "Admission", "Example", "RolloutEngine", "Schedule", "WeightPublisher", "as_example"]
 
 LIVE_S = 3600.0
 """Time that a publisher waits for a slot, because an evaluation can keep it."""
-_MOST_UNFIT_IN_A_ROW = 1000
-"""Number of consecutive skipped examples after which a run ends with an error."""
 
 
-class Example(NamedTuple):
-    """A prompt for `engine.submit`, and the metadata for its score function."""
-
-    prompt: Any
-    metadata: Mapping[str, Any]
-
-
-def as_example(example: Any) -> Example:
-    """Return an example unchanged, or make one of a prompt for `engine.submit`."""
-    return example if isinstance(example, Example) else Example(example, {})
-
-
-class RolloutEngine(Protocol):
+class RolloutEngine(PromptEngine, Protocol):
     """The part of an engine that a training loop uses; `inflight.launch` returns one."""
 
     @property
     def stream(self) -> RolloutStream: ...
     @property
     def staleness(self) -> StalenessMeter: ...
-    def submit(
-        self, prompts: Any, params: SamplingParams, *, metadata: Any, version: int | None = None, train: bool = True
-    ) -> list[int]: ...
-    def prompt_lengths(self, prompts: Any) -> list[int]: ...
     def cancel(self, group_ids: list[int] | None = None) -> None: ...
     def wait_for_version(self, version: int, *, timeout_s: float) -> None: ...
 
@@ -82,65 +62,80 @@ class HasProgress(Protocol):
     progress: dict[str, Any]
 
 
-@dataclass(slots=True)
 class Admission:
-    """Keeps at most `limit` groups in flight: submitted, and not taken by the trainer yet. As a context manager it
-    cancels them at the end.
+    """The groups of a run of `grpo`: submits prompts, and takes finished groups. As a context manager it cancels the
+    groups in flight at the end.
 
     Examples that the engine refuses, such as a prompt longer than its context, are skipped, counted and logged by their
     index. If it refuses all of the first ones, its error is raised.
     """
 
-    engine: RolloutEngine
-    publisher: WeightPublisher
-    examples: Iterator[Any]
-    """Each is an `Example`, or a prompt as in `as_example`. Examples that might exceed `config.micro_batch_tokens` are
-    skipped; before the first step they raise ValueError instead."""
-    score: Score | GroupScorer
-    """Computes the rewards of a group as soon as it has finished."""
-    config: Any
-    """A `GRPOConfig`. Its module imports this one."""
-    in_flight: set[int] = field(default_factory=set)
-    num_submitted: int = 0
-    """Number of examples taken so far."""
-    num_unfit: int = 0
-    """Examples skipped since the last batch was taken."""
-    limit: int = field(init=False)
-    _num_unfit_in_a_row: int = 0
-    _any_accepted: bool = False
-
-    def __post_init__(self) -> None:
-        config, ahead = self.config, resolve_schedule(self.config.schedule).batches_ahead
-        self.limit = (ahead and config.groups_in_flight) or (1 + ahead) * config.groups_per_step
-        self._any_accepted = self.num_submitted > 0  # They were accepted before the run was saved.
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        publisher: WeightPublisher,
+        examples: Iterator[Any],
+        score: Score | GroupScorer,
+        config: Any,
+        *,
+        in_flight: Collection[int] = (),
+        num_submitted: int = 0,
+    ):
+        """examples: each is an `Example`, or a prompt as in `as_example`. Examples that might exceed
+        `config.micro_batch_tokens` are skipped; before the first step they raise ValueError instead. score: computes
+        the rewards of a group as soon as it has finished. config: a `GRPOConfig`; its module imports this one.
+        in_flight, num_submitted: of a run that is continued."""
+        self.engine, self.publisher, self._score, self._config = engine, publisher, score, config
+        batches_ahead = resolve_schedule(config.schedule).batches_ahead
+        self.submitter = Submitter(
+            engine,
+            examples,
+            config.sampling,
+            config.groups_per_step,
+            ahead=config.ahead if batches_ahead is None else batches_ahead,
+            most_groups=0 if batches_ahead == 0 else config.groups_in_flight,
+            most_tokens=config.micro_batch_tokens,
+            in_flight=in_flight,
+            num_submitted=num_submitted,
+        )
+        self._background = ExitStack()
+        self.lead: LeadState = self.submitter.lead.state
+        """State of the lead controller when the last groups were taken."""
 
     def fill(self, version: int | None = None) -> None:
-        """Submit prompts up to the limit, or until the prompts end. version: the version that draws all of their
-        tokens; None: each token is drawn by the newest."""
-        self._submit(max(0, self.limit - len(self.in_flight)), version)
+        """Submit the prompts that are allowed in flight, or until the prompts end. version: the version that draws all
+        of their tokens; None: each token is drawn by the newest."""
+        self.submitter.fill(version)
 
     def take(self, version: int | None = None) -> ScoredGroups:
         """Return the next groups that can be trained on, with rewards: the groups of one step, or fewer if the prompts
         have ended. version: the version with which the groups were submitted; it also draws replacements. Raises
         InflightError if more groups than a step has cannot be trained on, and the exceptions of the stream."""
-        scored, count = ScoredGroups(), self.config.groups_per_step
-        for group in self.engine.stream.groups(score=self.score):
-            self.in_flight.discard(group[0].group_id)
-            if scored.add(group):
-                may_replace = len(scored.replaced) < self.config.replace_uniform_groups
-                if may_replace and scored.last_is_uniform and self._submit(1, version):
-                    scored.replace_last()
-                if len(scored.groups) == count:
-                    break
-                continue
+        scored, count, submitter = ScoredGroups(), self._config.groups_per_step, self.submitter
+        submitter.ask()
+        while len(scored.groups) < count:
+            num_accepted = submitter.num_accepted
+            group = next(self.engine.stream.groups(score=self._score), None)
+            if group is None:
+                if submitter.has_more(num_accepted):
+                    continue
+                break
+            is_usable = scored.add(group)
+            missing = count - len(scored.groups)
+            submitter.took(group[0].group_id, missing)
             if (num_unusable := scored.dropped.num_unusable_groups) > count:
                 raise InflightError(
                     f"{num_unusable} groups failed while one batch of {count} was taken: samples of them were "
                     "cancelled, ended with an error (log-probabilities that are not finite, or lost frames), or none "
                     "of a group's has a reward (None, not finite, or it took too long)"
                 )
-            self._submit(1, version)
-        scored.dropped.num_unfit_examples, self.num_unfit = self.num_unfit, 0
+            may_replace = is_usable and len(scored.replaced) < self._config.replace_uniform_groups
+            if may_replace and scored.last_is_uniform and submitter.replace(missing + 1, version):
+                scored.replace_last()
+            elif not is_usable:
+                submitter.replace(missing, version)
+        self.lead = submitter.begin()
+        scored.dropped.num_unfit_examples, submitter.num_unfit = submitter.num_unfit, 0
         return scored
 
     def wait_until_live(self) -> int:
@@ -149,82 +144,13 @@ class Admission:
         self.engine.wait_for_version(version, timeout_s=LIVE_S)
         return version
 
-    def _submit(self, count: int, version: int | None) -> int:
-        """Submit `count` further prompts, and skip prompts that do not fit. Returns the number of submitted prompts."""
-        num_accepted = 0
-        while num_accepted < count and (taken := list(islice(self.examples, count - num_accepted))):
-            numbered = list(enumerate(map(as_example, taken), self.num_submitted))
-            self.num_submitted += len(numbered)
-            fitting = self._within_bound(numbered)
-            try:
-                accepted = self._accept([example for _, example in fitting], version)
-            except InvalidRequestError:  # One of them is invalid, so each is submitted separately.
-                accepted = [one for index, example in fitting for one in self._accept_alone(index, example, version)]
-                if not (accepted or self._any_accepted):
-                    raise
-            self._any_accepted |= bool(accepted)
-            self.in_flight.update(accepted)
-            num_accepted += len(accepted)
-        return num_accepted
-
-    def _accept(self, examples: list[Example], version: int | None) -> list[int]:
-        if not examples:
-            return []
-        prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
-        accepted = self.engine.submit(prompts, self.config.sampling, metadata=metadata, version=version)
-        self._num_unfit_in_a_row = 0
-        return accepted
-
-    def _accept_alone(self, index: int, example: Example, version: int | None) -> list[int]:
-        """Submit an example, under the live version if `version` is gone: no slot keeps an older version once the last
-        group that is pinned to it has ended."""
-        reason: InvalidRequestError | None = None
-        for pinned in [version] if version is None else [version, LIVE_VERSION]:
-            try:
-                return self._accept([example], pinned)
-            except InvalidRequestError as error:
-                reason = error
-        self._skip(index, str(reason).replace("prompt 0", "its prompt"))
-        if self._num_unfit_in_a_row >= _MOST_UNFIT_IN_A_ROW:
-            raise InflightError(
-                f"{self._num_unfit_in_a_row} examples in a row were refused by the engine, up to example {index}"
-            ) from reason
-        return []
-
-    def _within_bound(self, numbered: list[tuple[int, Example]]) -> list[tuple[int, Example]]:
-        """Return the examples whose longest sequences fit into `micro_batch_tokens`."""
-        most_tokens, max_tokens = self.config.micro_batch_tokens, self.config.sampling.max_tokens
-        if not most_tokens:
-            return numbered
-        try:
-            lengths = self.engine.prompt_lengths([example.prompt for _, example in numbered])
-        except InvalidRequestError:  # The engine refuses the same prompt when it is submitted.
-            return numbered
-        fitting = []
-        for (index, example), length in zip(numbered, lengths, strict=True):
-            longest = length + max_tokens
-            if longest <= most_tokens:
-                fitting.append((index, example))
-                continue
-            reason = (
-                f"its prompt has {length} tokens, and with an answer of sampling.max_tokens "
-                f"({max_tokens}) that does not fit into micro_batch_tokens ({most_tokens})"
-            )
-            if not self._any_accepted:
-                raise ValueError(f"example {index}: {reason}; allow at least {longest}, or leave such examples out")
-            self._skip(index, reason)
-        return fitting
-
-    def _skip(self, index: int, reason: str) -> None:
-        self.num_unfit += 1
-        self._num_unfit_in_a_row += 1
-        logger.warning("example %d is skipped: %s", index, reason)
-
     def __enter__(self) -> "Admission":
+        self._background.enter_context(self.submitter.in_background())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if in_flight := sorted(self.in_flight):
+        self._background.close()
+        if in_flight := sorted(self.submitter.in_flight):
             # An error here would hide the first error.
             with nullcontext() if kind is None else suppress(InflightError):
                 self.engine.stream.ledger.drop(in_flight)
@@ -269,13 +195,13 @@ class Schedule:
     run: Callable[[Admission], Iterator[ScoredGroups]]
     """Yields the groups of one optimizer step after another, until the prompts have ended. Between two of them the
     trainer trains and publishes."""
-    batches_ahead: int = 0
-    """Batches in flight in addition to the next one. `GRPOConfig.groups_in_flight` can replace their number of
-    groups."""
+    batches_ahead: int | None = 0
+    """Batches in flight in addition to the next one. None: `GRPOConfig.ahead` decides. Unless it is 0,
+    `GRPOConfig.groups_in_flight` bounds the groups in flight, too."""
 
 
 SCHEDULES: Mapping[str, Schedule] = {
-    "inflight": Schedule(_in_flight, batches_ahead=1),
+    "inflight": Schedule(_in_flight, batches_ahead=None),
     "sync": Schedule(_in_turn),
     "one_step_off": Schedule(_one_step_off),
 }

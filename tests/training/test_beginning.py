@@ -13,7 +13,7 @@ from waiting import wait_until
 
 import inflight
 from inflight.core.errors import InflightError, InvalidRequestError
-from inflight.training import schedules
+from inflight.training.data import submitter
 
 SAMPLING = inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True)
 CONTEXT = 64  # of the engine of these tests
@@ -186,7 +186,7 @@ def test_a_run_of_which_nothing_fits_ends_with_the_engines_error(engine, schedul
 
 
 def test_endless_rows_that_do_not_fit_end_a_run(engine, monkeypatch):
-    monkeypatch.setattr(schedules, "_MOST_UNFIT_IN_A_ROW", 20)
+    monkeypatch.setattr(submitter, "_MOST_UNFIT_IN_A_ROW", 20)
     model = make_model("qwen3")
     rows = ([1, 2] if index < 4 else [9] * 100 for index in count())
     with engine.publisher(model) as publisher, pytest.raises(InflightError, match="20 examples in a row were refused"):

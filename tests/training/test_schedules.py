@@ -121,6 +121,7 @@ class Journal:
             sampling=inflight.SamplingParams(n=2),
             schedule=schedule,
             groups_per_step=groups_per_step,
+            ahead=9,
             groups_in_flight=limit,
             replace_uniform_groups=most_replaced,
         )

@@ -36,6 +36,7 @@ class MeasuredRun(StalenessListener):
         self._engine, self._before = engine, engine.status()
         self._measures: dict[str, list[Any]] = {name: [] for name in ("swap_ms", "stall_ms", *AGES)}
         self._times_s, self._tokens = [now_ns() / 1e9], [float(engine.stream.num_tokens)]
+        self._bounds_ms: list[Any] = []
         self._spans: Counter[str] = Counter()
 
     def step(self, report: StepReport) -> None:
@@ -46,6 +47,7 @@ class MeasuredRun(StalenessListener):
         if report.staleness is not None:
             for name in AGES:
                 self._measures[name].append(getattr(report.staleness, name))
+            self._bounds_ms.append(report.staleness.token_age_ms - report.staleness.group_wait_ms)
 
     def swapped(self, version: int, swap_ms: float, stall_ms: float) -> None:
         self._measures["swap_ms"].append(swap_ms)
@@ -62,6 +64,9 @@ class MeasuredRun(StalenessListener):
             "num_swaps": status.num_swaps - self._before.num_swaps,
             "num_swaps_in_flight": status.num_swaps_in_flight - self._before.num_swaps_in_flight,
             "seconds": seconds,
+            "steps_per_s": (len(self._times_s) - 1) / seconds,
+            "trainer_wait_share": self._spans["wait for rollouts"] / seconds,
+            "age_over_bound": float(joined(self._measures["token_age_ms"]).mean() / joined(self._bounds_ms).mean()),
             **summary,
             "trainer_s": self._trainer_s(seconds),
             "engine_s": {state: round(s, 3) for state, s in spent.items()},

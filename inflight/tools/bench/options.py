@@ -94,6 +94,8 @@ class StalenessOptions(LoadChoice):
     mode: str = option("inflight")
     """Schedule of generation: during training (inflight), one batch ahead (one_step_off), alternately with training
     (sync), or a custom schedule (module:name)."""
+    ahead: str = option("auto", metavar="N|auto")
+    """Lead of the generator with mode inflight: as little as the trainer needs (auto), or this number of batches."""
     publish_every: int = option(1, min=1)
     """Optimizer steps from one publish to the next."""
 

@@ -15,6 +15,7 @@ from inflight.tools.bench.options import StalenessOptions
 from inflight.tools.bench.peers import vllm_python
 from inflight.tools.demo.trainer import Threads, load_trainer, split_cores, torch_threads
 from inflight.tools.progress import Progress, untold
+from inflight.training.data.lead import read_ahead
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.weights.trainer.publisher import Publisher
 
@@ -26,14 +27,14 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
     """Train by GRPO on arbitrary rewards for `steps` optimizer steps while the engine draws `sequences` sequences at a
     time, and publish after every `publish_every`-th step.
 
-    An optimizer step uses `sequences` rollouts. With mode "inflight" twice as many are outstanding, so that a slower
-    trainer lets the generator idle at that bound. On a CPU engine and trainer get half of the cores each. In mode
-    "sync" one of them works at a time and has all cores. Three additional steps before the first measured step compile
-    kernels and let the first prompts end.
+    An optimizer step uses `sequences` rollouts. With mode "inflight", `ahead` decides how many are in flight. On a CPU
+    engine and trainer get half of the cores each. In mode "sync" one of them works at a time and has all cores. Three
+    additional steps before the first measured step compile kernels and let the first prompts end.
 
     The result has {p50, p90, p99, max} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms, swap_ms and
-    stall_ms, version_lag {p50, max}, the counts of tokens and swaps, the seconds of each side by activity (trainer_s,
-    engine_s), and the distribution of each measure (`spread`).
+    stall_ms, version_lag {p50, max}, steps_per_s, trainer_wait_share (the share of time in which the trainer waits for
+    rollouts), age_over_bound (`TokenStaleness.age_over_bound`), the counts of tokens and swaps, the seconds of each
+    side by activity (trainer_s, engine_s), and the distribution of each measure (`spread`).
     """
     num_groups, device = max(1, settings.sequences // GROUP_SIZE), resolve_device(settings.device)
     config = GRPOConfig(
@@ -41,6 +42,7 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
         groups_per_step=num_groups,
         sampling=SamplingParams(n=GROUP_SIZE, max_tokens=settings.tokens, ignore_eos=True),
         schedule=settings.mode,
+        ahead=read_ahead(settings.ahead),
         skip_uniform_groups=False,
     )
     threads = Threads(torch.get_num_threads(), 0) if settings.mode == "sync" else split_cores(device)

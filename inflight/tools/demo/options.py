@@ -33,6 +33,8 @@ class DemoOptions(ModelChoice):
     """Generator. vllm is an installed vLLM, or the one of `make peers`."""
     sync: bool = option(False)
     """Generate and train alternately, for comparison."""
+    ahead: str = option("auto", metavar="N|auto")
+    """Lead of the generator: as little as the trainer needs (auto), or this number of batches."""
     group_size: int = option(8, min=2)
     """Samples per prompt."""
     groups_per_step: int | None = option(None, min=1, shown="64, or 8 with --real")

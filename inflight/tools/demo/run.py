@@ -59,6 +59,7 @@ from inflight.tools.demo.trainer import (
 from inflight.tools.environment import environment, write_json
 from inflight.tools.progress import Progress, shown_on
 from inflight.tools.watch.command import page_of
+from inflight.training.data.lead import read_ahead
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
 from inflight.training.recording import RunRecorder
@@ -259,6 +260,7 @@ class _Run:
             sampling=SamplingParams(n=options.group_size, max_tokens=task.max_tokens, temperature=recipe.temperature),
             objective=recipe.objective,
             schedule="sync" if options.sync else "inflight",
+            ahead=read_ahead(options.ahead),
         )
         try:
             with without_full_collections():

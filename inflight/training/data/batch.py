@@ -60,6 +60,8 @@ class PackedBatch:
     trainer_version: int | None = None
     """Version of the trainer's weights when it takes the batch; it separates mismatch from staleness. After unpublished
     optimizer steps it is the next version. No token has that version."""
+    taken_ns: int = 0
+    """CLOCK_MONOTONIC when the trainer had the last of the groups."""
     rollouts: Sequence[Rollout] = ()
     """B, the source rollouts of the sequences: text, rewards and metadata."""
     observers: "list[LossObserver]" = field(default_factory=list)

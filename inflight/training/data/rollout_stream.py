@@ -2,15 +2,19 @@
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from math import ceil
+from typing import Any, Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError
+from inflight.core.frames import TokenFrame
+from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.group_table import GroupRecord
@@ -19,11 +23,14 @@ from inflight.stream.ledger import Ledger
 from inflight.stream.stream_thread import FrameSource, StreamThread
 from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import LossObserver, PackedBatch
+from inflight.training.data.concurrency import Concurrency
 from inflight.training.data.group_scoring import GroupScoring
+from inflight.training.data.lead import LeadState, check_ahead
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
+from inflight.training.data.submitter import PromptEngine, Submitter
 from inflight.training.data.texts import Texts
 
 _CHECK_S = 0.1
@@ -64,9 +71,15 @@ class RolloutStream:
         """Records of the groups."""
         self.texts = Texts(tokenizer, tokenizer_lock)
         self._scoring = GroupScoring(ledger, prepare=self.texts.fill_in, in_order=in_order)
-        ledger.frames.on_frame, ledger.queue.on_finished = meter.frame, self._scoring.start_if_wanted
+        ledger.frames.on_frame, ledger.queue.on_finished = self._measure_frame, self._scoring.start_if_wanted
         self.thread = StreamThread(source, ledger, **options)
         """Reads the frames."""
+        self.concurrency = Concurrency()
+        """Speed of the engines by the number of rows."""
+        self.engine: PromptEngine | None = None
+        """Receives the prompts of `batches(prompts=…)`."""
+        self.lead: LeadState | None = None
+        """State of the lead controller at the last batch of `batches(prompts=…)`."""
         self.sharing: Sharing | None = None
         """If set, `batches` yields only the shares of this rank."""
         self.dropped = Dropped()
@@ -157,9 +170,15 @@ class RolloutStream:
         score: Score | GroupScorer,
         staleness: Sequence[StalenessRule] = (),
         advantages: str | Advantages = "grpo",
+        prompts: Iterable[Any] | None = None,
+        params: SamplingParams | None = None,
+        ahead: int | Literal["auto"] = "auto",
     ) -> Iterator[PackedBatch]:
         """Yield batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
 
+        prompts: submitted by the stream itself, with `params`: prompts for `engine.submit`, or `Example`s of such a
+        prompt and metadata. None: the caller submits prompts. ahead: as `GRPOConfig.ahead`, for such prompts. Ranks
+        other than 0 give none. Prompts that the engine refuses are skipped and counted.
         Prompts submitted with `train=False`, drawn by `generate`, or drawn greedily are excluded (`collect` returns
         those). score: a function of a rollout, plain or `async`, or a `Scorer` with a time limit, or several as
         `Rewards`; it is called during training and generation. staleness: the rules for tokens that are too old.
@@ -172,7 +191,8 @@ class RolloutStream:
         On rank 0 of a trainer of several ranks, yields this rank's share of such batches. It then also raises
         RankLostError, naming a rank that has ended or does not take its share.
         """
-        batches = self._whole_batches(rollouts, score, staleness, advantages)
+        submitter = None if prompts is None else self._submitter(prompts, params, rollouts, ahead)
+        batches = self._whole_batches(rollouts, score, staleness, advantages, submitter)
         for batch in batches if self.sharing is None else self.sharing.shares(batches, self):
             batch.observers = self.observers
             yield batch
@@ -183,18 +203,40 @@ class RolloutStream:
         score: Score | GroupScorer,
         staleness: Sequence[StalenessRule],
         advantages: str | Advantages,
+        submitter: Submitter | None,
     ) -> Iterator[PackedBatch]:
         if rollouts < 1:
             raise ValueError(f"rollouts must be at least 1, got {rollouts}")
         check_rules(staleness)
         resolve_advantages(advantages)
         scorer = self._scoring.score_with(score)
+        with nullcontext() if submitter is None else submitter.in_background():
+            yield from self._scored_batches(rollouts, scorer, staleness, advantages, submitter)
+
+    def _scored_batches(
+        self,
+        rollouts: int,
+        scorer: GroupScorer,
+        staleness: Sequence[StalenessRule],
+        advantages: str | Advantages,
+        submitter: Submitter | None,
+    ) -> Iterator[PackedBatch]:
         more, num_batches, num_greedy, left_out = True, 0, 0, Dropped()
         while more:
             taken: list[int] = []
             scored = ScoredGroups()
+            if submitter is not None:
+                submitter.ask()
             try:
-                while len(scored.rollouts) < rollouts and (more := (answer := self._scoring.next(scorer)) is not None):
+                while len(scored.rollouts) < rollouts:
+                    if submitter is not None:
+                        submitter.fill()
+                    num_accepted = 0 if submitter is None else submitter.num_accepted
+                    if (answer := self._scoring.next(scorer)) is None:
+                        if submitter is not None and submitter.has_more(num_accepted):
+                            continue
+                        more = False
+                        break
                     if isinstance(answer, Future):
                         _wait_for_rollouts(answer, self.sharing)
                         continue
@@ -205,6 +247,13 @@ class RolloutStream:
                         continue
                     taken.append(answer.group_id)
                     scored.add(answer.rollouts)
+                    if submitter is not None:
+                        missing = ceil((rollouts - len(scored.rollouts)) / len(answer.rollouts))
+                        submitter.took(answer.group_id, missing)
+                if submitter is not None:
+                    submitter.fill()
+                    self.lead = submitter.begin()
+                    scored.dropped.num_unfit_examples, submitter.num_unfit = submitter.num_unfit, 0
                 batch = scored.pack(
                     trainer_version=self._meter.trainer_version, staleness=staleness, advantages=advantages
                 )
@@ -224,6 +273,26 @@ class RolloutStream:
                 measure_consumed(self._meter, batch)
         if not num_batches:
             _warn_of_no_batch(left_out, num_greedy)
+
+    def _measure_frame(self, frame: TokenFrame) -> None:
+        self._meter.frame(frame)
+        self.concurrency.frame(frame.header)
+
+    def _submitter(
+        self, prompts: Iterable[Any], params: SamplingParams | None, rollouts: int, ahead: int | Literal["auto"]
+    ) -> Submitter:
+        check_ahead(ahead)
+        if self.engine is None:
+            raise InflightError("this stream has no engine that receives prompts: submit them to the engine yourself")
+        params = params or SamplingParams()
+        return Submitter(
+            self.engine,
+            iter(prompts),
+            params,
+            ceil(rollouts / params.n),
+            ahead=ahead,
+            in_flight=self.ledger.queue.outstanding,
+        )
 
     def close(self) -> None:
         """Stop reading, and end the threads."""

@@ -184,7 +184,7 @@ class ScoredGroups:
             )
         self.has_advantage = any(map(np.any, values))
         # Staleness rules see every rollout, so that totals and counts do not depend on later omissions.
-        included = take_out_stale(rollouts, staleness, trainer_version, now_ns(), self.dropped)
+        included = take_out_stale(rollouts, staleness, trainer_version, taken_ns := now_ns(), self.dropped)
         without_gradient = self._without_gradient(values, skip_uniform, mask_truncated) & included.keys()
         kept = [index for index in included if index not in without_gradient]
         if not kept:
@@ -195,6 +195,7 @@ class ScoredGroups:
             included=[included[index] for index in kept] if staleness else None,
             trainer_version=trainer_version,
         )
+        batch.taken_ns = taken_ns
         batch.totals = _totals_with(batch, [rollouts[index] for index in sorted(without_gradient)])
         return batch
 
@@ -267,12 +268,17 @@ def measure_consumed(meter: StalenessMeter, batch: PackedBatch) -> TokenStalenes
     tokens. `trainer_version` must be known."""
     assert batch.trainer_version is not None
     drawn = batch.loss_mask
+    sampled_at_ns = batch.sampled_at_ns[drawn].cpu().numpy()
+    groups = batch.groups[batch.sequence_ids[drawn]].cpu().numpy()
+    group_end_ns = np.zeros(len(batch.totals.group_tokens), np.int64)
+    np.maximum.at(group_end_ns, groups, sampled_at_ns)
     return meter.consume(
         batch.weight_versions[drawn].cpu().numpy(),
-        batch.sampled_at_ns[drawn].cpu().numpy(),
+        sampled_at_ns,
         consumed_ns=now_ns(),
         trainer_version=batch.trainer_version,
         in_loss=None if batch.included is None else batch.included[drawn].cpu().numpy(),
+        group_wait_ns=np.maximum(batch.taken_ns - group_end_ns, 0)[groups],
     )
 
 

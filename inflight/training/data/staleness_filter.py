@@ -1,5 +1,5 @@
 """Rules for tokens that are too old to train on. They favor short rollouts, as long ones take longer to draw: see
-`Dropped.length_bias`. `GRPOConfig.groups_in_flight` keeps tokens young without that bias, but idles generators."""
+`Dropped.length_bias`. `GRPOConfig.ahead` keeps tokens young without that bias."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

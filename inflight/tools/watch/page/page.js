@@ -24,6 +24,16 @@ const AGES = [
   ["version_lag", "consumed", "How many versions the trainer was ahead of the weights that drew a token when it consumed it."],
 ];
 
+// The rules of the lead controller, by their number.
+const RULES = [
+  "fixed number of batches ahead",
+  "first steps: one batch",
+  "smallest lead that suffices",
+  "the lead grows",
+  "the generator is slower",
+  "bound on groups in flight",
+];
+
 const TRAINER = [
   ["trains", "blue", ["forward", "backward", "optimizer step", "reference"]],
   ["waits for rollouts", "orange", ["wait for rollouts"]],
@@ -381,6 +391,9 @@ function tiles() {
     ["stall_ms", text(median(swaps.map((swap) => swap.stall_ms))), "ms", "median of 50"],
     ["token_age_ms", text(measure("token_age_ms")), "ms", "median, 10 steps"],
     ["version_lag", text(measure("version_lag")), "versions", "median, 10 steps"],
+    ["Trainer waits", percent(last("lead/wait_share", 1)[0] ?? NaN), "", RULES[last("lead/rule", 1)[0]] ?? "no lead controller"],
+    ["Lead", text(last("lead/seconds", 1)[0]), "s", `${text(last("lead/groups", 1)[0])} groups in flight`],
+    ["Age over bound", text(mean(last("staleness/age_over_bound", 10))), "", "1: groups end when needed"],
     ["Effective sample size", text(mean(last("ratio/ess", 10))), "", "mean, 10 steps"],
   ];
 }

@@ -1,0 +1,379 @@
+"""Submits the prompts of a run: as many as a fixed bound allows, or when the lead controller starts them."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from math import inf
+from typing import Any, NamedTuple, Protocol
+
+from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError, InvalidRequestError
+from inflight.core.messages import LIVE_VERSION
+from inflight.core.sampling import SamplingParams
+from inflight.stream.ledger import Ledger
+from inflight.training.data.concurrency import Concurrency
+from inflight.training.data.lead import LeadController, LeadState, Rule
+
+logger = logging.getLogger(__name__)
+
+_MOST_UNFIT_IN_A_ROW = 1000
+"""Number of consecutive skipped examples after which a run ends with an error."""
+_JOIN_S = 60.0
+"""Bound for a submission in progress when a run ends."""
+
+
+class Example(NamedTuple):
+    """A prompt for `engine.submit`, and the metadata for its score function."""
+
+    prompt: Any
+    metadata: Mapping[str, Any]
+
+
+def as_example(example: Any) -> Example:
+    """Return an example unchanged, or make one of a prompt for `engine.submit`."""
+    return example if isinstance(example, Example) else Example(example, {})
+
+
+class GroupStream(Protocol):
+    """The part of a stream that decides when prompts start."""
+
+    @property
+    def ledger(self) -> Ledger: ...
+    @property
+    def concurrency(self) -> Concurrency: ...
+
+
+class PromptEngine(Protocol):
+    """The part of an engine that receives prompts."""
+
+    @property
+    def stream(self) -> GroupStream: ...
+    def submit(
+        self, prompts: Any, params: SamplingParams, *, metadata: Any, version: int | None = None, train: bool = True
+    ) -> list[int]: ...
+    def prompt_lengths(self, prompts: Any) -> list[int]: ...
+
+
+class Submitter:
+    """Takes examples, and submits their prompts.
+
+    The trainer's thread takes the examples from their iterator, at most one batch before they are submitted. It calls
+    `ask`, then `took` for every group, then `begin`, for each step. Inside `in_background()` another thread submits
+    prompts while the trainer computes, when the controller starts them.
+
+    Examples that the engine refuses, such as a prompt longer than its context, are skipped, counted and logged by their
+    index. If it refuses all of the first ones, its error is raised.
+    """
+
+    def __init__(
+        self,
+        engine: PromptEngine,
+        examples: Iterator[Any],
+        sampling: SamplingParams,
+        groups_per_step: int,
+        *,
+        ahead: int | str,
+        most_groups: int = 0,
+        most_tokens: int = 0,
+        in_flight: Collection[int] = (),
+        num_submitted: int = 0,
+    ):
+        """ahead, most_groups: as in `LeadController`. most_tokens: skip examples that might exceed this with an answer,
+        and raise ValueError for the first ones; 0: no bound. in_flight, num_submitted: of a run that is continued."""
+        self._engine, self._examples, self._sampling = engine, examples, sampling
+        self._per_step, self._most_tokens = groups_per_step, most_tokens
+        self.is_automatic = ahead == "auto"
+        self.lead = LeadController(
+            groups_per_step, ahead=ahead, most_groups=most_groups, spare_groups=self._spare_groups
+        )
+        self.in_flight = set(in_flight)
+        """Ids of groups that were submitted and not taken."""
+        self.num_submitted = num_submitted
+        """Number of examples that were submitted or skipped."""
+        self.num_unfit = 0
+        """Number of examples that were skipped since the trainer last set this to 0."""
+        self.num_accepted = 0
+        """Number of groups that were submitted here."""
+        self._num_unfit_in_a_row = 0
+        self._any_accepted = num_submitted > 0  # They were accepted before the run was saved.
+        self._taken_early: set[int] = set()
+        """Groups that were taken before their submission returned."""
+        self._buffer: deque[Any] = deque()
+        self._has_ended = False
+        """The iterator of examples has ended."""
+        self._changed = threading.Condition()
+        """Guards the controller, `in_flight` and the buffer. Held shortly, and never while prompts are submitted."""
+        self._submitting = threading.Lock()
+        """Held while prompts are submitted, so that they are submitted in order. Taken before `_changed`."""
+        self._stopped, self._is_paused = True, False
+        self._error: BaseException | None = None
+        """Error of the thread, raised by the next `ask`."""
+        self._last_rule: Rule | None = None
+        self.lead.start(len(self.in_flight), _now_s())
+
+    # ---- the trainer's thread -----------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """Note that the trainer asks for the groups of a step. Raises the errors of earlier submissions."""
+        with self._changed:
+            self.lead.ask(_now_s())
+        self.refill()
+
+    def refill(self) -> None:
+        """If the controller decides, take the examples of a batch from the iterator, and submit those that may start.
+        Raises the errors of earlier submissions."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if not self.is_automatic:
+            return
+        self._take_examples(self._per_step)
+        while self.submit_allowed():
+            self._take_examples(self._per_step)
+        with self._changed:
+            self._changed.notify()
+
+    def _take_examples(self, count: int) -> None:
+        """Take examples from the iterator until the buffer has this number."""
+        while not self._has_ended and len(self._buffer) < count:
+            try:
+                example = next(self._examples)
+            except StopIteration:
+                self._has_ended = True
+                break
+            with self._changed:
+                self._buffer.append(example)
+
+    @property
+    def is_over(self) -> bool:
+        """True if all examples were submitted or skipped."""
+        return self._has_ended and not self._buffer
+
+    def fill(self, version: int | None = None) -> None:
+        """Submit the prompts that are allowed now, or until the prompts end. version: the version that draws all of
+        their tokens; None: each token is drawn by the newest."""
+        if self.is_automatic:
+            self.refill()
+            return
+        with self._changed:
+            count = self.lead.allowed(_now_s())
+        self.submit(count, version)
+
+    def replace(self, missing: int, version: int | None = None) -> bool:
+        """Have another group take the place of one that was taken and cannot be used. missing: groups that the step
+        still needs, with this one. Returns False if none is left."""
+        if not self.is_automatic:
+            return self.submit(1, version) > 0
+        with self._changed:
+            self.lead.take_none(missing)
+        self.refill()
+        return not self.is_over or len(self.in_flight) >= missing
+
+    def has_more(self, num_accepted: int) -> bool:
+        """Return True if groups are in flight that were not yet when `num_accepted` was read, or if prompts are left
+        that may start."""
+        self.refill()
+        with self._submitting:  # A submission in another thread might be in progress.
+            return self.num_accepted != num_accepted or (self.is_automatic and not self.is_over)
+
+    def took(self, group_id: int, missing: int) -> None:
+        """Note that the trainer has taken a group, and still needs this number for its step."""
+        with self._changed:
+            if group_id in self.in_flight:
+                self.in_flight.discard(group_id)
+                self.lead.take(missing)
+            else:
+                self._taken_early.add(group_id)
+            self._changed.notify()
+
+    def begin(self) -> LeadState:
+        """Note that the trainer has the groups of its step. Returns the state of the controller."""
+        with self._changed:
+            self.lead.begin(_now_s())
+            state = self.lead.state
+            self._changed.notify()
+        if self.is_automatic and state.rule != self._last_rule:
+            self._last_rule = state.rule
+            logger.info("start of prompts: %s", state)
+        return state
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Submit prompts in another thread, too, until the end of the block."""
+        if not self.is_automatic:
+            yield
+            return
+        queue = self._engine.stream.ledger.queue
+        self._stopped, queue.on_ready = False, self._ready
+        thread = threading.Thread(target=self._run, name="inflight-submitter", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            queue.on_ready = lambda: None
+            with self._changed:
+                self._stopped = True
+                self._changed.notify()
+            thread.join(_JOIN_S)
+            if thread.is_alive():
+                logger.warning("a submission of prompts did not end within %.0f s; the run ends without it", _JOIN_S)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Submit nothing in the other thread during the block."""
+        with self._submitting, self._changed:
+            self._is_paused = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_paused = False
+                self._changed.notify()
+
+    # ---- any thread ---------------------------------------------------------------------------------------------
+
+    def submit_allowed(self, version: int | None = None) -> int:
+        """Submit the prompts that may start now. version: the version that draws all of their tokens; None: each token
+        is drawn by the newest. Returns their number."""
+        return self._submit(None, version)
+
+    def submit(self, count: int, version: int | None = None) -> int:
+        """Submit `count` prompts now. Returns the number of submitted prompts, which is smaller once they have
+        ended."""
+        num_submitted = 0
+        while num_submitted < count:
+            self._take_examples(count - num_submitted)
+            if self.is_over:
+                break
+            num_submitted += self._submit(count - num_submitted, version)
+        return num_submitted
+
+    def _ready(self) -> None:
+        with self._changed:
+            self.lead.ready(_now_s())
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_a_start():
+                self.submit_allowed()
+        except BaseException as error:  # The trainer's thread raises it.
+            self._error = error
+
+    def _wait_for_a_start(self) -> bool:
+        """Wait until a prompt may start. Returns False at the end. The trainer's next request wakes this thread when
+        there is nothing to submit."""
+        with self._changed:
+            while not self._stopped:
+                now = _now_s()
+                starts_at = self.lead.next_start(now) if self._buffer and not self._is_paused else inf
+                if starts_at <= now:
+                    return True
+                self._changed.wait(None if starts_at == inf else starts_at - now)
+            return False
+
+    def _submit(self, count: int | None, version: int | None) -> int:
+        """Submit examples of the buffer, at most `count` (None: the number that may start), and skip examples that do
+        not fit. Returns the number of submitted prompts."""
+        with self._submitting:
+            with self._changed:
+                if count is None and self._is_paused:
+                    return 0
+                now = _now_s()
+                number = min(len(self._buffer), self.lead.allowed(now) if count is None else count)
+                taken = [self._buffer.popleft() for _ in range(number)]
+                self.lead.start(number, now)
+            accepted: list[int] = []
+            try:
+                accepted = self._submit_examples(list(map(as_example, taken)), version)
+            finally:
+                with self._changed:
+                    self.lead.withdraw(number - len(accepted))
+                    self.in_flight.update(accepted)
+                    self.num_accepted += len(accepted)
+                    for group_id in self._taken_early.intersection(accepted):
+                        self.in_flight.discard(group_id)
+                        self.lead.take()
+                    self._taken_early.clear()
+            return len(accepted)
+
+    def _submit_examples(self, examples: list[Example], version: int | None) -> list[int]:
+        numbered = list(enumerate(examples, self.num_submitted))
+        self.num_submitted += len(numbered)
+        fitting = self._within_bound(numbered)
+        try:
+            accepted = self._accept([example for _, example in fitting], version)
+        except InvalidRequestError:  # One of them is invalid, so each is submitted separately.
+            accepted = [one for index, example in fitting for one in self._accept_alone(index, example, version)]
+            if not (accepted or self._any_accepted):
+                raise
+        self._any_accepted |= bool(accepted)
+        return accepted
+
+    def _accept(self, examples: list[Example], version: int | None) -> list[int]:
+        if not examples:
+            return []
+        prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
+        accepted = self._engine.submit(prompts, self._sampling, metadata=metadata, version=version)
+        self._num_unfit_in_a_row = 0
+        return accepted
+
+    def _accept_alone(self, index: int, example: Example, version: int | None) -> list[int]:
+        """Submit an example, under the live version if `version` is gone: no slot keeps an older version once the last
+        group that is pinned to it has ended."""
+        reason: InvalidRequestError | None = None
+        for pinned in [version] if version is None else [version, LIVE_VERSION]:
+            try:
+                return self._accept([example], pinned)
+            except InvalidRequestError as error:
+                reason = error
+        self._skip(index, str(reason).replace("prompt 0", "its prompt"))
+        if self._num_unfit_in_a_row >= _MOST_UNFIT_IN_A_ROW:
+            raise InflightError(
+                f"{self._num_unfit_in_a_row} examples in a row were refused by the engine, up to example {index}"
+            ) from reason
+        return []
+
+    def _within_bound(self, numbered: list[tuple[int, Example]]) -> list[tuple[int, Example]]:
+        """Return the examples whose longest sequences fit into `most_tokens`."""
+        most_tokens, max_tokens = self._most_tokens, self._sampling.max_tokens
+        if not most_tokens:
+            return numbered
+        try:
+            lengths = self._engine.prompt_lengths([example.prompt for _, example in numbered])
+        except InvalidRequestError:  # The engine refuses the same prompt when it is submitted.
+            return numbered
+        fitting = []
+        for (index, example), length in zip(numbered, lengths, strict=True):
+            longest = length + max_tokens
+            if longest <= most_tokens:
+                fitting.append((index, example))
+                continue
+            reason = (
+                f"its prompt has {length} tokens, and with an answer of sampling.max_tokens "
+                f"({max_tokens}) that does not fit into micro_batch_tokens ({most_tokens})"
+            )
+            if not self._any_accepted:
+                raise ValueError(f"example {index}: {reason}; allow at least {longest}, or leave such examples out")
+            self._skip(index, reason)
+        return fitting
+
+    def _skip(self, index: int, reason: str) -> None:
+        self.num_unfit += 1
+        self._num_unfit_in_a_row += 1
+        logger.warning("example %d is skipped: %s", index, reason)
+
+    def _spare_groups(self) -> float:
+        """Return the number of further groups that would make the engines faster, and of those that may queue."""
+        stream = self._engine.stream
+        capacities = [member.info.max_sequences for member in getattr(self._engine, "members", [self._engine])]
+        rows = sum(map(stream.concurrency.useful_rows, capacities))
+        # Sequences beyond the rows draw nothing and do not age, and keep the rows busy when others end together.
+        queue = self._per_step if rows >= sum(capacities) else 0
+        return (rows - stream.ledger.num_unfinished) / self._sampling.n + queue
+
+
+def _now_s() -> float:
+    return now_ns() / 1e9

@@ -1,0 +1,281 @@
+"""The lead controller on a simulated clock: it waits little, keeps tokens young, follows changes, never deadlocks."""
+
+import sys
+from dataclasses import replace
+from math import inf, isnan
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.training.data.lead import WAIT_SHARE, LeadController, check_ahead
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+from lead_simulation import Simulation, World
+
+PLAIN = World(is_long_tailed=False, jitter=0.0, median_tokens=100, groups_per_step=16, samples=4, rows=64)
+"""A batch of it takes one second: 100 passes of 10 ms."""
+
+
+def drive(lead, now, *, train_s, draw_s, steps):
+    """Run a trainer and a generator whose groups are ready `draw_s` after their start. Returns the waits."""
+    pending, ready, waits, taken, asked, until = [], 0, [], 0, now, inf
+    lead.ask(now)
+    while len(waits) < steps:
+        count = lead.allowed(now)
+        lead.start(count, now)
+        pending += [now + draw_s] * count
+        now = max(now, min([*pending, lead.next_start(now), until]))
+        while pending and pending[0] <= now:
+            pending.pop(0)
+            lead.ready(now)
+            ready += 1
+        if now >= until:
+            lead.ask(now)
+            taken, asked, until = 0, now, inf
+        while until == inf and ready and taken < 4:
+            ready, taken = ready - 1, taken + 1
+            lead.take(4 - taken)
+        if until == inf and taken == 4:
+            lead.begin(now)
+            waits.append(now - asked)
+            until = now + train_s
+    return waits
+
+
+def test_with_constant_times_each_group_starts_just_in_time():
+    lead = LeadController(4)
+    waits = drive(lead, 0.0, train_s=2.0, draw_s=0.5, steps=20)
+    assert max(waits[5:]) <= WAIT_SHARE * 2.0
+    assert lead.state.seconds == pytest.approx(0.5, abs=WAIT_SHARE * 2.0)
+    assert lead.in_flight == 0  # the groups of the next step start while the trainer trains
+    assert lead.state.wait_share <= WAIT_SHARE
+
+
+def test_a_lead_of_several_steps_keeps_several_batches_in_flight():
+    lead = LeadController(4)
+    waits = drive(lead, 0.0, train_s=1.0, draw_s=3.5, steps=60)
+    assert sum(waits[-20:]) <= 20 * WAIT_SHARE
+    assert lead.state.seconds == pytest.approx(3.5, abs=0.05)
+    assert 12 <= lead.in_flight <= 16
+
+
+def test_hard_bounds_hold_and_are_the_reason():
+    lead = LeadController(4, most_groups=6)
+    drive(lead, 0.0, train_s=1.0, draw_s=3.5, steps=20)
+    lead.start(lead.allowed(1e9), 1e9)
+    assert lead.in_flight == 6
+    lead = LeadController(4, most_groups=4)
+    drive(lead, 0.0, train_s=1.0, draw_s=3.5, steps=20)
+    assert lead.in_flight <= 4
+    lead.start(lead.allowed(1e9), 1e9)
+    assert "the bound on groups in flight" in lead.state.reason
+
+
+def test_a_fixed_number_of_batches_is_a_fixed_bound():
+    lead = LeadController(4, ahead=2)
+    assert lead.allowed(0.0) == 12
+    lead.start(12, 0.0)
+    assert lead.allowed(5.0) == 0
+    assert lead.next_start(5.0) == inf
+    assert isnan(lead.state.seconds)
+    assert "fixed number of batches" in lead.state.reason
+
+
+def test_engines_that_more_groups_do_not_speed_up_get_a_batch_at_most():
+    lead = LeadController(4, spare_groups=lambda: 0.0)
+    assert lead.allowed(0.0) == 4
+    lead.start(4, 0.0)
+    assert lead.allowed(0.0) == 0
+    lead.ready(1.0)
+    lead.take()
+    assert lead.allowed(1.0) == 1
+
+
+def test_steps_that_replace_groups_take_more():
+    """Half of the groups are replaced: twice as many start for a step."""
+    lead, now = LeadController(4), 0.0
+    for _ in range(30):
+        lead.ask(now)
+        for index in range(8):
+            lead.start(lead.allowed(now), now)
+            lead.ready(now)
+            lead.take(4 - (index + 1) // 2)
+        lead.begin(now)
+        now += 1.0
+    assert lead._batch == 8
+    lead.ask(now)
+    assert lead.allowed(now) + lead.in_flight >= 8
+
+
+def test_refused_groups_count_nowhere():
+    lead = LeadController(4)
+    lead.start(4, 0.0)
+    lead.withdraw(3)
+    assert (lead.in_flight, lead.allowed(0.0)) == (1, 3)
+
+
+@pytest.mark.parametrize("ahead", [-1, "all", 1.5, True, None])
+def test_other_values_than_auto_and_numbers_are_named(ahead):
+    with pytest.raises(ValueError, match='ahead must be "auto" or a number of batches'):
+        check_ahead(ahead)
+
+
+def figures(world, ahead, skip=20):
+    return Simulation(world, ahead=ahead).run().result(skip)
+
+
+@pytest.mark.parametrize("num_engines", [1, 4])
+@pytest.mark.parametrize("is_long_tailed", [False, True])
+@pytest.mark.parametrize("regime", ["trainer", "balanced", "generator"])
+def test_it_is_as_fast_as_the_best_fixed_bound_and_its_tokens_are_as_young(num_engines, is_long_tailed, regime):
+    batch_s = 3.2 if is_long_tailed else 1.0  # of a lone batch
+    train_s = {"trainer": 3.0, "balanced": 1.1, "generator": 0.3}[regime] * batch_s
+    world = replace(
+        PLAIN,
+        num_engines=num_engines,
+        groups_per_step=16 * num_engines,
+        is_long_tailed=is_long_tailed,
+        train_s=train_s,
+        jitter=0.05,
+        steps=100,
+    )
+    fixed = [figures(world, ahead) for ahead in (0, 1, 2, 4, 8)]
+    auto, best = figures(world, "auto"), max(one["steps_per_s"] for one in fixed)
+    assert auto["steps_per_s"] >= 0.96 * best
+    fast = [one["token_age_s"] for one in fixed if one["steps_per_s"] >= 0.97 * best]
+    assert auto["token_age_s"] <= 1.15 * min(fast)
+    if regime == "trainer":
+        assert auto["trainer_wait_share"] <= WAIT_SHARE
+
+
+def settled(world, change=None, *, at=40, within=20):
+    """Run, and make a change before step `at`. Returns the wait share and the mean age of tokens of the steps from
+    `within` steps later on."""
+    simulation = Simulation(world)
+    [trainer] = simulation.trainers
+
+    def before_step(trainer):
+        if change is not None and len(trainer.times) == at:
+            change(simulation)
+
+    trainer.before_step = before_step
+    figures = simulation.run().result(skip=at + within)
+    return figures["trainer_wait_share"], figures["token_age_s"]
+
+
+def lose_half(simulation):
+    for engine in simulation.pool.engines[::2]:
+        simulation.pool.fail(engine, Random(0))
+
+
+CHANGES = {
+    "lengths × 4": lambda world: replace(world, median_tokens=4 * world.median_tokens),
+    "lengths / 4": lambda world: replace(world, median_tokens=world.median_tokens / 4),
+    "rewards take 0.5 s": lambda world: replace(world, reward_s=0.5),
+    "steps take half the time": lambda world: replace(world, train_s=world.train_s / 2),
+    "half of the engines are lost": None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("is_long_tailed", [False, True])
+def test_it_follows_a_change_within_20_steps(change, is_long_tailed):
+    """Then the wait share is inside its limit, and tokens are as young as in a run that has always been so."""
+    world = replace(
+        PLAIN,
+        num_engines=4,
+        groups_per_step=32,
+        median_tokens=50,
+        train_s=8.0 if is_long_tailed else 3.0,
+        jitter=0.03,
+        is_long_tailed=is_long_tailed,
+        steps=120,
+    )
+    changed = CHANGES[change]
+    if changed is None:
+        wait_share, age = settled(world, lose_half)
+        _, usual_age = settled(replace(world, num_engines=2))
+    else:
+        wait_share, age = settled(world, lambda s: setattr(s.trainers[0], "world", changed(s.trainers[0].world)))
+        _, usual_age = settled(changed(world))
+    assert wait_share <= WAIT_SHARE
+    assert age <= 1.1 * usual_age
+
+
+@pytest.mark.medium
+@settings(max_examples=300)
+@given(
+    world=st.builds(
+        World,
+        num_engines=st.integers(1, 3),
+        rows=st.integers(1, 12),
+        base_s=st.floats(1e-4, 0.1),
+        row_s=st.sampled_from([0.0, 1e-4, 0.01]),
+        groups_per_step=st.integers(1, 6),
+        samples=st.integers(1, 3),
+        median_tokens=st.floats(1, 50),
+        is_long_tailed=st.booleans(),
+        train_s=st.floats(1e-3, 10),
+        jitter=st.floats(0, 2),
+        reward_s=st.sampled_from([0.0, 0.1, 5.0]),
+        failures_per_step=st.sampled_from([0.0, 0.3]),
+        steps=st.just(12),
+        seed=st.integers(0, 10_000),
+    ),
+    ahead=st.sampled_from(["auto", "auto", "auto", 0, 1]),
+)
+def test_no_world_deadlocks(world, ahead):
+    [trainer] = Simulation(world, ahead=ahead).run().trainers
+    assert len(trainer.times) >= 12
+    assert trainer.lead.in_flight >= 0
+
+
+EVENTS = st.lists(st.sampled_from(["start", "ready", "take", "ask", "begin", "refuse", "wait", "replace"]), max_size=60)
+
+
+@pytest.mark.medium
+@settings(max_examples=10_000)
+@given(events=EVENTS, per_step=st.integers(1, 4), most_groups=st.sampled_from([0, 4, 9]))
+def test_no_schedule_of_events_deadlocks(events, per_step, most_groups):
+    """After any events, a trainer that asks and takes what is ready gets a whole batch."""
+    lead, now, unready, ready, asked = LeadController(per_step, most_groups=most_groups), 0.0, 0, 0, False
+    for event in events:
+        if event == "start":
+            count = lead.allowed(now)
+            assert most_groups == 0 or lead.in_flight + count <= most_groups
+            lead.start(count, now)
+            unready += count
+        elif event == "ready" and unready:
+            lead.ready(now)
+            unready, ready = unready - 1, ready + 1
+        elif event == "take" and asked and ready:
+            lead.take()
+            ready -= 1
+        elif event == "ask":
+            lead.ask(now)
+            asked = True
+        elif event == "begin":
+            lead.begin(now)
+            asked = False
+        elif event == "refuse" and (count := lead.allowed(now)):
+            lead.start(count, now)
+            lead.withdraw(count)
+        elif event == "replace":
+            lead.take_none(per_step)
+        now += 1.0 if event == "wait" else 0.01
+        assert lead.next_start(now) >= now
+    lead.ask(now)
+    for missing in range(per_step, 0, -1):
+        if not ready:
+            unready += (count := lead.allowed(now))
+            lead.start(count, now)
+            assert unready, "the trainer would wait forever"
+            lead.ready(now)
+            unready -= 1
+        else:
+            ready -= 1
+        lead.take(missing - 1)
+    lead.begin(now)

@@ -1,0 +1,165 @@
+"""Prompts that a run submits itself: all of them once, in order, within the bounds, also while the trainer computes."""
+
+import threading
+import time
+from itertools import chain, count
+
+import pytest
+import torch
+from tiny_models import make_model
+
+import inflight
+from inflight.core.errors import InvalidRequestError
+from inflight.training.data.submitter import Example, Submitter
+from inflight.training.grpo import grpo
+
+SAMPLING = inflight.SamplingParams(n=2, max_tokens=5, ignore_eos=True)
+
+
+def score(rollout):
+    return float(rollout.token_ids.sum() % 2)
+
+
+def prompts_of(batches):
+    """The first token of each group's prompt, batch by batch."""
+    found = []
+    for batch in batches:
+        firsts = {rollout.group_id: int(rollout.prompt_token_ids[0]) for rollout in batch.rollouts}
+        found.append(list(firsts.values()))
+    return found
+
+
+@pytest.mark.parametrize("ahead", ["auto", 0, 2])
+def test_a_stream_that_submits_trains_on_each_prompt_once(engine, ahead):
+    prompts = [[index, 3] for index in range(23)]
+    found = prompts_of(engine.stream.batches(rollouts=8, score=score, prompts=prompts, params=SAMPLING, ahead=ahead))
+    assert [len(batch) for batch in found] == [4, 4, 4, 4, 4, 3]
+    assert sorted(chain(*found)) == list(range(23))
+    assert not engine.stream.outstanding
+    assert engine.stream.lead.groups == 0
+
+
+def test_prompts_start_while_the_trainer_computes(engine):
+    """In a step that is much longer than a generation, the next groups start long after the step has begun."""
+    taken = (index for index in count())
+    batches = engine.stream.batches(
+        rollouts=8, score=score, prompts=([next(taken) % 50, 3] for _ in count()), params=SAMPLING
+    )
+    waits, shortest_lead = [], []
+    for step, batch in enumerate(batches):
+        assert batch.num_sequences == 8
+        begun = time.monotonic_ns()
+        if step == 12:
+            break
+        time.sleep(0.5)
+        waits.append(engine.stream.lead.wait_share)
+        shortest_lead.append(engine.stream.lead.seconds)
+        if step >= 8:  # the groups of this step were drawn shortly before it began
+            assert begun - int(batch.sampled_at_ns[batch.drawn].min()) < 400_000_000
+    batches.close()
+    assert shortest_lead[-1] < 0.4
+    assert "inflight-submitter" not in {thread.name for thread in threading.enumerate()}
+    engine.stream.ledger.drop(engine.stream.outstanding)
+
+
+def test_a_stopped_stream_continues_with_the_groups_in_flight(engine):
+    prompts = iter([[index, 3] for index in range(12)])
+    first = engine.stream.batches(rollouts=4, score=score, prompts=prompts, params=SAMPLING, ahead=1)
+    [begin] = prompts_of([next(first)])
+    first.close()
+    rest = prompts_of(engine.stream.batches(rollouts=4, score=score, prompts=prompts, params=SAMPLING, ahead=1))
+    assert sorted([*begin, *chain(*rest)]) == list(range(12))
+
+
+@pytest.mark.parametrize("ahead", ["auto", 1])
+def test_prompts_that_do_not_fit_are_skipped_and_counted(engine, ahead):
+    before = engine.stream.dropped.num_unfit_examples
+    prompts = [[index, 3] if index % 3 else [3] * 100 for index in range(1, 10)]
+    found = prompts_of(engine.stream.batches(rollouts=4, score=score, prompts=prompts, params=SAMPLING, ahead=ahead))
+    assert sorted(chain(*found)) == [1, 2, 4, 5, 7, 8]
+    assert engine.stream.dropped.num_unfit_examples - before == 3
+    with pytest.raises(InvalidRequestError, match="prompt 0"):
+        next(engine.stream.batches(rollouts=4, score=score, prompts=[[3] * 100], params=SAMPLING, ahead=ahead))
+
+
+@pytest.mark.parametrize("ahead", ["auto", 1])
+def test_an_error_of_the_prompts_reaches_the_trainer(engine, ahead):
+    def prompts():
+        yield from ([index, 3] for index in range(7))
+        raise RuntimeError("the dataset is broken")
+
+    batches = engine.stream.batches(rollouts=4, score=score, prompts=prompts(), params=SAMPLING, ahead=ahead)
+    with pytest.raises(RuntimeError, match="the dataset is broken"):
+        list(batches)
+    engine.stream.ledger.drop(engine.stream.outstanding)
+
+
+def test_an_error_of_a_submission_in_the_background_reaches_the_trainer(engine, monkeypatch):
+    submit, begun = engine.submit, threading.Event()
+
+    def failing(*args, **options):
+        if threading.current_thread().name == "inflight-submitter":
+            begun.set()
+            raise OSError("no route to the engine")
+        return submit(*args, **options)
+
+    monkeypatch.setattr(engine, "submit", failing)
+    batches = engine.stream.batches(
+        rollouts=4, score=score, prompts=([index % 50, 3] for index in count()), params=SAMPLING
+    )
+    slow = (begun.wait(0.3) for _ in batches)
+    with pytest.raises(OSError, match="no route to the engine"):
+        list(slow)
+    engine.stream.ledger.drop(engine.stream.outstanding)
+
+
+@pytest.mark.parametrize("ahead", [-1, "soon"])
+def test_other_values_of_ahead_are_named(engine, ahead):
+    with pytest.raises(ValueError, match="ahead must be"):
+        next(engine.stream.batches(rollouts=4, score=score, prompts=[], ahead=ahead))
+    with pytest.raises(ValueError, match="ahead must be"):
+        inflight.GRPOConfig(ahead=ahead)
+
+
+@pytest.mark.parametrize("most", [2, 5])
+def test_groups_in_flight_bounds_the_controller(engine, most):
+    model = make_model("qwen3")
+    config = inflight.GRPOConfig(steps=8, groups_per_step=2, groups_in_flight=most, sampling=SAMPLING)
+    optimizer, largest = torch.optim.SGD(model.parameters(), lr=0.1), 0
+    submit = engine.submit
+
+    def counted(*args, **options):
+        nonlocal largest
+        ids = submit(*args, **options)
+        largest = max(largest, len(engine.stream.outstanding))
+        return ids
+
+    engine.submit = counted
+    try:
+        with engine.publisher(model) as publisher:
+            examples = (Example([index % 50, 3], {}) for index in count())
+            reports = list(grpo(engine, publisher, model, optimizer, examples, score, config))
+    finally:
+        del engine.submit
+    assert 2 <= largest <= most
+    assert len(reports) == 8
+    assert {"lead/groups", "lead/wait_share"} <= set(reports[-1].as_dict())
+    assert any("staleness/age_over_bound" in report.as_dict() for report in reports)
+    assert not engine.stream.outstanding
+
+
+def test_a_paused_submitter_submits_nothing(engine):
+    submitter = Submitter(engine, iter([[index, 3] for index in range(40)]), SAMPLING, 4, ahead="auto")
+    engine.stream._scoring.score_with(score)
+    with submitter.in_background():
+        submitter.ask()
+        with submitter.paused():
+            before = submitter.num_submitted, set(submitter.in_flight)
+            engine.stream.collect([])
+            deadline = time.monotonic() + 5
+            while engine.stream.ledger.num_unfinished and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.05)
+            assert (submitter.num_submitted, set(submitter.in_flight)) == before
+        assert submitter.num_submitted >= 4
+    engine.stream.ledger.drop(engine.stream.outstanding)
