@@ -69,13 +69,13 @@ class RolloutStream:
         self._meter = meter
         self.ledger = ledger
         """Records of the groups."""
+        self.concurrency = Concurrency()
+        """Speed of the engines by the number of rows."""
         self.texts = Texts(tokenizer, tokenizer_lock)
         self._scoring = GroupScoring(ledger, prepare=self.texts.fill_in, in_order=in_order)
         ledger.frames.on_frame, ledger.queue.on_finished = self._measure_frame, self._scoring.start_if_wanted
         self.thread = StreamThread(source, ledger, **options)
         """Reads the frames."""
-        self.concurrency = Concurrency()
-        """Speed of the engines by the number of rows."""
         self.engine: PromptEngine | None = None
         """Receives the prompts of `batches(prompts=…)`."""
         self.lead: LeadState | None = None
