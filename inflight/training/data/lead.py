@@ -193,6 +193,8 @@ class LeadController:
         if self.in_flight:
             self.in_flight -= 1
             self._num_taken += 1
+            # Groups of a continued run can have been ready before the controller was made.
+            self._num_unready = min(self._num_unready, self.in_flight)
 
     def take_none(self, missing: int) -> None:
         """Note that the step needs this number of groups again, since one that was taken does not count."""

@@ -110,6 +110,17 @@ def test_steps_that_replace_groups_take_more():
     assert lead.allowed(now) + lead.in_flight >= 8
 
 
+def test_groups_that_were_ready_before_the_run_continued_do_not_count_as_unready():
+    lead = LeadController(4, spare_groups=lambda: 0.0)
+    lead.start(4, 0.0)  # of the saved run, ready already
+    lead.ask(1.0)
+    for missing in (3, 2, 1, 0):
+        lead.take(missing)
+    lead.begin(1.0)
+    lead.ask(2.0)
+    assert lead.allowed(2.0) == 4
+
+
 def test_refused_groups_count_nowhere():
     lead = LeadController(4)
     lead.start(4, 0.0)
