@@ -348,7 +348,9 @@ def scenarios() -> Iterator[tuple[str, tuple[World, ...]]]:
     slow, fast = 5.0, 1.0  # seconds of a step: slower and faster than its generators
     for num_engines in (1, 8, 64, 1024):
         rows = 64 if num_engines < 1024 else 8  # The batch is as large as all rows.
-        world = World(num_engines=num_engines, rows=rows, groups_per_step=rows // 4 * num_engines, steps=60)
+        world = World(
+            num_engines=num_engines, rows=rows, groups_per_step=rows // 4 * num_engines, steps=60 if rows == 64 else 40
+        )
         yield f"{num_engines} engines, the trainer is slower", (replace(world, train_s=slow),)
         yield f"{num_engines} engines, the generator is slower", (replace(world, train_s=fast),)
     world = World(num_engines=8, groups_per_step=128, train_s=slow)

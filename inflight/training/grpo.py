@@ -22,7 +22,7 @@ from inflight.core.spans import span, spanned
 from inflight.core.waiting import telling
 from inflight.observability.loggers import JsonLines, Logger
 from inflight.training.config import GRPOConfig
-from inflight.training.data.lead import LeadState
+from inflight.training.data.lead_state import LeadState
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken

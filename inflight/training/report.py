@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness_meter import TokenStaleness
-from inflight.training.data.lead import LeadState
+from inflight.training.data.lead_state import LeadState
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.evaluation import EvaluationResult
 from inflight.training.objective.probe import RatioCauses

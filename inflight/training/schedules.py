@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from inflight.core.by_name import resolve_by_name
 from inflight.core.errors import InflightError
 from inflight.observability.staleness_meter import StalenessMeter
-from inflight.training.data.lead import LeadState
+from inflight.training.data.lead_state import LeadState
 from inflight.training.data.rollout_stream import RolloutStream
 from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.data.scoring import GroupScorer, Score

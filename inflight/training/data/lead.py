@@ -31,13 +31,11 @@ All times are in seconds of any clock that only moves forward. Nothing here read
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import pairwise
 from math import ceil, inf, isnan, nan
-from typing import Any, Literal
 
-WAIT_SHARE = 0.02
-"""Largest share of its time that the trainer should wait for groups."""
+from inflight.training.data.lead_state import WAIT_SHARE, LeadState, Rule
+
 _AIM = 0.005
 """The share that the estimate aims at. It is lower, because the estimate comes from few steps."""
 _FADING = 0.9
@@ -47,56 +45,6 @@ _FIRST_STEPS = 2
 """Steps with one batch in flight: no time of a step is known."""
 
 
-class Rule(IntEnum):
-    """Rules that decide when the next group starts."""
-
-    FIXED = 0
-    FIRST_STEPS = 1
-    JUST_IN_TIME = 2
-    GROWING = 3
-    GENERATOR = 4
-    BOUND = 5
-
-
-_REASONS = {
-    Rule.FIXED: "a fixed number of batches ahead",
-    Rule.FIRST_STEPS: "one batch until the times of steps are known",
-    Rule.JUST_IN_TIME: "the smallest lead with which the trainer hardly waits",
-    Rule.GROWING: "the trainer waited too long, and the lead grows",
-    Rule.GENERATOR: "the generator is the slower half, and more groups would not speed it up",
-    Rule.BOUND: "the bound on groups in flight",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class LeadState:
-    """The lead after a step, and its reason."""
-
-    seconds: float
-    """The lead; NaN in the first steps, and with a fixed bound."""
-    groups: int
-    """Groups in flight: started, and not taken by the trainer."""
-    wait_share: float
-    """Share of the time of the last steps in which the trainer waited for groups; NaN before the first."""
-    rule: Rule
-    """The rule that decides when the next group starts."""
-
-    @property
-    def reason(self) -> str:
-        """The rule in words."""
-        return _REASONS[self.rule]
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the numbers by name; "rule" is the number of the `Rule`."""
-        numbers = {"seconds": self.seconds, "groups": float(self.groups), "wait_share": self.wait_share}
-        return numbers | {"rule": float(self.rule)}
-
-    def __str__(self) -> str:
-        lead = "" if isnan(self.seconds) else f"lead {self.seconds:.3g} s, "
-        wait = "" if isnan(self.wait_share) else f"the trainer waited {self.wait_share:.1%} of the time, "
-        return f"{lead}{wait}{self.groups} groups in flight: {self.reason}"
-
-
 @dataclass(frozen=True, slots=True)
 class _Step:
     needed_s: float
@@ -104,19 +52,6 @@ class _Step:
     wait_s: float
     train_s: float
     num_groups: int
-
-
-def check_ahead(ahead: int | str) -> None:
-    """Raise ValueError unless it is "auto" or a number of batches."""
-    if ahead != "auto" and not (isinstance(ahead, int) and not isinstance(ahead, bool) and ahead >= 0):
-        raise ValueError(f'ahead must be "auto" or a number of batches of at least 0, got {ahead!r}')
-
-
-def read_ahead(text: str) -> int | Literal["auto"]:
-    """Return the value of `--ahead`: "auto", or a number. Raises ValueError."""
-    ahead: Any = int(text) if text.isdecimal() else text
-    check_ahead(ahead)
-    return ahead
 
 
 class LeadController:

@@ -25,7 +25,7 @@ from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import LossObserver, PackedBatch
 from inflight.training.data.concurrency import Concurrency
 from inflight.training.data.group_scoring import GroupScoring
-from inflight.training.data.lead import LeadState, check_ahead
+from inflight.training.data.lead_state import LeadState, check_ahead
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score

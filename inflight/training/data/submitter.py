@@ -14,7 +14,8 @@ from inflight.core.messages import LIVE_VERSION
 from inflight.core.sampling import SamplingParams
 from inflight.stream.ledger import Ledger
 from inflight.training.data.concurrency import Concurrency
-from inflight.training.data.lead import LeadController, LeadState, Rule
+from inflight.training.data.lead import LeadController
+from inflight.training.data.lead_state import LeadState, Rule
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.training.data.lead import WAIT_SHARE, LeadController, check_ahead
+from inflight.training.data.lead import LeadController
+from inflight.training.data.lead_state import WAIT_SHARE, check_ahead
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from lead_simulation import Simulation, World
