@@ -17,7 +17,7 @@ from typing import Any
 
 from inflight.tools.environment import write_result
 
-TURNS = 3
+TURNS = 2
 FIXED = ("0", "1", "2", "4")
 REGIMES = {
     "tiny": {"trainer-bound": (32, 16, 60), "balanced": (32, 48, 40), "generator-bound": (32, 192, 15)},
