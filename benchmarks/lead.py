@@ -4,8 +4,8 @@
 
 `bench staleness` runs in alternation with `--ahead auto`, 0, 1, 2 and 4 and with `--mode sync`, in three regimes that
 differ in the tokens of an answer: the trainer, neither, or the generator is the slower half. Figures are medians over
-turns. `speed` is auto's steps/s over those of the fastest fixed bound, `age` its median token age over that of the
-youngest fixed bound that reaches 97 % of the fastest.
+turns. `speed` is auto's steps/s over the steps/s of the fastest fixed bound. `age` is its median token age over the
+smallest median age of the fixed bounds that reach 97 % of the fastest.
 """
 
 import json

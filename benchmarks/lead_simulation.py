@@ -351,13 +351,15 @@ def scenarios() -> Iterator[tuple[str, tuple[World, ...]]]:
         world = World(
             num_engines=num_engines, rows=rows, groups_per_step=rows // 4 * num_engines, steps=60 if rows == 64 else 40
         )
-        yield f"{num_engines} engines, the trainer is slower", (replace(world, train_s=slow),)
-        yield f"{num_engines} engines, the generator is slower", (replace(world, train_s=fast),)
+        name = "1 engine" if num_engines == 1 else f"{num_engines:,} engines"
+        yield f"{name}, the trainer is slower", (replace(world, train_s=slow),)
+        yield f"{name}, the generator is slower", (replace(world, train_s=fast),)
     world = World(num_engines=8, groups_per_step=128, train_s=slow)
     yield "rewards that take as long as a step", (replace(world, reward_s=slow),)
     yield "an engine in ten fails at each step", (replace(world, failures_per_step=0.1),)
-    yield "a compute-bound engine, the trainer is slower", (replace(world, base_s=0.002, row_s=0.0005, rows=256),)
-    yield "a compute-bound engine, it is slower", (replace(world, base_s=0.002, row_s=0.0005, rows=256, train_s=2.0),)
+    compute_bound = replace(world, base_s=0.002, row_s=0.0005, rows=256)
+    yield "compute-bound engines, the trainer is slower", (replace(compute_bound, train_s=9.0),)
+    yield "compute-bound engines, the generator is slower", (replace(compute_bound, train_s=2.0),)
     two = replace(world, groups_per_step=48, train_s=4.0)
     yield "two policies on the same engines", (two, replace(two, train_s=7.0, median_tokens=200.0, seed=9))
 

@@ -197,7 +197,7 @@ class Engine:
                     silence_s=self._monitors[0].silence_s,
                     memory_bytes=self.options.stream_memory_bytes,
                 )
-                self._stream.engine = proxy(self)
+                self._stream.engine = proxy(self)  # A reference would keep an engine alive that nobody holds.
             return self._stream
 
     @named()

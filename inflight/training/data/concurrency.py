@@ -18,7 +18,7 @@ class Concurrency:
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, int, int]] = {}
-        """Per engine: step, time, and rows that went on after it."""
+        """Per engine: step and time of its last frame, and the number of rows that continued after it."""
         self._token_ns: dict[int, float] = {}
         self._num_passes: dict[int, int] = {}
         self._seen_at: dict[int, int] = {}
@@ -36,7 +36,7 @@ class Concurrency:
         self._seen_at[bucket] = self._num_frames
         self._num_passes[bucket] = count = min(self._num_passes.get(bucket, 0) + 1, _AVERAGED_PASSES)
         token_ns, mean_ns = (header.time_ns - last_ns) / num_rows, self._token_ns.get(bucket, 0.0)
-        if count > _LEAST_PASSES:  # A process that the system held up for a while is no measure of the engine.
+        if count > _LEAST_PASSES:  # A pass during which the system stopped the process says nothing about the engine.
             token_ns = min(token_ns, 4 * mean_ns)
         self._token_ns[bucket] = mean_ns + (token_ns - mean_ns) / count
 

@@ -21,9 +21,9 @@ overtake a group that takes several steps, and the law starts as many groups mor
 ℓ · (groups per second of the trainer) groups in flight.
 
 A longer lead does not speed up a generator that is the slower half. `needed` then grows with the lead, because groups
-share the engine, and a bound ends that: the engines get no more samples than make them faster (`Concurrency`). If they
-are fastest with all rows, a further batch is allowed to queue; it draws no tokens there and so does not age. One batch
-is always allowed; without it the trainer would wait forever.
+share the engine. A bound ends this growth: samples are added only while they make the engines faster (`Concurrency`).
+If the engines are fastest with all rows, a further batch is allowed to queue; it draws no tokens there and so does not
+age. One batch is always allowed; without it the trainer would wait forever.
 
 All times are in seconds of any clock that only moves forward. Nothing here reads a clock or waits.
 """
@@ -87,7 +87,7 @@ class LeadController:
         self._num_taken = 0
         """Groups taken for the present step."""
         self._missing = groups_per_step
-        """Groups that the present step still needs, not counting those that will fail or be replaced."""
+        """Usable groups that the present step still needs."""
         self._train_s = nan
         """Seconds of the last step, from the arrival of its groups to the next request."""
         self._usual_train_s, self._mean_wait_s, self._batch = nan, 0.0, groups_per_step
@@ -103,11 +103,11 @@ class LeadController:
         self._num_unready += count
 
     def withdraw(self, count: int) -> None:
-        """Note that the last groups to start were refused."""
-        for _ in range(count):
+        """Note that the last groups to start were refused, or that another caller discarded groups in flight."""
+        for _ in range(min(count, len(self._starts))):
             self._starts.pop()
         self.in_flight -= count
-        self._num_unready -= count
+        self._num_unready = max(0, self._num_unready - count)
 
     def ready(self, now: float) -> None:
         """Note that a group can be taken."""
@@ -131,8 +131,8 @@ class LeadController:
             # Groups of a continued run can have been ready before the controller was made.
             self._num_unready = min(self._num_unready, self.in_flight)
 
-    def take_none(self, missing: int) -> None:
-        """Note that the step needs this number of groups again, since one that was taken does not count."""
+    def need(self, missing: int) -> None:
+        """Note that the step needs this number of groups, since one that was taken does not count."""
         self._missing = missing
 
     def begin(self, now: float) -> None:
@@ -161,7 +161,7 @@ class LeadController:
         if self._room < 1:
             return inf
         start = self._due(self.in_flight, now) - self._lead
-        # While the trainer waits, the time of its next request moves with the clock.
+        # While the trainer waits, its next request is predicted from the current time, so that this start is never due.
         return now if start <= now else inf if self._asked is not None else start
 
     @property
@@ -182,7 +182,7 @@ class LeadController:
         """Groups that the bounds allow to start."""
         bound = self._fixed or (inf if self._is_measured else self._per_step)
         room = min(bound, self._most_groups) - self.in_flight
-        if self._fixed is None:
+        if self._fixed is None and room > 0:
             room = min(room, max(self._batch - self._num_unready, self._spare_groups()))
         return room
 

@@ -105,7 +105,7 @@ class Submitter:
         self._has_ended = False
         """The iterator of examples has ended."""
         self._changed = threading.Condition()
-        """Guards the controller, `in_flight` and the buffer. Held shortly, and never while prompts are submitted."""
+        """Guards the controller, `in_flight` and the buffer. Held briefly, and never while prompts are submitted."""
         self._submitting = threading.Lock()
         """Held while prompts are submitted, so that they are submitted in order. Taken before `_changed`."""
         self._stopped, self._is_paused = True, False
@@ -123,7 +123,7 @@ class Submitter:
         self.refill()
 
     def refill(self) -> None:
-        """If the controller decides, take the examples of a batch from the iterator, and submit those that may start.
+        """If the controller decides, take the examples of a batch from the iterator, and submit those that can start.
         Raises the errors of earlier submissions."""
         if self._error is not None:
             error, self._error = self._error, None
@@ -168,16 +168,21 @@ class Submitter:
         if not self.is_automatic:
             return self.submit(1, version) > 0
         with self._changed:
-            self.lead.take_none(missing)
+            self.lead.need(missing)
         self.refill()
         return not self.is_over or len(self.in_flight) >= missing
 
     def has_more(self, num_accepted: int) -> bool:
-        """Return True if groups are in flight that were not yet when `num_accepted` was read, or if prompts are left
-        that may start."""
+        """Return True if the caller should ask again: groups are in flight that were not yet when `num_accepted` was
+        read, prompts are left that can start, or groups were discarded and others can take their place."""
+        with self._submitting, self._changed:  # A submission in another thread might be in progress.
+            # Nothing was left to take, so these were discarded by another caller (`engine.abandon`).
+            if gone := self.in_flight.difference(self._engine.stream.ledger.outstanding):
+                self.in_flight -= gone
+                self.lead.withdraw(len(gone))
         self.refill()
-        with self._submitting:  # A submission in another thread might be in progress.
-            return self.num_accepted != num_accepted or (self.is_automatic and not self.is_over)
+        with self._submitting:
+            return bool(gone) or self.num_accepted != num_accepted or (self.is_automatic and not self.is_over)
 
     def took(self, group_id: int, missing: int) -> None:
         """Note that the trainer has taken a group, and still needs this number for its step."""
@@ -213,7 +218,8 @@ class Submitter:
         try:
             yield
         finally:
-            queue.on_ready = lambda: None
+            if queue.on_ready == self._ready:  # A later stream of prompts might have replaced it.
+                queue.on_ready = lambda: None
             with self._changed:
                 self._stopped = True
                 self._changed.notify()
@@ -235,10 +241,9 @@ class Submitter:
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
-    def submit_allowed(self, version: int | None = None) -> int:
-        """Submit the prompts that may start now. version: the version that draws all of their tokens; None: each token
-        is drawn by the newest. Returns their number."""
-        return self._submit(None, version)
+    def submit_allowed(self) -> int:
+        """Submit the prompts that can start now. Returns their number."""
+        return self._submit(None, None)
 
     def submit(self, count: int, version: int | None = None) -> int:
         """Submit `count` prompts now. Returns the number of submitted prompts, which is smaller once they have
@@ -264,7 +269,7 @@ class Submitter:
             self._error = error
 
     def _wait_for_a_start(self) -> bool:
-        """Wait until a prompt may start. Returns False at the end. The trainer's next request wakes this thread when
+        """Wait until a prompt can start. Returns False at the end. The trainer's next request wakes this thread when
         there is nothing to submit."""
         with self._changed:
             while not self._stopped:
@@ -276,7 +281,7 @@ class Submitter:
             return False
 
     def _submit(self, count: int | None, version: int | None) -> int:
-        """Submit examples of the buffer, at most `count` (None: the number that may start), and skip examples that do
+        """Submit examples of the buffer, at most `count` (None: the number that can start), and skip examples that do
         not fit. Returns the number of submitted prompts."""
         with self._submitting:
             with self._changed:
@@ -306,7 +311,9 @@ class Submitter:
         fitting = self._within_bound(numbered)
         try:
             accepted = self._accept([example for _, example in fitting], version)
-        except InvalidRequestError:  # One of them is invalid, so each is submitted separately.
+        except (
+            InvalidRequestError
+        ):  # The engine refuses all prompts if one is invalid, so each is submitted separately.
             accepted = [one for index, example in fitting for one in self._accept_alone(index, example, version)]
             if not (accepted or self._any_accepted):
                 raise

@@ -70,7 +70,7 @@ def test_idle_time_and_lost_frames_do_not_count():
     assert concurrency.useful_rows(256) == 9
 
 
-def test_engines_are_told_apart():
+def test_each_engine_is_measured_by_its_own_frames():
     concurrency = Concurrency()
     one, two = Frames(concurrency, "one", base=0), Frames(concurrency, "two", base=0)
     two.now = 5_000_000_000

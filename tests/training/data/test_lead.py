@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.training.data.lead import LeadController
-from inflight.training.data.lead_state import WAIT_SHARE, check_ahead
+from inflight.training.data.lead_state import WAIT_SHARE, Rule, check_ahead
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from lead_simulation import Simulation, World
@@ -120,6 +120,12 @@ def test_groups_that_were_ready_before_the_run_continued_do_not_count_as_unready
     lead.begin(1.0)
     lead.ask(2.0)
     assert lead.allowed(2.0) == 4
+
+
+def test_the_live_page_names_every_rule():
+    page = Path(__file__).parents[3] / "inflight" / "tools" / "watch" / "page" / "page.js"
+    _, _, rest = page.read_text().partition("const RULES = [")
+    assert rest.partition("]")[0].count(",") == len(Rule)
 
 
 def test_refused_groups_count_nowhere():
@@ -276,7 +282,7 @@ def test_no_schedule_of_events_deadlocks(events, per_step, most_groups):
             lead.start(count, now)
             lead.withdraw(count)
         elif event == "replace":
-            lead.take_none(per_step)
+            lead.need(per_step)
         now += 1.0 if event == "wait" else 0.01
         assert lead.next_start(now) >= now
     lead.ask(now)
