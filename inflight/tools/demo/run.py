@@ -81,6 +81,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     if checkpoint is not None:
         options = _options_of(checkpoint, options)
     recipe = recipe_of(options)
+    read_ahead(options.ahead)  # A mistake is reported before anything is loaded.
     # The imports of reasoning-gym take seconds, and the engine of the demo's own task starts in this time.
     making = ThreadPoolExecutor(1, "inflight-demo-task").submit(_make_task, options)
     if not starts_from_file(options):

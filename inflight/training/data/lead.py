@@ -92,7 +92,7 @@ class LeadController:
         """Seconds of the last step, from the arrival of its groups to the next request."""
         self._usual_train_s, self._mean_wait_s, self._batch = nan, 0.0, groups_per_step
         """Of the last steps: the median time from groups to request (one long step, as with an evaluation, predicts
-        nothing), the mean wait, and the groups that a step takes, with those that fail or are replaced."""
+        nothing), the mean wait, and the groups that a step takes, including failed and replaced groups."""
         self._lead_s, self._wait_share = nan, nan
 
     def start(self, count: int, now: float) -> None:

@@ -374,7 +374,7 @@ class Submitter:
         logger.warning("example %d is skipped: %s", index, reason)
 
     def _spare_groups(self) -> float:
-        """Return the number of further groups that would make the engines faster, and of those that may queue."""
+        """Return the number of further groups that would make the engines faster or are allowed to queue."""
         stream = self._engine.stream
         capacities = [member.info.max_sequences for member in getattr(self._engine, "members", [self._engine])]
         rows = sum(map(stream.concurrency.useful_rows, capacities))
