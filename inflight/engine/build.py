@@ -79,18 +79,20 @@ class Parts:
         """The options, with numbers in place of the zeros that stand for a default."""
 
         layout = layout_of(model)
-        slots = [make_slot(layout.total_bytes, self.device) for _ in range(options.slots)]
+        slots = [make_slot(layout.total_bytes, self.device)]
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
         self.aliases = aliases_of(model)
+        modules = [module_over(model, layout, slots[0].buffer)]
+        del model
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # frees the loaded copy of the weights before further slots are made
+        slots += [make_slot(layout.total_bytes, self.device) for _ in range(options.slots - 1)]
+        modules += [module_over(modules[0], layout, slot.buffer) for slot in slots[1:]]
         self.slot_table = SlotTable(layout, slots)
         backend = choose_backend(options.attention, layers.attention, self.device)
         self.attention = backend.name
-        adapters = AdapterBank(model, options, self.device, backend) if options.lora_rank else None
+        adapters = AdapterBank(modules[0], options, self.device, backend) if options.lora_rank else None
         self.adapter_slots = None if adapters is None else adapters.slot_table
-        modules = [module_over(model, layout, slot.buffer) for slot in slots]
-        del model
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # frees the loaded copy of the weights; all free memory is for the KV cache
         if adapters is not None:
             for module in modules:
                 adapters.attach(module)

@@ -49,6 +49,9 @@ class GRPOConfig:
     """Steps between two measurements that separate mismatch from staleness (`VersionProbe`). 0: none."""
     micro_batch_tokens: int = 0
     """Maximum number of tokens of one forward and backward pass, to save memory. 0: no bound."""
+    autocast: bool = True
+    """On a GPU, compute the products of fp32 parameters in bf16 (`torch.autocast`), several times as fast. Parameters,
+    gradients and the loss stay in fp32. False: compute in fp32. CPUs compute in the dtype of the parameters."""
     max_grad_norm: float = 1.0
     """Largest norm of the gradient; a larger gradient is scaled down to it. 0: no scaling. A step with a gradient that
     is not finite is always skipped."""

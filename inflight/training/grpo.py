@@ -28,6 +28,7 @@ from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
 from inflight.training.evaluation import Evaluation
+from inflight.training.model.forward import bf16_on_gpu
 from inflight.training.objective.objective import resolve
 from inflight.training.objective.probe import VersionProbe
 from inflight.training.reference import ReferenceScorer, charge_kl, reference_scorer
@@ -90,7 +91,11 @@ def grpo(
     """
     _check_one_rank(engine)
     score_reference = reference_scorer(
-        resolve(config.objective), model, reference, reward_kl_weight=config.reward_kl_weight
+        resolve(config.objective),
+        model,
+        reference,
+        reward_kl_weight=config.reward_kl_weight,
+        autocast=config.autocast,
     )
     check_finite(model)
 
@@ -197,7 +202,9 @@ class _Trainer:
         update, staleness, causes = Update(), None, None
         if batch is not None:
             batch.observers = self.engine.stream.observers
-            causes = probe.causes(batch) if probe is not None and step % config.probe_every == 0 else None
+            if probe is not None and step % config.probe_every == 0:
+                with bf16_on_gpu(self.model, config.autocast):
+                    causes = probe.causes(batch)
             update = train_step(self.model, self.optimizer, batch, config, score_reference=self.score_reference)
             self.num_skipped += update.num_skipped
             if self.lr_scheduler is not None and update.num_skipped < config.updates_per_batch:

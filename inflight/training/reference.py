@@ -14,7 +14,7 @@ from torch import nn
 from inflight.training.config import GRPOConfig
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import ScoredGroups
-from inflight.training.model.forward import token_logprobs
+from inflight.training.model.forward import bf16_on_gpu, token_logprobs
 from inflight.training.objective.objective import Objective
 from inflight.weights.tensors import is_peft, unwrap
 
@@ -23,14 +23,19 @@ ReferenceScorer = Callable[[PackedBatch], torch.Tensor]
 
 
 def reference_scorer(
-    objective: Objective, model: nn.Module, reference: nn.Module | None, *, reward_kl_weight: float = 0.0
+    objective: Objective,
+    model: nn.Module,
+    reference: nn.Module | None,
+    *,
+    reward_kl_weight: float = 0.0,
+    autocast: bool = True,
 ) -> ReferenceScorer | None:
     """Return the function that scores tokens for a KL penalty, in the objective or in the reward, or None without a
     penalty.
 
     reference: put into evaluation mode and never changed. None: the base of a PEFT model; its adapters are switched off
-    for a forward pass. Raises ValueError if a penalty has no reference policy, or a reference is given without a
-    penalty.
+    for a forward pass. autocast: as `GRPOConfig.autocast`. Raises ValueError if a penalty has no reference policy, or a
+    reference is given without a penalty.
     """
     if not objective.kl_weight and not reward_kl_weight:
         if reference is not None:
@@ -45,10 +50,10 @@ def reference_scorer(
                 "reference is the model that is trained, to which its KL is always 0; give a copy: "
                 "reference=copy.deepcopy(model)"
             )
-        return partial(_score, reference.eval(), nullcontext)
+        return partial(_score, reference.eval(), nullcontext, autocast)
     if is_peft(model):
         peft_model: Any = unwrap(model)
-        return partial(_score, model, peft_model.disable_adapter)
+        return partial(_score, model, peft_model.disable_adapter, autocast)
     name, weight = ("kl_weight", objective.kl_weight) if objective.kl_weight else ("reward_kl_weight", reward_kl_weight)
     raise ValueError(
         f"{name}={weight} asks for a KL penalty to a reference policy, but there is none: "
@@ -58,8 +63,10 @@ def reference_scorer(
 
 
 @torch.no_grad()
-def _score(policy: nn.Module, context: Callable[[], AbstractContextManager[Any]], batch: PackedBatch) -> torch.Tensor:
-    with context():
+def _score(
+    policy: nn.Module, context: Callable[[], AbstractContextManager[Any]], autocast: bool, batch: PackedBatch
+) -> torch.Tensor:
+    with context(), bf16_on_gpu(policy, autocast):
         return token_logprobs(policy, batch)
 
 

@@ -14,7 +14,7 @@ from inflight.core.errors import NonFiniteLossError, NonFiniteWeightsError
 from inflight.core.spans import span
 from inflight.training.config import GRPOConfig
 from inflight.training.data.batch import PackedBatch
-from inflight.training.model.forward import token_logprobs
+from inflight.training.model.forward import bf16_on_gpu, token_logprobs
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import resolve
 from inflight.training.objective.statistics import LossStats
@@ -47,8 +47,9 @@ def train_step(
     the reference log-probabilities of the KL penalty, if the objective has one and the batch does not contain them."""
     parts = batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]
     if resolve(config.objective).proximal == "recomputed":
-        with torch.no_grad():
-            parts = [part.with_column("proximal_logprobs", token_logprobs(model, part)) for part in parts]
+        with torch.no_grad(), bf16_on_gpu(model, config.autocast):
+            scored = [token_logprobs(model, part) for part in parts]
+        parts = [part.with_column("proximal_logprobs", logprobs) for part, logprobs in zip(parts, scored, strict=True)]
     has_penalty = resolve(config.objective).kl_weight
     if has_penalty and score_reference is not None and batch.reference_logprobs is None:
         with span("reference"):
@@ -75,7 +76,7 @@ def _backward(model: nn.Module, parts: list[PackedBatch], config: GRPOConfig) ->
     """Add up the gradients of a non-empty list of micro-batches. Returns their statistics."""
     of_parts: list[LossStats] = []
     for part in parts:
-        with span("forward", tokens=part.num_drawn):
+        with span("forward", tokens=part.num_drawn), bf16_on_gpu(model, config.autocast):
             loss, stats = policy_loss(model, part, objective=config.objective)
         with span("backward"):
             loss.backward()

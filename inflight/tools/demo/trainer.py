@@ -20,6 +20,7 @@ from inflight.core.files import file_errors
 from inflight.engine.model.checkpoints import load_checkpoint
 from inflight.engine.model.loading import load_config, load_tokenizer
 from inflight.engine.model.shapes import SHAPES
+from inflight.training.model.forward import bf16_on_gpu
 from inflight.training.schedules import Example
 
 
@@ -126,7 +127,8 @@ def warm_up(
         ids, targets = map(list, zip(*(rows[index] for index in chosen), strict=True))
         ids_BS = pad_sequence(ids, batch_first=True).to(device)  # on the right: causality hides the padding
         targets_BS = pad_sequence(targets, batch_first=True, padding_value=-100).to(device)
-        logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
+        with bf16_on_gpu(model):
+            logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
         loss = F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), targets_BS[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -4,7 +4,7 @@ n drawn tokens, V vocabulary.
 """
 
 import logging
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -58,6 +58,16 @@ def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False)
             f"{type(model).__name__} cannot be fed packed sequences, so that its routed experts are not replayed"
         )
     return _score(model, inner, batch, way, entropy)
+
+
+def bf16_on_gpu(model: nn.Module, wanted: bool = True) -> AbstractContextManager[object]:
+    """Return the context in which a forward pass of fp32 parameters on a GPU computes its products in bf16
+    (`torch.autocast`). On other devices, for other dtypes, inside an autocast of the caller, and if it is not wanted,
+    the context changes nothing."""
+    parameter = next(model.parameters(), None)
+    needed = wanted and parameter is not None and parameter.is_cuda and not torch.is_autocast_enabled("cuda")
+    needed = needed and any(each.dtype == torch.float32 for each in model.parameters())
+    return torch.autocast("cuda", torch.bfloat16) if needed else nullcontext()
 
 
 def _try_way(model: Any, batch: PackedBatch, way: Way) -> torch.Tensor:

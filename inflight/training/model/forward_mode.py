@@ -38,7 +38,8 @@ def scoring_way(model: nn.Module, batch: PackedBatch, try_way: TryWay) -> Way:
     Raises UnsupportedModelError for a model whose tokens attend to later positions.
     """
     if model not in _ways:
-        _ways[model] = _find(model, try_way)
+        with torch.autocast("cpu", enabled=False):  # The twin is on the CPU, and compared in fp32.
+            _ways[model] = _find(model, try_way)
     way, config = _ways[model], getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return way

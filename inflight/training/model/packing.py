@@ -254,6 +254,9 @@ def attend(
         own = ALL_ATTENTION_FUNCTIONS.get(_replaced.get(id(module.config)))
         if own is not None:
             return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+    if torch.is_autocast_enabled(query.device.type):  # Norms of queries and keys can return fp32.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     softcap, sinks_H, window = (options.get(name) for name in ("softcap", "s_aux", "sliding_window"))
     if packed is None:  # Each model has a different "eager" function.

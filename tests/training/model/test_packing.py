@@ -12,7 +12,8 @@ from made_batches import make_batch, one_by_one
 from tiny_models import CONFIGS, make_model
 from torch.utils.checkpoint import checkpoint
 
-from inflight.training.model.forward import TokenScores, score_tokens
+from inflight.training.model.forward import TokenScores, bf16_on_gpu, score_tokens, token_logprobs
+from inflight.training.model.forward_mode import scoring_way
 from inflight.training.model.packing import pack_input
 from inflight.training.objective.loss import loss_of_scores, policy_loss
 from inflight.training.objective.objective import resolve
@@ -37,6 +38,37 @@ def test_a_packed_forward_and_its_gradient_are_those_of_the_sequences(name, chec
     for (key, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         scale = theirs.grad.abs().max()
         assert (ours.grad - theirs.grad).abs().max() <= 1e-3 * scale, key
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["qwen3", "mistral-sliding", "gemma2", "gpt-oss", "qwen3-moe"])
+def test_under_autocast_a_packed_forward_is_as_near_to_fp32_as_the_model_alone(name):
+    batch = make_batch()
+    reference, model = make_model(name), make_model(name)
+    exact, _ = one_by_one(reference, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, _ = one_by_one(reference, batch)
+        scores = score_tokens(model, batch).logprobs
+    assert scoring_way(model, batch, None) == "fused"  # the way that was found without autocast
+    scores.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    rounding = (expected.float() - exact).abs().mean()
+    assert 0 < (scores - exact).abs().mean() < 3 * rounding
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "mistral-sliding", "gemma2", "gpt-oss", "qwen3-moe"])
+def test_on_the_gpu_an_update_computes_in_bf16_unless_it_is_told_not_to(name):
+    batch = make_batch()
+    expected, model = token_logprobs(make_model(name), batch), make_model(name).cuda()
+    errors = []
+    for autocast in (True, False):
+        with bf16_on_gpu(model, autocast):
+            scores = token_logprobs(model, batch)
+        scores.sum().backward()
+        assert all(p.dtype == torch.float32 and (p.grad is None or p.grad.isfinite().all()) for p in model.parameters())
+        errors.append(float((scores.detach().cpu() - expected).abs().mean().detach()))
+    assert 10 * errors[1] < errors[0] < 0.05
 
 
 @pytest.mark.gpu
