@@ -1,5 +1,5 @@
 """Measures how a swap grows with the model, in bf16: five sizes from 1 M to 1 B parameters, engine and trainer on a
-core each; on a GPU that both share, five from 0.1 B to 8 B, two of them published 1,000 times.
+core each; on a GPU that both share, three from 0.6 B to 8 B, one of them published 1,000 times.
 
     python benchmarks/swap_growth.py [cpu | cuda | rehearsal [DIRECTORY]]
 
@@ -32,7 +32,7 @@ class Size(NamedTuple):
     masters: DtypeName = "auto"
     busy_publishes: int = 0
     """How often it is published besides while the trainer computes, for each of the pieces."""
-    pieces_us: tuple[int, ...] = (0, 1000, 300)
+    pieces_us: tuple[int, ...] = (0, 300)
 
 
 SIZES = {
@@ -44,16 +44,14 @@ SIZES = {
         Size((2560, 14, 32768)),
     ],
     "cuda": [
-        Size((768, 12, 32768)),
-        Size("qwen3-0.6b", 1000, "float32", 100),
-        Size("qwen3-1.7b", 100, "float32", 100),
-        Size((2560, 36, 65536)),
-        Size("qwen3-8b", 1000, busy_publishes=100),
+        Size("qwen3-0.6b", 1000, "float32", 60),
+        Size("qwen3-1.7b", 100, "float32", 40, (0,)),
+        Size("qwen3-8b", 100, busy_publishes=20, pieces_us=(0,)),
     ],
     "rehearsal": [Size((128, 4, 4096), 3), Size("tiny", 10, "float32", 5, (0, 100))],
 }
 SEQUENCES = {"cpu": 4, "cuda": 64, "rehearsal": 2}
-TOKENS = {"cpu": 160, "cuda": 512, "rehearsal": 160}
+TOKENS = {"cpu": 160, "cuda": 1024, "rehearsal": 160}
 WINDOWS = 25
 """Windows of publishes one after another, at most."""
 

@@ -123,10 +123,11 @@ def check_linear_logprobs(
         results.append(([value.detach() for value in values], [leaf.grad for leaf in leaves]))
     for result, expected in zip(results[0][0], results[1][0], strict=True):
         torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for result, expected in zip(results[0][1], results[1][1], strict=True):
         assert result.dtype == dtype
-        torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
+        # Logits of plain PyTorch in fp32 give gradients of up to 20 that are off by 6e-5.
+        atol, rtol = (max(1e-5, 2e-6 * float(expected.abs().max())), 1e-5) if dtype == torch.float32 else (2e-2, 2e-2)
+        torch.testing.assert_close(result.double(), expected, atol=atol, rtol=rtol)
 
 
 def check_linear_logprobs_of_all_kinds(device: str, dtype: torch.dtype) -> None:
