@@ -32,7 +32,7 @@ class Size(NamedTuple):
     masters: DtypeName = "auto"
     busy_publishes: int = 0
     """How often it is published besides while the trainer computes, for each of the pieces."""
-    pieces_us: tuple[int, ...] = (0, 300)
+    pieces_us: tuple[int, ...] = (0,)
 
 
 SIZES = {
@@ -45,10 +45,10 @@ SIZES = {
     ],
     "cuda": [
         Size("qwen3-0.6b", 1000, "float32", 60),
-        Size("qwen3-1.7b", 100, "float32", 40, (0,)),
-        Size("qwen3-8b", 100, busy_publishes=20, pieces_us=(0,)),
+        Size("qwen3-1.7b", 100, "float32", 40),
+        Size("qwen3-8b", 100, busy_publishes=20),
     ],
-    "rehearsal": [Size((128, 4, 4096), 3), Size("tiny", 10, "float32", 5, (0, 100))],
+    "rehearsal": [Size((128, 4, 4096), 3), Size("tiny", 10, "float32", 5)],
 }
 SEQUENCES = {"cpu": 4, "cuda": 64, "rehearsal": 2}
 TOKENS = {"cpu": 160, "cuda": 1024, "rehearsal": 160}

@@ -99,8 +99,8 @@ class Module:
 _VARIANTS = [(64, False, False), (64, True, False), (64, False, True), (64, True, True), (128, False, False)]
 MODULES = [
     *(Module(*variant) for variant in _VARIANTS),
-    *(Module(*variant, kind="cuda_cores") for variant in _VARIANTS),
     Module(128, kind="fa3"),
+    Module(128, kind="cuda_cores"),
 ]
 """What the built-in shapes (64 and 128) and the models of the tests marked `gpu` (64) run, and what
 benchmarks/gpu/kernel_bench.py measures beside it (128)."""

@@ -120,6 +120,11 @@ class Machine:
     sizes: Sizes
     began_s: float
 
+    @property
+    def capability(self) -> int:
+        """The major compute capability; 0 for a CPU."""
+        return torch.cuda.get_device_capability(self.device)[0] if self.device.type == "cuda" else 0
+
     def random(self, *shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(shape, device=self.device, dtype=FP32) * scale).to(dtype)
 
@@ -512,7 +517,8 @@ def attention_case(machine: Machine, group: int, *, prefill: bool = False) -> Ca
     def by(asked: str) -> Call:
         """A peer: other kernels of FlashInfer, if they need no compiler and give the same."""
         with _asking(asked):
-            kind = kernels_for(layer).prefill if prefill else kernels_for(layer).decode
+            chosen = kernels_for(layer, machine.capability)
+            kind = chosen.prefill if prefill else chosen.decode
             backend = {"tensor_cores": "fa2"}.get(kind, kind)
             types = BF16, BF16, BF16, torch.int32
             common = *types, dim, dim, 0, False, False
@@ -528,7 +534,7 @@ def attention_case(machine: Machine, group: int, *, prefill: bool = False) -> Ca
         return call
 
     if why_not is None:
-        ours, kernels = begun(FlashInferAttention([layer], machine.device)), kernels_for(layer)
+        ours, kernels = begun(FlashInferAttention([layer], machine.device)), kernels_for(layer, machine.capability)
         how = kernels.prefill if prefill else kernels.decode
         others = ["prefill=fa2", "prefill=fa3"]
         if not prefill:

@@ -1,5 +1,7 @@
 """Which of FlashInfer's kernels are taken, and that an environment variable overrules the table."""
 
+from dataclasses import replace
+
 import fake_flashinfer
 import pytest
 import torch
@@ -16,21 +18,28 @@ def layer(q_heads: int, kv_heads: int = 2) -> LayerShape:
 
 @pytest.mark.parametrize(
     ("group", "decode"),
-    [(1, "cuda_cores"), (2, "cuda_cores"), (3, "cuda_cores"), (4, "tensor_cores"), (7, "tensor_cores")],
+    [(1, "cuda_cores"), (2, "tensor_cores"), (3, "tensor_cores"), (4, "tensor_cores"), (7, "tensor_cores")],
 )
-def test_small_groups_decode_on_cuda_cores_and_others_on_tensor_cores(group, decode):
-    assert kernels_for(layer(2 * group)) == (decode, "fa2")
+def test_single_heads_decode_on_cuda_cores_and_groups_on_tensor_cores(group, decode):
+    assert kernels_for(layer(2 * group), 9) == (decode, "fa2")
+
+
+def test_chunks_of_prompts_are_computed_by_flash_attention_3_where_it_was_measured():
+    wide = replace(layer(4), key_dim=128, value_dim=128)
+    assert kernels_for(wide, 9).prefill == "fa3"
+    for other, capability in ((wide, 8), (wide, 10), (replace(wide, window=64), 9), (replace(wide, softcap=30.0), 9)):
+        assert kernels_for(other, capability).prefill == "fa2"
 
 
 def test_the_variable_overrules_the_table_for_what_it_names(monkeypatch):
     monkeypatch.setenv(VARIABLE, "decode=tensor_cores")
-    assert kernels_for(layer(4)) == ("tensor_cores", "fa2")
+    assert kernels_for(layer(4), 9) == ("tensor_cores", "fa2")
     monkeypatch.setenv(VARIABLE, "prefill=fa3, decode=tensor_cores")
-    assert kernels_for(layer(4)) == ("tensor_cores", "fa3")
+    assert kernels_for(layer(4), 9) == ("tensor_cores", "fa3")
     for wrong in ("decode=fa2", "decode=fa3", "prefil=fa2", "fa3"):
         monkeypatch.setenv(VARIABLE, wrong)
         with pytest.raises(UnsupportedModelError, match=r"decode=cuda_cores\|tensor_cores or prefill=fa2\|fa3"):
-            kernels_for(layer(4))
+            kernels_for(layer(4), 9)
 
 
 def test_kernels_that_cannot_run_are_named_by_flashinfer(monkeypatch):
@@ -48,7 +57,7 @@ def test_kernels_that_cannot_run_are_named_by_flashinfer(monkeypatch):
     assert reason == "layer 0 was to run with fa3, which needs compute capability 9.0, not 10.0"
 
 
-@pytest.mark.parametrize("asked", ["", "decode=tensor_cores", "decode=tensor_cores,prefill=fa3"])
+@pytest.mark.parametrize("asked", ["", "decode=cuda_cores", "decode=tensor_cores,prefill=fa3"])
 def test_the_wrappers_are_told_what_was_chosen(monkeypatch, asked):
     made = []
 
@@ -68,7 +77,7 @@ def test_the_wrappers_are_told_what_was_chosen(monkeypatch, asked):
     assert flashinfer._difference([layer(4)], torch.device("cpu")) < flashinfer._TOLERANCE
     fa3 = "fa3" in asked
     assert made == [
-        ("BatchDecodeWithPagedKVCacheWrapper", bool(asked), "fa2"),
+        ("BatchDecodeWithPagedKVCacheWrapper", "cuda_cores" not in asked, "fa2"),
         ("BatchPrefillWithPagedKVCacheWrapper", None, "fa3" if fa3 else "fa2"),
     ]
 

@@ -24,7 +24,7 @@ import bundle  # noqa: E402
 def modules_of(layers):
     """What the engine's choice of kernels runs for these layers."""
     for layer in layers:
-        variant, kernels = (layer.key_dim, bool(layer.window), bool(layer.softcap)), kernels_for(layer)
+        variant, kernels = (layer.key_dim, bool(layer.window), bool(layer.softcap)), kernels_for(layer, 9)
         yield bundle.Module(*variant, kind=kernels.prefill)
         yield bundle.Module(*variant, kind="cuda_cores" if kernels.decode == "cuda_cores" else "fa2")
 

@@ -87,7 +87,7 @@ def why_not_flashinfer(layers: list[LayerShape], device: torch.device) -> str | 
     for index, layer in enumerate(layers):
         if (reason := _why_not_layer(layer)) is not None:
             return f"layer {index} {reason}"
-        if kernels_for(layer).prefill == "fa3" and major != 9:
+        if kernels_for(layer, major).prefill == "fa3" and major != 9:
             return f"layer {index} was to run with fa3, which needs compute capability 9.0, not {major}.{minor}"
     try:
         difference = _difference(list(dict.fromkeys(layers)), device)
@@ -163,6 +163,7 @@ class FlashInferAttention:
         self._lib = _flashinfer()
         on_gpu = device.type == "cuda"
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
+        self._capability = torch.cuda.get_device_capability(device)[0] if on_gpu else 0
         # Kernels of one stream follow one another, so that all wrappers can use one workspace.
         self._workspace = self._new_workspace()
         self._memory: CacheMemory | None = None
@@ -259,7 +260,7 @@ class FlashInferAttention:
             paged_kv_indptr_buffer=indptr,
             paged_kv_last_page_len_buffer=last_page_len,
             paged_kv_indices_buffer=indices,
-            **_decode_kernel(plans.layer),
+            **self._decode_kernel(plans.layer),
         )
         wrapper.reset_workspace_buffer(self._graph_workspace, plans.graph_plan)
         return wrapper
@@ -283,11 +284,17 @@ class FlashInferAttention:
         lib, workspace = self._lib, self._workspace
         plans_of: dict[tuple[int, LayerShape], _Plans] = {}
         for kind in dict.fromkeys(kinds):
-            decode = lib.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **_decode_kernel(kind[1]))
-            prefill = lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels_for(kind[1]).prefill)
+            decode = lib.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **self._decode_kernel(kind[1]))
+            backend = kernels_for(kind[1], self._capability).prefill
+            prefill = lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
             plans_of[kind] = _Plans(*kind, decode, prefill)
         self._plans = list(plans_of.values())
         self._plans_of = [plans_of[kind] for kind in kinds]
+
+    def _decode_kernel(self, layer: LayerShape) -> dict[str, Any]:
+        """Return the arguments of FlashInfer's wrapper that choose the kernel for single tokens."""
+        by_tensor_cores = kernels_for(layer, self._capability).decode == "tensor_cores"
+        return {"use_tensor_cores": by_tensor_cores, "backend": "fa2"}
 
     def _new_workspace(self, graph_sequences: int = 0) -> torch.Tensor:
         shapes = {(layer.q_heads, layer.kv_heads, layer.key_dim) for layer in self._layers}
@@ -312,11 +319,6 @@ class FlashInferAttention:
         flat = self._stage(batch.tables, counts, batch.contexts, rows)
         lists = (split_lists(one, len(batch.contexts[rows])) for one in flat)
         return [(indptr, ids.to(self._device, non_blocking=True), last) for indptr, last, ids in lists]
-
-
-def _decode_kernel(layer: LayerShape) -> dict[str, Any]:
-    """Return the arguments of FlashInfer's wrapper that choose the kernel for single tokens."""
-    return {"use_tensor_cores": kernels_for(layer).decode == "tensor_cores", "backend": "fa2"}
 
 
 def _flashinfer() -> Any:
