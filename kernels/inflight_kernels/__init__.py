@@ -6,6 +6,7 @@ Importing this package needs no GPU, no Triton and no compiler.
 from inflight_kernels._norm import Norm
 from inflight_kernels.attention import paged_attention
 from inflight_kernels.copy import BlockCopies, ScaledCopies, copy_all
+from inflight_kernels.filters import cut_logits
 from inflight_kernels.linear_logprob import linear_logprobs, linear_logprobs_reference
 from inflight_kernels.lora import add_lora
 from inflight_kernels.page_lists import list_pages
@@ -21,6 +22,7 @@ __all__ = [
     "add_lora",
     "add_rms_norm",
     "copy_all",
+    "cut_logits",
     "draw",
     "gated_activation",
     "linear",

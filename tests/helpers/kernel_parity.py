@@ -10,6 +10,7 @@ import sys
 import torch
 from inflight_kernels import (
     _copy_triton,
+    _filters_triton,
     _linear_logprob_cpu,
     _linear_logprob_triton,
     _lora_triton,
@@ -24,6 +25,7 @@ from inflight_kernels import (
     linear_logprobs_reference,
     selective_logprobs_reference,
 )
+from inflight_kernels.filters import cut_logits_reference
 from inflight_kernels.lora import add_lora_reference
 from inflight_kernels.rotary import rope_and_cache_reference
 from inflight_kernels.sampling import BLOCK, draw_reference, uniforms
@@ -230,6 +232,43 @@ def check_rope_and_cache(
     assert results[0][1].any(0).any(1).sum() == 3  # one row of the cache for each slot that is not negative
 
 
+def check_filters(device: str, rows: int, vocabulary: int, *, ties: bool) -> None:
+    """The kernel leaves what sorting leaves, but for shares of 10⁻⁶: a GPU's exponentials differ in the last bits."""
+    generator = torch.Generator().manual_seed(rows + vocabulary)
+    logits = torch.randn(rows + 4, vocabulary, generator=generator) * 2
+    logits = (logits * 2).round() / 2 if ties else logits
+    logits[0, 0], logits[1, -1], logits[2], logits[3, ::2] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    chosen = torch.cat((torch.arange(4), 4 + torch.randperm(rows, generator=generator)[: rows - 2]))
+    count = len(chosen)
+    temperatures = torch.empty(count).uniform_(0.3, 2, generator=generator)
+    temperatures[7::10] = 1e-6
+    top_ks = torch.randint(1, vocabulary + 3, (count,), generator=generator)
+    top_ks[::2] = vocabulary
+    top_ps = torch.empty(count, dtype=torch.float64).uniform_(0.01, 1, generator=generator)
+    top_ps[::3], top_ps[4::9] = 1.0, 1e-9
+    min_ps = torch.empty(count).uniform_(0, 0.2, generator=generator)
+    min_ps[::4] = 0.0
+    logits, chosen, temperatures, top_ks, top_ps, min_ps = (
+        tensor.to(device) for tensor in (logits, chosen, temperatures, top_ks, top_ps, min_ps)
+    )
+    result, fewer, more = (logits.clone() for _ in range(3))
+    _filters_triton.cut_logits(result, chosen, temperatures, top_ks, top_ps, min_ps)
+    for cut, p, m in (
+        (fewer, (top_ps * (1 - 1e-6)), min_ps * (1 + 1e-6)),
+        (more, torch.where(top_ps < 1, (top_ps * (1 + 1e-6)).clamp(max=1 - 1e-12), 1.0), min_ps * (1 - 1e-6)),
+    ):
+        cut_logits_reference(cut, chosen, temperatures, top_ks, torch.where(top_ps < 1, p, 1.0), m)
+    left, least, most = (cut > -torch.inf for cut in (result, fewer, more))
+    assert (left >= least).all()
+    assert (left <= most).all()
+    assert (result[left] == logits[left]).all()
+    assert (left == least).float().mean() > 0.999
+    assert not left[:3].any()
+    others = torch.ones(rows + 4, dtype=torch.bool, device=device)
+    others[chosen] = False
+    assert torch.equal(result[others], logits[others])
+
+
 def check_draw(device: str, dtype: torch.dtype, rows: int, vocabulary: int, entropy: bool) -> None:
     generator = torch.Generator().manual_seed(rows + vocabulary)
     logits = (torch.randn(rows, vocabulary + 5, generator=generator) * 3).to(device, dtype)[:, 2:-3]
@@ -423,6 +462,11 @@ def main(device: str) -> None:
         check_add_lora(device, dtype, 1, 8, (4,), 1, 1)
         check_add_lora(device, dtype, 13, 1100, (70, 45), 33, 2)
         check_add_lora(device, dtype, 270, 40, (7, 3, 16), 5, 2)
+    for rows, vocabulary, ties in ((5, 1, False), (8, 7, True), (40, 300, True), (40, 300, False), (12, 5003, True)):
+        check_filters(device, rows, vocabulary, ties=ties)
+    if device == "cuda":
+        check_filters(device, 10_000, 1500, ties=True)
+        check_filters(device, 64, 151_936, ties=False)
     check_copy_all(device)
     check_block_copies(device)
     if device == "cuda":

@@ -11,6 +11,7 @@ from gpu_launches import SHARED_BYTES, launches_of, resources, sass
 from inflight_kernels import (
     Norm,
     _copy_triton,
+    _filters_triton,
     _linear_logprob_triton,
     _lora_triton,
     _rotary_triton,
@@ -54,6 +55,12 @@ def rope(q_heads: int, kv_heads: int, norms: bool, dtype: torch.dtype) -> None:
 def draw(vocabulary: int, entropy: bool, dtype: torch.dtype) -> None:
     numbers = meta(2, 256, dtype=I64).unbind()
     _sampling_triton.draw(meta(256, vocabulary, dtype=dtype), meta(256, dtype=FP32), *numbers, entropy, BLOCK)
+
+
+def filters(vocabulary: int, dtype: torch.dtype) -> None:
+    rows, temperatures = meta(2, 256, dtype=I64)[0], meta(2, 256, dtype=FP32)
+    top_ps = meta(256, dtype=torch.float64)
+    _filters_triton.cut_logits(meta(256, vocabulary, dtype=FP32), rows, temperatures[0], rows, top_ps, temperatures[1])
 
 
 def selective_logprobs(vocabulary: int, dtype: torch.dtype) -> None:
@@ -116,6 +123,7 @@ CASES: dict[str, Callable[..., None]] = {
     "rope, 32 heads": partial(rope, 32, 8, False),
     "draw": partial(draw, 151_936, True),
     "draw, no entropy": partial(draw, 131_072, False),
+    "filters": partial(filters, 151_936),
     "selective_logprobs": partial(selective_logprobs, 151_936),
     "copies": copies,
     "block copies": block_copies,

@@ -1,9 +1,9 @@
 """Samples one token per row, with its log-probability and the columns that requests asked for.
 
-Repetition penalty, logit bias, min_tokens and temperature change the logits. Then top-k, top-p and min-p remove tokens.
-Each filter works on the renormalised result of the previous one. The remaining tokens are the sampling mask. Sampling
-inverts the cumulative distribution at one uniform number per row, a hash of (seed, position), so the result does not
-depend on the other rows of the batch.
+Repetition penalty, logit bias, min_tokens and temperature change the logits. Then top-k, top-p and min-p set the logits
+of removed tokens to −∞. Each filter works on the renormalised result of the previous one. The remaining tokens are the
+sampling mask. Sampling inverts the cumulative distribution at one uniform number per row, a hash of (seed, position),
+so the result does not depend on the other rows of the batch.
 
 M rows, F of them filtered; V vocabulary, K tokens that a filter can leave.
 """
@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from inflight_kernels import draw, uniforms
+from inflight_kernels import cut_logits, draw
 
-from inflight.core.columns import COLUMNS
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.own_columns import ColumnFunction, compute_columns
 from inflight.engine.loop.sequence import Cohort, Draws, Sequence
@@ -53,15 +52,6 @@ class Samples:
         return Samples(self.tokens.to("cpu", non_blocking=True), self.logprobs.to("cpu", non_blocking=True), columns)
 
 
-class _Filtered(NamedTuple):
-    """Rows i64[F] with filters: token ids by falling probability, their masks, and their log-probabilities."""
-
-    rows: torch.Tensor
-    order_FK: torch.Tensor
-    mask_FK: torch.Tensor
-    logprobs_FK: torch.Tensor
-
-
 @dataclass(slots=True)
 class _Rows:
     """Parameters of the rows of a batch, as tensors. They stay valid while the same sequences sample."""
@@ -72,13 +62,42 @@ class _Rows:
     seeds: torch.Tensor
     batch_rows: torch.Tensor
     adjusted: list[int]
-    filtered: list[int]
-    built_in: bool
-    """Some row asked for a built-in column."""
+    filters: "_Filters | None"
     entropy: bool
     top: int
     own: dict[str, ColumnFunction]
     """Custom columns that some row asked for."""
+
+
+class _Filters(NamedTuple):
+    """The filters of some rows, i64[F], on the device, as `cut_logits` takes them."""
+
+    params: list[SamplingParams]
+    rows: torch.Tensor
+    temperatures: torch.Tensor
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
+    min_ps: torch.Tensor
+    masks: torch.Tensor | None
+    """i64[A]: the rows whose sampling masks are recorded."""
+
+    @classmethod
+    def of(cls, special: Seq[tuple[int, SamplingParams]], vocabulary: int, device: torch.device) -> "_Filters | None":
+        """Return the filters among these (row, parameters)."""
+        filtered = [(row, params) for row, params in special if params.filtered]
+        if not filtered:
+            return None
+        rows, params = map(list, zip(*filtered, strict=True))
+        asked = [row for row, of_row in filtered if of_row.return_sampling_mask]
+        return cls(
+            params,
+            to_device(rows, device, torch.int64),
+            to_device([p.temperature for p in params], device, torch.float32),
+            to_device([p.top_k or vocabulary for p in params], device, torch.int64),
+            to_device([p.top_p for p in params], device, torch.float64),
+            to_device([p.min_p for p in params], device, torch.float32),
+            to_device(asked, device, torch.int64) if asked else None,
+        )
 
 
 class Sampler:
@@ -105,23 +124,22 @@ class Sampler:
         """Maps a batch row to the request whose tokens `_seen` holds, and the number of these tokens."""
 
     def sample(self, logits_MV: torch.Tensor, draws: Draws) -> Samples:
-        """Sample the next token of each sequence from its row of logits of any float dtype. Banned ids become −inf in
-        them."""
+        """Sample the next token of each sequence from its row of logits of any float dtype. Ids that are banned, or
+        that filters remove, can become −inf in them."""
         if self._banned is not None:
             logits_MV.index_fill_(1, self._banned, float("-inf"))
         rows, sequences = self._rows_of(draws.cohort), draws.cohort.sequences
         positions = to_device(torch.from_numpy(draws.positions), self._device)
         if rows.adjusted:
             logits_MV = self._adjust(logits_MV.float(), sequences, rows.adjusted)
-        if rows.filtered:
-            samples, filtered = self._sample_filtered(logits_MV.float(), sequences, rows, positions)
-        else:
-            samples, filtered = self._sample_plain(logits_MV, rows, positions), None
+        if rows.filters is not None:
+            logits_MV = _filtered(logits_MV.float(), rows.filters)
+        samples = self._sample(logits_MV, rows, positions)
+        if rows.filters is not None and rows.filters.masks is not None:
+            mask_AV = logits_MV[rows.filters.masks] > float("-inf")
+            samples.columns.update(mask_columns(mask_AV, rows.filters.masks, num_rows=len(sequences)))
         if rows.own:
             logprobs_MV = (logits_MV.float() / _recorded_temperatures(rows.temperatures)).log_softmax(-1)
-            if filtered is not None:
-                cut_FV = torch.full_like(logprobs_MV[filtered.rows], float("-inf"))
-                logprobs_MV[filtered.rows] = cut_FV.scatter_(1, filtered.order_FK, filtered.logprobs_FK)
             samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
         self._last_tokens.index_copy_(0, rows.batch_rows, samples.tokens)
         watched = [i for i in rows.adjusted if sequences[i].params.repetition_penalty != 1]
@@ -142,8 +160,7 @@ class Sampler:
                 seeds=to_device(torch.from_numpy(cohort.seeds), self._device),
                 batch_rows=to_device(torch.from_numpy(cohort.rows), self._device),
                 adjusted=[i for i, params in special if params.adjusted],
-                filtered=[i for i, params in special if params.filtered],
-                built_in=any(column.asked_by(params) for _, params in special for column in COLUMNS.values()),
+                filters=_Filters.of(special, self._vocab_size, self._device),
                 entropy=any(params.return_entropy for _, params in special),
                 top=max((params.top_logprobs for _, params in special), default=0),
                 own={name: f for name, f in self._own_columns.items() if name in asked},
@@ -188,7 +205,7 @@ class Sampler:
             seen_V[self._tensor(sequence.token_ids(), torch.int64)] = True
         return seen_V
 
-    def _sample_plain(self, logits_MV: torch.Tensor, rows: _Rows, positions: torch.Tensor) -> Samples:
+    def _sample(self, logits_MV: torch.Tensor, rows: _Rows, positions: torch.Tensor) -> Samples:
         tokens, logprobs, entropies = draw(logits_MV, rows.temperatures, rows.seeds, positions, entropy=rows.entropy)
         samples = Samples(tokens, logprobs)
         if entropies is not None:
@@ -200,61 +217,21 @@ class Sampler:
             samples.columns["top_logprobs"] = top_logprobs_Mk
         return samples
 
-    def _sample_filtered(
-        self, logits_MV: torch.Tensor, sequences: Seq[Sequence], rows: _Rows, positions: torch.Tensor
-    ) -> tuple[Samples, _Filtered]:
-        """Sample, with filters for some rows. With tokens sorted by probability every filter leaves a prefix, and the
-        mask is the shortest prefix."""
-        plain = len(rows.filtered) < len(sequences)
-        samples = self._sample_plain(logits_MV, rows, positions) if plain or rows.built_in else None
-        index = self._tensor(rows.filtered, torch.int64)
-        params = [sequences[i].params for i in rows.filtered]
-        temperature_F1 = rows.temperatures[index][:, None]
-        logits_FV = logits_MV if samples is None else logits_MV[index]
-        # The largest value is subtracted first, so that small temperatures do not overflow.
-        scaled_FV = (logits_FV - logits_FV.amax(-1, keepdim=True)) / temperature_F1
-        sorted_FK, order_FK, mask_FK = _candidates(scaled_FV, params)
-        cdf_FK = (sorted_FK.exp() * mask_FK).cumsum(-1)
-        logprobs_FK = torch.where(mask_FK, sorted_FK - cdf_FK[:, -1:].log(), float("-inf"))
-        rank_F1 = _invert_cdf(cdf_FK, uniforms(rows.seeds[index], positions[index]))[:, None]
-        tokens_F, logprobs_F = order_FK.gather(1, rank_F1)[:, 0], logprobs_FK.gather(1, rank_F1)[:, 0]
-        filtered = _Filtered(index, order_FK, mask_FK, logprobs_FK)
-        if samples is None:
-            samples = Samples(tokens_F, logprobs_F)
-        else:
-            samples.tokens[index], samples.logprobs[index] = tokens_F, logprobs_F
-            _record_filtered(samples.columns, filtered)
-        samples.columns.update(self._mask_columns(filtered, rows, sequences))
-        return samples, filtered
 
-    def _mask_columns(self, filtered: _Filtered, rows: _Rows, sequences: Seq[Sequence]) -> dict[str, torch.Tensor]:
-        asked = [f for f, row in enumerate(rows.filtered) if sequences[row].params.return_sampling_mask]
-        if not asked:
-            return {}
-        index_A, order_AK, mask_AK = filtered.rows, filtered.order_FK, filtered.mask_FK
-        if len(asked) < len(rows.filtered):
-            among = self._tensor(asked, torch.int64)
-            index_A, order_AK, mask_AK = index_A[among], order_AK[among], mask_AK[among]
-        whole = mask_AK.shape[1] == self._vocab_size
-        return mask_columns(mask_AK, order_AK, index_A, num_rows=len(sequences), whole=whole)
-
-
-def mask_columns(
-    mask_AK: torch.Tensor, ids_AK: torch.Tensor, rows_A: torch.Tensor, *, num_rows: int, whole: bool = True
-) -> dict[str, torch.Tensor]:
+def mask_columns(mask_AV: torch.Tensor, rows_A: torch.Tensor, *, num_rows: int) -> dict[str, torch.Tensor]:
     """Return the sampling mask of some rows among `num_rows`, in the columns of `Samples`.
 
-    mask_AK: True for the tokens of ids_AK that are left. rows_A: the rows. whole: K is the whole vocabulary.
+    mask_AV: True for the tokens that are left. rows_A: the rows.
     """
-    counts_A, vocabulary = mask_AK.sum(-1), mask_AK.shape[1]
+    counts_A, vocabulary = mask_AV.sum(-1), mask_AV.shape[1]
     columns = {}
-    if whole and vocabulary > _LARGE_MASK:
+    if vocabulary > _LARGE_MASK:
         by_cut_A = counts_A > max(_LARGE_MASK, vocabulary // 2)
         columns["mask_cut_from"] = _spread(rows_A, by_cut_A.int() * vocabulary, num_rows)
         counts_A = torch.where(by_cut_A, vocabulary - counts_A, counts_A)
-        mask_AK = mask_AK ^ by_cut_A[:, None]
+        mask_AV = mask_AV ^ by_cut_A[:, None]
     columns["mask_counts"] = _spread(rows_A, counts_A, num_rows)
-    columns["mask_token_ids"] = ids_AK[mask_AK]
+    columns["mask_token_ids"] = mask_AV.nonzero()[:, 1]
     return columns
 
 
@@ -269,17 +246,20 @@ def _recorded_temperatures(temperatures_M: torch.Tensor) -> torch.Tensor:
     return torch.where(temperatures_M == 0, 1.0, temperatures_M)[:, None]
 
 
-def _record_filtered(columns: dict[str, torch.Tensor], filtered: _Filtered) -> None:
-    """Replace the entropies and the most likely tokens of filtered rows by their values under the filtered
-    distributions."""
-    rows, logprobs_FK = filtered.rows, filtered.logprobs_FK
-    if "entropies" in columns:
-        columns["entropies"][rows] = -(logprobs_FK.exp() * logprobs_FK.masked_fill(~filtered.mask_FK, 0)).sum(-1)
-    if "top_logprobs" in columns:
-        top = min(columns["top_logprobs"].shape[1], filtered.order_FK.shape[1])
-        columns["top_token_ids"][rows, :top] = filtered.order_FK[:, :top]
-        columns["top_logprobs"][rows] = float("-inf")
-        columns["top_logprobs"][rows, :top] = logprobs_FK[:, :top]
+def _filtered(logits_MV: torch.Tensor, filters: _Filters) -> torch.Tensor:
+    """Return logits with −∞ for removed tokens, on a GPU in place."""
+    _, rows_F, temperatures_F, *parameters, _ = filters
+    if logits_MV.is_cuda:
+        cut_logits(logits_MV, rows_F, temperatures_F, *parameters)
+        return logits_MV
+    every = len(rows_F) == len(logits_MV)
+    logits_FV = logits_MV if every else logits_MV[rows_F]
+    # The largest value is subtracted first, so that small temperatures do not overflow.
+    scaled_FV = (logits_FV - logits_FV.amax(-1, keepdim=True)) / temperatures_F[:, None]
+    _, order_FK, mask_FK = _candidates(scaled_FV, filters.params)
+    left_FK = logits_FV.gather(1, order_FK).masked_fill_(~mask_FK, float("-inf"))
+    cut_FV = torch.full_like(logits_FV, float("-inf")).scatter_(1, order_FK, left_FK)
+    return cut_FV if every else logits_MV.index_copy(0, rows_F, cut_FV)
 
 
 def _candidates(
@@ -296,9 +276,8 @@ def _candidates(
         return sorted_FK, order_FK, filter_mask(probs_FK, params)
 
     few = all(p.top_k <= _MANY for p in params)  # top-p asks for the mass of all tokens that top-k leaves
-    if most >= vocabulary and few and scaled_FV.device.type == "cpu" and vocabulary > 4 * _MANY:
-        # Sorting is slow, and top-p and min-p mostly leave few tokens, so a small number is tried first. (On a GPU,
-        # checking that it was enough would wait for the device.)
+    if most >= vocabulary and few and vocabulary > 4 * _MANY:
+        # Sorting is slow, and top-p and min-p mostly leave few tokens, so a small number is tried first.
         tried = cut(_best(scaled_FV, _MANY))
         if not bool(tried[2][:, -1].any()):
             return tried
@@ -306,11 +285,11 @@ def _candidates(
 
 
 def _best(scores_FV: torch.Tensor, count: int) -> torch.Tensor:
-    """Return token ids i64[F, count] of the best scores by rank. On a CPU, ranks of a whole vocabulary cost ten times
-    as much as `topk` of the scores. So only a few more tokens than requested get ranks, and the whole row gets them if
-    ties extend beyond these tokens. (On a GPU, the check would wait.)"""
+    """Return token ids i64[F, count] of the best scores by rank. Ranks of a whole vocabulary cost ten times as much as
+    `topk` of the scores. So only a few more tokens than requested get ranks, and the whole row gets them if ties extend
+    beyond these tokens."""
     some = count + count // 2 + 64
-    if scores_FV.device.type != "cpu" or some >= scores_FV.shape[1]:
+    if some >= scores_FV.shape[1]:
         return _ranks(scores_FV).topk(count).indices
     scores_FS, ids_FS = scores_FV.topk(some)
     best_FK = ids_FS.gather(1, _ranks(scores_FS, ids_FS).topk(count).indices)
@@ -321,12 +300,9 @@ def _best(scores_FV: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _all(scores_FV: torch.Tensor) -> torch.Tensor:
-    """Return token ids i64[F, V], best first. The low bits of the ranks encode the ids. On a CPU, NumPy sorts these
-    ranks 20 times as fast as PyTorch sorts them with their places."""
-    ranks_FV = _ranks(scores_FV)
-    if ranks_FV.device.type != "cpu":
-        return ranks_FV.sort(descending=True).indices
-    rising_FV = ranks_FV.numpy()
+    """Return token ids i64[F, V], best first. The low bits of the ranks encode the ids. NumPy sorts these ranks 20
+    times as fast as PyTorch sorts them with their places."""
+    rising_FV = _ranks(scores_FV).numpy()
     rising_FV.sort(axis=-1)
     return _LAST_ID - (torch.from_numpy(rising_FV[:, ::-1].copy()) & _LAST_ID)
 
@@ -359,11 +335,3 @@ def filter_mask(probs_FK: torch.Tensor, params: Seq[SamplingParams]) -> torch.Te
     mask_FK &= (probs_FK >= min_p_F1 * probs_FK[:, :1]) & (probs_FK > 0)
     mask_FK[:, 0] = True
     return mask_FK
-
-
-def _invert_cdf(cdf_FK: torch.Tensor, uniform_F: torch.Tensor) -> torch.Tensor:
-    """Return the first token whose cumulative weight exceeds the uniform share of the total. It never has weight 0."""
-    total_F = cdf_FK[:, -1]
-    target_F = torch.minimum(uniform_F * total_F, torch.nextafter(total_F, torch.zeros_like(total_F)))
-    tokens_F = torch.searchsorted(cdf_FK, target_F[:, None], right=True)[:, 0]
-    return tokens_F.clamp_(max=cdf_FK.shape[1] - 1)  # only for a row of NaN; its request ends with an error

@@ -69,8 +69,7 @@ class ColumnRecorder:
         if _MASK in everything:
             rows_A = torch.tensor([i for i, own in enumerate(wanted) if _MASK in own], device=logprobs_SV.device)
             mask_AV = logprobs_SV[rows_A] > float("-inf")
-            ids_AV = torch.arange(mask_AV.shape[1], device=mask_AV.device).expand_as(mask_AV)
-            columns |= mask_columns(mask_AV, ids_AV, rows_A, num_rows=len(names))
+            columns |= mask_columns(mask_AV, rows_A, num_rows=len(names))
         own = {name: function for name, function in self._functions.items() if name in everything}
         columns |= compute_columns(own, logprobs_SV, tokens_S)
         self._columns = names, {name: column.cpu() for name, column in columns.items()}
