@@ -31,8 +31,7 @@ class Size(NamedTuple):
     publishes: int = 20
     masters: DtypeName = "auto"
     busy_publishes: int = 0
-    """How often it is published besides while the trainer computes, for each of the pieces."""
-    pieces_us: tuple[int, ...] = (0,)
+    """Additional publishes while the trainer computes."""
 
 
 SIZES = {
@@ -105,7 +104,6 @@ def measure(size: Size, where: str) -> dict[str, Any]:
             publishes=size.publishes,
             masters=size.masters,
             busy_publishes=size.busy_publishes,
-            pieces_us=size.pieces_us,
             window=max(SwapOptions().window, size.publishes // WINDOWS),
         )
         result = measure_swap(settings)

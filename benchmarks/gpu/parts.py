@@ -120,7 +120,7 @@ def mps_swap(trainer_share: int) -> str:
     """The command that measures swaps beside a trainer with this share of the GPU."""
     return (
         f"{mps_shares(trainer_share)} {BENCH} swap --device cuda --dtype bfloat16 --masters float32 --model qwen3-1.7b "
-        "--sequences 64 --tokens 512 --prompt-tokens 16 --publishes 20 --busy-publishes 60 --pieces-us 0,1000,300 "
+        "--sequences 64 --tokens 512 --prompt-tokens 16 --publishes 20 --busy-publishes 60 "
         f"--json {{out}}/mps-swap-{trainer_share}.json"
     )
 

@@ -1,6 +1,6 @@
 """Tensors of a model that are published, their layout, and views of a slot as these tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from inflight_kernels import copy_all
@@ -11,9 +11,6 @@ from inflight.core.layout import DTYPE_BYTES, WeightLayout
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
 """Names of classes that hold a model as their `module`. Names suffice, so that deepspeed need not be imported."""
-
-CopyTensors = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
-"""Copies every tensor of the second sequence into the tensor at the same place of the first, with a cast."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -72,6 +69,6 @@ def slot_views(buffer_bytes: torch.Tensor, layout: WeightLayout) -> dict[str, to
 
 
 @torch.no_grad()
-def fill(views: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], copy: CopyTensors = copy_all) -> None:
+def fill(views: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy every tensor into its view, cast to the view's dtype."""
-    copy(list(views.values()), [tensors[name].detach() for name in views])
+    copy_all(list(views.values()), [tensors[name].detach() for name in views])

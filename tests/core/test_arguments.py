@@ -42,7 +42,7 @@ from inflight.training.data.rollout_stream import RolloutStream
         (lambda: inflight.GRPOConfig(steps="3"), "GRPOConfig.steps must be an integer, got '3'"),
         (lambda: inflight.Objective(kl_weigth=3), "Objective has no argument 'kl_weigth'; did you mean 'kl_weight'?"),
         (lambda: inflight.StalenessRule(max_version_lags=3), "did you mean 'max_version_lag'?"),
-        (lambda: inflight.Slots(piece=3), "Slots has no argument 'piece'; did you mean 'piece_ms'?"),
+        (lambda: inflight.Slots(check_sum=True), "Slots has no argument 'check_sum'; did you mean 'checksum'?"),
         (lambda: inflight.Files("/tmp/x", keeps=3), "Files has no argument 'keeps'"),
         (lambda: inflight.Publisher([], None, transprot=None), "Publisher has no argument 'transprot'; did you mean"),
         (lambda: inflight.attach("tcp://host:1", keyz="x"), "attach has no argument 'keyz'; did you mean 'keys'?"),

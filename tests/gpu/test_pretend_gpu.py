@@ -54,14 +54,7 @@ SAMPLING = {
         "n": 3,
     },
 }
-EXACT = (
-    "token_ids",
-    "weight_versions",
-    "finish_reason",
-    "forked_from",
-    "top_token_ids",
-)
-CLOSE = ("logprobs", "entropies", "top_logprobs")
+EXACT = ("token_ids", "weight_versions", "finish_reason", "forked_from")
 
 
 def live(device: str, adapters: tuple[str, ...] = ()) -> list[Rollout]:
@@ -137,9 +130,11 @@ def assert_same(rollouts: list[Rollout], expected: list[Rollout]) -> None:
         if other.sampling_mask is not None:  # of equals either may come first
             for mine, theirs in zip(sorted_masks(one), sorted_masks(other), strict=True):
                 np.testing.assert_array_equal(mine, theirs)
-        for name in CLOSE:
-            if getattr(other, name) is not None:
-                np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=1e-4, rtol=0)
+        columns, expected_columns = ({"logprobs": rollout.logprobs} | rollout.columns for rollout in (one, other))
+        assert columns.keys() == expected_columns.keys()
+        for name, column in expected_columns.items():
+            atol = 0 if column.dtype.kind == "i" else 1e-4
+            np.testing.assert_allclose(columns[name], column, atol=atol, rtol=0, err_msg=f"{name} of {one.params}")
 
 
 def sorted_masks(rollout: Rollout) -> list[np.ndarray]:

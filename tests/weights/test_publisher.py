@@ -21,7 +21,6 @@ from inflight.core.errors import (
 from inflight.weights.tensors import layout_of, slot_views
 from inflight.weights.trainer import publisher as publisher_module
 from inflight.weights.trainer.engine_link import EngineAddress, LoneEngine, PublishedVersion
-from inflight.weights.transports.slots import ChunkedCopy
 
 
 class Returning(LoneEngine):
@@ -133,19 +132,6 @@ def test_a_version_is_copied_and_announced_with_its_number(engine, model):
     assert engine.ended
     views = slot_views(engine.buffers[0], engine.layout)
     assert all(torch.equal(view, dict(model.named_parameters())[name]) for name, view in views.items())
-
-
-def test_a_version_is_copied_in_pieces_as_it_is_at_once(engine, model):
-    with inflight.Publisher("nowhere", model, transport=inflight.Slots(piece_ms=1e-5)) as publisher:
-        for version in (1, 2):  # the first one measures
-            publisher.publish()
-            engine.wait_for(version)
-            copy = publisher._source.copy
-            assert isinstance(copy, ChunkedCopy)
-            assert copy.bytes_per_s > 0
-    for buffer in engine.buffers:
-        views = slot_views(buffer, engine.layout)
-        assert all(torch.equal(view, dict(model.named_parameters())[name]) for name, view in views.items())
 
 
 def test_a_parameter_that_replaces_another_one_is_published(engine, model):

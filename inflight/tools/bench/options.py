@@ -79,8 +79,6 @@ class SwapOptions(LoadChoice):
     """Publishes in a row, before passes without any as a comparison."""
     busy_publishes: int = option(0, min=0)
     """Minimum number of publishes while the trainer computes without a pause."""
-    pieces_us: tuple[int, ...] = option((0,), min=0)
-    """Lengths of the pieces of these copies, in µs, one after another. 0: one piece."""
     peer: Literal["vllm"] | None = option(None)
     """Engine whose pause, load and resume are measured in the same run."""
 

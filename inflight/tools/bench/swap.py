@@ -44,7 +44,6 @@ from inflight.tools.progress import Progress, untold
 from inflight.weights.shared_memory import default_directory
 from inflight.weights.trainer.engine_link import LoneEngine
 from inflight.weights.trainer.publisher import Publisher
-from inflight.weights.transports.slots import Slots
 
 QUIET_PASSES = 16
 WARM_UP_PASSES = 8
@@ -87,11 +86,11 @@ def measure(settings: SwapOptions, progress: Progress = untold) -> dict[str, Any
     swap_ms, stall_ms, forward_ms (from pass to pass without publishes), gap_ms: {p50, p99}. gap_ratio: p99 of the gap
     between the tokens of a sequence across a swap / p99 without a swap. copy_gb_s and memcpy_gb_s count bytes read and
     written per second, of a publish and of a plain copy of the same size (at most 2 GiB) while the engine draws. grown:
-    additional memory of both processes and the device since the first round. busy: for each of `pieces_us` the gap_ms
-    and copy_ms of `busy_publishes` publishes while the trainer computes. paused_stall_ms: pausing our engine,
-    publishing, and resuming it with the new weights, as engines do that load in place. With a peer, peer_stall_ms:
-    pausing it, loading the same weights from a directory, and resuming. Requests keep their caches in both, and p99 is
-    the longest of at most 20.
+    additional memory of both processes and the device since the first round. busy: num_swaps, gap_ms
+    and copy_ms of `busy_publishes` publishes while the trainer computes; None if that is 0. paused_stall_ms: pausing
+    our engine, publishing, and resuming it with the new weights, as engines do that load in place. With a peer,
+    peer_stall_ms: pausing it, loading the same weights from a directory, and resuming. Requests keep their caches in
+    both, and p99 is the longest of at most 20.
     """
     if settings.peer:
         interpreter(settings.peer)
@@ -163,7 +162,8 @@ class _Ours(ExitStack):
         self._reader = self.enter_context(closing(StreamReader(self._launcher.welcome.stream_endpoint)))
         dtype = getattr(torch, setup.dtype if settings.masters == "auto" else settings.masters)
         self._trainer = load_model(setup.model, dtype=dtype, device=device, seed=settings.seed)
-        self._publisher = self.enter_context(self._new_publisher(Slots()))
+        endpoint = LoneEngine(self._launcher.client.endpoint, self._launcher.check)
+        self._publisher = self.enter_context(Publisher(endpoint, self._trainer, timeout_s=600))
         parameters, slot_dtype = list(self._trainer.parameters()), getattr(torch, setup.dtype)
         self.read_bytes = sum(parameter.nbytes for parameter in parameters)
         self.written_bytes = sum(parameter.numel() * slot_dtype.itemsize for parameter in parameters)
@@ -182,30 +182,23 @@ class _Ours(ExitStack):
         grown = {name: value - held[name] for name, value in self._held().items()}
         progress("pause, publish and resume")
         self._pausing_round()
-        busy = [self._measure_busy(piece_us, progress) for piece_us in settings.pieces_us if settings.busy_publishes]
+        busy = self._measure_busy(progress) if settings.busy_publishes else None
         return {"engine": self._launcher.welcome.execution(), "num_rounds": rounds, "grown": grown, "busy": busy}
 
-    def _measure_busy(self, piece_us: int, progress: Progress) -> dict[str, Any]:
-        """Publish in pieces of this length while this process computes."""
-        self._publisher.close()
-        self._publisher = self.enter_context(self._new_publisher(Slots(piece_ms=piece_us / 1e3)))
+    def _measure_busy(self, progress: Progress) -> dict[str, Any]:
+        """Publish while this process computes."""
         samples, rounds = _Samples(), 0
         with computing(self._device):
             while len(samples.swaps) < self._settings.busy_publishes:
                 done, asked = len(samples.swaps), self._settings.busy_publishes
-                progress(f"{done} of {asked} publishes beside a busy trainer, in pieces of {piece_us} µs", done / asked)
+                progress(f"{done} of {asked} publishes next to a busy trainer", done / asked)
                 self._round(samples, seed=-2 - rounds)
                 rounds += 1
         return {
-            "piece_us": piece_us,
             "num_swaps": len(samples.swaps),
             "gap_ms": samples.gaps_ms(),
             "copy_ms": p50_and_p99([1e3 * seconds for seconds in samples.copies_s]),
         }
-
-    def _new_publisher(self, transport: Slots) -> Publisher:
-        endpoint = LoneEngine(self._launcher.client.endpoint, self._launcher.check)
-        return Publisher(endpoint, self._trainer, transport=transport, timeout_s=600)
 
     def _held(self) -> dict[str, int]:
         """Return sizes that would grow with a leak."""

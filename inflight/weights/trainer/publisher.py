@@ -87,8 +87,6 @@ class Publisher(AbstractContextManager["Publisher"]):
         self.closed = False
         """True once `close()` was called."""
         self._source = source = _source_of(model)
-        if isinstance(transport, Slots):
-            source.copy = transport.copy()
         several = isinstance(engines, Sequence) and not isinstance(engines, str)
         if several and not engines:
             raise ValueError("a publisher needs at least one engine to begin with")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from inflight_kernels import copy_all
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +15,7 @@ from inflight.core.errors import InflightError, LayoutMismatchError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
 from inflight.weights.comparison import EngineWeights
-from inflight.weights.tensors import CopyTensors, layout_of, published_tensors, unwrap
+from inflight.weights.tensors import fill, layout_of, published_tensors, unwrap
 from inflight.weights.trainer.peft_layers import is_of_peft
 
 
@@ -24,8 +23,6 @@ class WeightSource(ABC):
     """Tensors that are published under names of the engine."""
 
     device: torch.device
-    copy: CopyTensors = staticmethod(copy_all)
-    """Copies tensors of a model that one process holds. The publisher sets it; other sources can ignore it."""
     adapters: bool = False
     """True if the tensors are adapters, False if they are weights. Read after `offer`, which can set it."""
     aliases: bool = False
@@ -138,10 +135,8 @@ class ModelSource(WeightSource):
                 )
             self._model = model
 
-    @torch.no_grad()
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
-        tensors = self._model.tensors
-        self.copy(list(views.values()), [tensors[name].detach() for name in views])
+        fill(views, self._model.tensors)
 
     def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step of this optimizer changes the model. With ZeRO-3 any optimizer might: ZeRO-3 writes the

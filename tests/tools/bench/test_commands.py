@@ -68,7 +68,7 @@ def test_the_stream_loses_nothing_with_a_journal_and_without(journal):
 def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
     file = tmp_path / "swap.json"
     options = ("--sequences", "3", "--tokens", "400", "--publishes", "5", "--slots", slots, "--json", str(file))
-    options += ("--busy-publishes", "2", "--pieces-us", "0,50")
+    options += ("--busy-publishes", "2")
     result = last_line(bench("swap", *TINY, *options))
     assert result["num_swaps"] >= 5
     for name in ("swap_ms", "stall_ms", "forward_ms", "copy_ms"):
@@ -79,11 +79,10 @@ def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
     assert result["copy_gb_s"] > 0
     assert result["memcpy_gb_s"] > 0
     assert result["peer_stall_ms"] is None
-    assert [busy["piece_us"] for busy in result["busy"]] == [0, 50]
-    for busy in result["busy"]:
-        assert busy["num_swaps"] >= 2
-        assert busy["gap_ms"]["across_swaps"]["p99"] > 0
-        assert busy["gap_ms"]["without"]["p50"] > 0
+    busy = result["busy"]
+    assert busy["num_swaps"] >= 2
+    assert busy["gap_ms"]["across_swaps"]["p99"] > 0
+    assert busy["gap_ms"]["without"]["p50"] > 0
     assert json.loads(file.read_text())["gap_ratio"] == result["gap_ratio"]
 
 
