@@ -110,6 +110,11 @@ def throughput(result: dict[str, Any]) -> Told:
     yield runs_fast(result["sides"]["inflight"]["mode"])
 
 
+def decode(result: dict[str, Any]) -> Told:
+    plain, top_p = result["pass_ms"]["plain"]["p50"], result["pass_ms"]["top_p 0.95"]["p50"]
+    yield "a pass with top-p takes at most 1.5 × a plain one", f"{top_p:.2f} ms to {plain:.2f} ms", top_p <= 1.5 * plain
+
+
 def peers(result: dict[str, Any]) -> Told:
     for name, peer in result["points"][-1]["peers"].items():
         measured = f"{peer['ratio']:.2f}: {result['tokens_per_s']:,.0f} to {peer['tokens_per_s']:,.0f} tokens/s"
@@ -156,6 +161,7 @@ CHECKS: list[tuple[str, str, Callable[[Any], Told]]] = [
     ("tests", "tests.log", tests),
     ("parity", "parity.json", parity),
     ("kernels", "kernels.json", kernels),
+    ("decode", "decode.json", decode),
     ("swap", "swap-growth.json", swap),
     *(("mps", f"mps-swap-{share}.json", mps_swap) for share in MPS_SHARES),
     ("mps", "mps-learning.json", learning),

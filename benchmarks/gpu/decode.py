@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/decode.py [--device cuda] [--model qwen3-1.7b] [--json PATH]
 
-Sequences have random prompts, and weights are random, so that distributions are flat: top-p leaves most of the
-vocabulary, which is the largest sampling mask that there is. With a backlog, groups of 8 that end independently wait in
+Prompts and weights are random, so that distributions are flat and top-p leaves most of the vocabulary in the sampling
+mask. With a backlog, groups of 8 that end independently wait in
 the queue, and passes also compute the prompts of those that start.
 """
 
@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 GROUP = 8
 ROUNDS = 3
-"""Backlog: sequences in all, as a multiple of those that run."""
+"""Number of sequences of the backlog, as a multiple of the running sequences."""
 
 
 class Bench:
@@ -102,7 +102,7 @@ class Bench:
 
 def main(model: str, device: str) -> dict[str, Any]:
     bench = Bench(model, device)
-    bench.pass_ms()  # compiles what is left
+    bench.pass_ms()  # compiles kernels
     pass_ms = {name: bench.pass_ms(**params) for name, params in SETTINGS.items()}
     return {
         "bench": "decode",

@@ -14,7 +14,7 @@ VLLM_TESTS = "tests/engine/test_backends.py"
 SWAP_TESTS = "tests/engine/test_swaps.py"
 REHEARSAL_LIMIT_S = 300
 GROUPS = (
-    "environment,parity,kernels",
+    "environment,parity,kernels,decode",
     "tests,throughput",
     "swap,staleness",
     "loss,learning",
@@ -52,7 +52,7 @@ def gpu_parts() -> list[Part]:
     )
     learning = (
         f"{BENCH} learning --device cuda --dtype bfloat16 --model base --seeds 0 --modes inflight,sync --steps 60 "
-        "--demonstrations 2000 --warmup-learning-rate 5e-4 --learning-rate 5e-5 --json"
+        "--demonstrations 2000 --warmup-steps 60 --warmup-learning-rate 5e-4 --learning-rate 5e-5 --json"
     )
     loss = "loss --device cuda --dtype bfloat16 --tokens 8192 --hidden 4096 --vocab 131072 --pairs 3"
     loop = "--device cuda --dtype bfloat16 --model qwen3-0.6b"
@@ -61,16 +61,17 @@ def gpu_parts() -> list[Part]:
     peers = "--peer transformers --peer vllm" if os.environ.get("PEERS_PATH") else "--peer transformers"
     return [
         Part("environment", 60, ["-m inflight.tools.cli doctor"]),
-        Part("parity", 180, ["benchmarks/gpu/parity.py --device cuda --json {out}/parity.json"]),
-        Part("kernels", 180, ["benchmarks/gpu/kernel_bench.py --device cuda --json {out}/kernels.json"]),
+        Part("parity", 120, ["benchmarks/gpu/parity.py --device cuda --json {out}/parity.json"]),
+        Part("kernels", 100, ["benchmarks/gpu/kernel_bench.py --device cuda --json {out}/kernels.json"]),
+        Part("decode", 90, ["benchmarks/gpu/decode.py --device cuda --json {out}/decode.json"]),
         Part("tests", 225, tests(["-m gpu", *files_with_gpu_tests()], min(6, os.cpu_count() or 1))),
         Part(
             "throughput",
             225,
             [f"{throughput} {model} --json {{out}}/throughput-{model}.json" for model in ("qwen3-1.7b", "qwen3-0.6b")],
         ),
-        Part("swap", 360, ["benchmarks/swap_growth.py cuda {out}"]),
-        Part("staleness", 90, [f"{BENCH} staleness {loop} --sequences 64 --steps 15 --json {{out}}/staleness.json"]),
+        Part("swap", 290, ["benchmarks/swap_growth.py cuda {out}"]),
+        Part("staleness", 150, [f"{BENCH} staleness {loop} --sequences 64 --steps 15 --json {{out}}/staleness.json"]),
         Part("loss", 110, [f"{BENCH} {loss} --json {{out}}/loss.json"]),
         Part("learning", 230, [f"{learning} {{out}}/learning.json"]),
         Part("peers", 450, [f"{throughput} qwen3-1.7b {peers} --json {{out}}/peers.json"], by_default=False),
@@ -126,15 +127,15 @@ def mps_swap(trainer_share: int) -> str:
 
 
 def files_with_gpu_tests() -> list[str]:
-    """List the files that hold tests marked `gpu`, but for those of swaps. Other files import packages that a GPU host
+    """List the files with tests marked `gpu`, except the tests of swaps. Other files import packages that a GPU host
     does not need."""
     marked = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text())
     return [name for path in marked if (name := path.relative_to(ROOT).as_posix()) != SWAP_TESTS]
 
 
 def tests(selection: list[str], workers: int) -> list[str]:
-    """Commands for these tests: those of swaps on few workers, since they publish thousands of times and processes take
-    turns at a GPU; the others side by side, where pytest-xdist is there."""
+    """Return commands for these tests: the tests of swaps on few workers, because they publish thousands of times and
+    processes take turns at a GPU; the others side by side. Without pytest-xdist all run one after another."""
     options, *where = selection
     has_xdist = subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True).returncode == 0
     pytest = f"-m pytest -q -rP -p no:cacheprovider {options}"
@@ -153,6 +154,7 @@ def rehearsal_parts() -> list[Part]:
         "environment": ["-m inflight.tools.cli doctor"],
         "parity": ["benchmarks/gpu/parity.py --device cpu --model tiny --json {out}/parity.json"],
         "kernels": ["benchmarks/gpu/kernel_bench.py --rehearse --json {out}/kernels.json"],
+        "decode": ["benchmarks/gpu/decode.py --device cpu --model tiny --json {out}/decode.json"],
         "tests": tests(list(few_tests), 2),
         "throughput": [f"{BENCH} {throughput} --json {{out}}/throughput-qwen3-1.7b.json"],
         "swap": ["benchmarks/swap_growth.py rehearsal {out}"],

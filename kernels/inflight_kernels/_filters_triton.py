@@ -30,7 +30,7 @@ def weight_of(x, peak, inverse):
 
 @triton.jit
 def units_of(x, keys, peak, inverse, above, by_count: tl.constexpr):
-    """Return what a search adds up over tokens above this key: 1 each, or their weights in units."""
+    """Return the summands of a search: 1 for each token above this key, or its weight in units; 0 for other tokens."""
     units = tl.full(x.shape, 1, tl.int64) if by_count else (weight_of(x, peak, inverse) * _UNITS).to(tl.int64)
     return tl.where(keys > above, units, 0)
 

@@ -180,7 +180,7 @@ def test_every_command_takes_the_options_that_it_is_given(check, tmp_path):
             elif arguments[0] != "-m":
                 assert (ROOT / arguments[0]).is_file()
                 scripts.add(arguments[0])
-    assert len(scripts) == 4
+    assert len(scripts) == 5
 
 
 def test_a_gap_counts_as_held_if_it_is_less_than_a_pass_longer(check):

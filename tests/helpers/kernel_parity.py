@@ -233,7 +233,8 @@ def check_rope_and_cache(
 
 
 def check_filters(device: str, rows: int, vocabulary: int, *, ties: bool) -> None:
-    """The kernel leaves what sorting leaves, but for shares of 10⁻⁶: a GPU's exponentials differ in the last bits."""
+    """The kernel leaves the tokens that sorting leaves. Shares may differ by 10⁻⁶, because exponentials differ in the
+    last bits."""
     generator = torch.Generator().manual_seed(rows + vocabulary)
     logits = torch.randn(rows + 4, vocabulary, generator=generator) * 2
     logits = (logits * 2).round() / 2 if ties else logits

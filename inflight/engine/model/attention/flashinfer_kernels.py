@@ -15,7 +15,7 @@ from inflight.engine.cache.kinds import LayerShape
 VARIABLE = "INFLIGHT_FLASHINFER"
 _TENSOR_CORES_FROM = 2
 """Query heads per KV head from which on tensor cores are used. For 2 and heads of 128 they take 0.92 of the time of
-CUDA cores on an H200, for 4 0.66 (benchmarks/results/nvidia-h200/kernels.json)."""
+CUDA cores on an H200, for 4 0.66 (benchmarks/results/h200/kernels.json)."""
 _HOPPER = 9
 """Major compute capability of the H100 and the H200."""
 _CHOICES = {"decode": ("cuda_cores", "tensor_cores"), "prefill": ("fa2", "fa3")}
