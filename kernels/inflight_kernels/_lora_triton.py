@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inflight_kernels.lora import SMALL_TOKENS
+
 PIECE: Any = 1024
 BLOCK_K = tl.constexpr(64)
 BLOCK_N: Any = 64
@@ -123,7 +125,7 @@ def add_lora(
         return
     slots = slots.contiguous()
     shrunk = torch.empty(pieces, tokens, ranks, dtype=torch.float32, device=x.device)
-    block_t = 16 if tokens <= 256 else 32  # from 64 on, Triton 3.6 computes products of fp32 in TF32 on sm_100
+    block_t = 16 if tokens <= SMALL_TOKENS else 32  # from 64 on, Triton 3.6 computes products of fp32 in TF32 on sm_100
     block_p = min(max(triton.next_power_of_2(ranks), 16), 32)
     launch: Any = shrink_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(ranks, block_p), pieces)]
     launch(

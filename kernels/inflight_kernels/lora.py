@@ -14,6 +14,9 @@ import torch
 
 from inflight_kernels import _cpu
 
+SMALL_TOKENS = 256
+"""Number of tokens up to which the kernels of a GPU have smaller tiles. They are compiled once for each."""
+
 
 def add_lora(
     y_TN: torch.Tensor,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from full_forward import TOLERANCE, full_forward_logprobs
+from inflight_kernels.lora import SMALL_TOKENS
 from tiny_adapters import error, publish_adapters, with_adapters
 from tiny_models import make_model
 
@@ -13,6 +14,7 @@ import inflight
 from inflight.core.errors import InvalidRequestError, LayoutMismatchError
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
+from inflight.engine.model import adapters as adapters_module
 from inflight.stream.assembler import Assembler
 
 ARCHITECTURES = ["qwen3", "gemma2", "phi3", "qwen3-moe"]
@@ -49,6 +51,18 @@ def test_every_request_draws_with_its_own_adapter(make_engine, name, fused):
         adapter = adapters[rollout.group_id]
         assert error(model, rollout, None if adapter == "idle" else adapter) < TOLERANCE
         assert set(rollout.weight_versions) == {1}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_chunk_at_the_start_compiles_the_larger_tiles(make_engine, monkeypatch, fused):
+    engine = make_engine(
+        "qwen3", lora_rank=4, adapters=("first",), fused=fused, max_prefill_tokens=600, max_context=512
+    )
+    lengths = []
+    monkeypatch.setattr(adapters_module, "add_lora", lambda y, *_: lengths.append(len(y)))
+    engine.runner._warm_up_adapters()
+    assert lengths
+    assert {length > SMALL_TOKENS for length in lengths} == {True}
 
 
 @pytest.mark.gpu

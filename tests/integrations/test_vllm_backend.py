@@ -16,7 +16,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.sequence import Sequence
 from inflight.engine.process.process import state_of
-from inflight.integrations.vllm_backend.build import check_options, start
+from inflight.integrations.vllm_backend.build import _check_version, _memory_share, check_options, start
 from inflight.integrations.vllm_backend.columns import ASKED, ColumnRecorder, asked
 from inflight.integrations.vllm_backend.sampling import request_arguments
 from inflight.integrations.vllm_backend.worker import StagedWeights, by_checkpoint_names
@@ -406,3 +406,29 @@ def test_parts_of_a_tensor_go_by_the_names_that_checkpoints_give_them():
     named = by_checkpoint_names(views, [*parts, Alias("tied", "norm", (2,), (1,), 0)])
     assert named.keys() == {"experts.0.up", "experts.1.up", "norm"}
     assert torch.equal(named["experts.1.up"], whole[1])
+
+
+def test_versions_of_vllm_that_are_too_old_are_refused_and_newer_ones_than_tested_are_named(caplog):
+    with pytest.raises(BackendError, match=r"this is vLLM 0\.25\.1, and backend='vllm' needs 0\.26 or newer"):
+        _check_version("0.25.1")
+    for version in ("0.26.0", "0.32.0", "0.32.1.post2"):
+        _check_version(version)
+    assert not caplog.records
+    _check_version("0.33.0rc1")
+    assert "vLLM 0.33.0rc1 was not tested" in caplog.text
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("free", [80, 50, 20])
+def test_share_of_a_gpu_leaves_room_for_the_next_weights_and_for_others(free):
+    """vLLM does not start if its share is not free; what it does not take holds the next version."""
+    options = EngineOptions(model="tiny", kv_cache_fraction=0.9)
+    share = _memory_share(options, 6 * GIB, free * GIB, 80 * GIB)
+    assert share * 80 <= free - 6
+    assert share * 80 > 6
+    smaller = _memory_share(EngineOptions(model="tiny", kv_cache_fraction=0.1), 6 * GIB, free * GIB, 80 * GIB)
+    assert smaller < share
+    with pytest.raises(DeviceMemoryError, match="needs 61,440 MiB for its weights and the next version"):
+        _memory_share(options, 30 * GIB, free // 2 * GIB, 80 * GIB)

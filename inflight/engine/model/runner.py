@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
+from inflight_kernels.lora import SMALL_TOKENS
 from transformers import PreTrainedModel
 
 from inflight.core.options import EngineOptions
@@ -53,6 +54,8 @@ class ModelRunner:
         """Reason why the model runs with Transformers' own code. None if it runs fused."""
         if self.unfused_reason is not None:
             logger.info("the model runs as Transformers runs it: %s", self.unfused_reason)
+        if adapters is not None and memory.device.type == "cuda":
+            self._warm_up_adapters()
         self._wants_graphs = options.cuda_graphs
         self._graphs: DecodeGraphs | None = None
         self.capture()
@@ -174,6 +177,25 @@ class ModelRunner:
             flat[start : start + len(array)] = array
         on_device = to_device(torch.from_numpy(flat), self._memory.device)
         return [on_device[start : start + len(array)] for array, start in zip(arrays, starts, strict=False)]
+
+    @torch.inference_mode()
+    def _warm_up_adapters(self) -> None:
+        """Compute a chunk that is longer than small tiles of the adapters' kernels. Otherwise the first such prompt
+        would compile them, while all other requests wait."""
+        most = min(SMALL_TOKENS + 1, self._options.max_prefill_tokens)
+        length = min(most, self._options.max_context)
+        room = min((group.num_blocks - 1) // self._memory.max_blocks for group in self._memory.groups)
+        count = min(-(-most // length), self._options.max_sequences, room)
+        if count * length <= SMALL_TOKENS:
+            return  # No pass is longer, or the cache has no room for one yet.
+        ids = torch.zeros(length, dtype=torch.int64, device=self._memory.device)
+        batch = make_batch([ids] * count, [(index, 0, length) for index in range(count)], self._memory)
+        self._select_adapters(np.arange(count), np.full(count, length))
+        self._memory.begin(batch)
+        if self._decoders:
+            self._decoders[0](batch)
+        else:
+            run_packed(self._modules[0], batch, self._memory)
 
     @torch.inference_mode()
     def _fuse(self, batch: ForwardBatch, theirs: torch.Tensor) -> bool:

@@ -81,7 +81,9 @@ def _adapter(manager: Any, number: int, tensors: Mapping[str, torch.Tensor]) -> 
     from vllm.lora.utils import parse_fine_tuned_lora_name  # pyright: ignore[reportMissingImports]
 
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    mapper = mapper and mapper.get_rename_mapper()  # the manager itself joins projections that are computed as one
+    if mapper is not None:  # The manager itself joins projections that are computed as one.
+        mapper = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper  # the latter in vLLM 0.26
+        mapper = mapper()
     layers: dict[str, Any] = {}
     rank = 0
     for name, a in tensors.items():

@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import re
 import sys
 import tempfile
 import time
@@ -54,6 +55,10 @@ _BLOCK_TOKENS = 128
 """Maximum number of tokens of vLLM's blocks by default."""
 _RPC_S = 120.0
 """Maximum time for workers to answer."""
+_OLDEST, _NEWEST = (0, 26), (0, 32)
+"""The oldest version of vLLM that is supported, and the newest one that was tested."""
+_WORKSPACE_BYTES = 2 << 30
+"""Memory of a GPU for vLLM's CUDA context, its activations and its workspaces, in bytes."""
 _CHECK_STEPS = 1000
 """Maximum number of steps for the prompts of the check at the start."""
 _SAME = {
@@ -195,6 +200,7 @@ def start(options: EngineOptions) -> Started:
             f"vLLM cannot be imported by {sys.executable} ({error}); install it there, or in an environment of its own "
             "(`pip install vllm`; without a GPU `make peers`), and name that Python in backend_python"
         ) from error
+    _check_version(vllm.__version__)
     unknown = [name for name in options.vllm if name not in EngineArgs.__dataclass_fields__]
     if unknown:
         raise BackendError(f"vLLM {vllm.__version__} has no option {', '.join(unknown)}")
@@ -226,7 +232,8 @@ def start(options: EngineOptions) -> Started:
         path = _checkpoint(options, config, dtype, Path(directory))
         try:
             engine = LLMEngine.from_engine_args(
-                EngineArgs(**_arguments(options, path, text, dtype, device)), enable_multiprocessing=False
+                EngineArgs(**_arguments(options, path, text, dtype, device, weights.layout.total_bytes)),
+                enable_multiprocessing=False,
             )
             workers = _attach(engine.engine_core, options, aliases, vocab_size, weights, adapters)
             reason = _why_lost([one.weights for one in workers], weights.layout)
@@ -390,15 +397,32 @@ def _why_lost(paths: list[UpdatePath], layout: WeightLayout) -> str:
     return ""
 
 
+def _check_version(version: str) -> None:
+    """Raise BackendError for a version of vLLM that is too old, and log a warning for one that was not tested."""
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    oldest, newest = (".".join(map(str, each)) for each in (_OLDEST, _NEWEST))
+    if found < _OLDEST:
+        raise BackendError(f"this is vLLM {version}, and backend='vllm' needs {oldest} or newer (tested: to {newest})")
+    if found > _NEWEST:
+        logger.warning("vLLM %s was not tested with inflight, which was tested with %s to %s", version, oldest, newest)
+
+
 def _arguments(
-    options: EngineOptions, path: str, text: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    options: EngineOptions,
+    path: str,
+    text: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_bytes: int,
 ) -> dict[str, Any]:
-    """Return the arguments for starting vLLM."""
+    """Return the arguments for starting vLLM. weight_bytes: size of the weights."""
     arguments: dict[str, Any] = {theirs: getattr(options, ours) for theirs, ours in _SAME.items()}
     arguments |= {name: value for name, (value, _) in _FIXED.items() if value is not None}
     arguments |= {"model": path, "enforce_eager": not options.cuda_graphs, "disable_log_stats": True}
     if options.max_prefill_tokens:
         arguments["max_num_batched_tokens"] = options.max_prefill_tokens + options.max_sequences
+    if device.type == "cuda":
+        arguments["gpu_memory_utilization"] = _memory_share(options, weight_bytes, *torch.cuda.mem_get_info(device))
     if options.kv_cache_tokens or device.type == "cpu":
         arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(options, text, dtype, device)
     if options.lora_rank:
@@ -412,6 +436,21 @@ def _arguments(
             "lora_target_modules": PROJECTIONS,
         }
     return arguments | options.vllm
+
+
+def _memory_share(options: EngineOptions, weight_bytes: int, free: int, total: int) -> float:
+    """Return the share of a GPU's memory for vLLM's weights and its KV cache. vLLM refuses to start if less is free.
+
+    The next version of the weights is prepared in memory outside of this share. Of the remaining memory the KV cache
+    gets kv_cache_fraction. free, total: bytes, after the slots were made. Raises DeviceMemoryError.
+    """
+    left = free - 2 * weight_bytes - _WORKSPACE_BYTES
+    if left <= 0:
+        raise DeviceMemoryError(
+            f"vLLM needs {2 * weight_bytes / 2**20:,.0f} MiB for its weights and the next version of them, and "
+            f"{_WORKSPACE_BYTES / 2**20:,.0f} MiB for its work; {free / 2**20:,.0f} MiB are left"
+        )
+    return (weight_bytes + _WORKSPACE_BYTES + options.kv_cache_fraction * left) / total
 
 
 def _rank_of_vllm(rank: int) -> int:

@@ -146,6 +146,8 @@ class Shadow:
         """slots: u8[n] each. The constructor must run in the thread that computes."""
         self._slots, self._parameters = slots, parameters
         self._num_threads = torch.get_num_threads()
+        self._committed: Any = None
+        """The last commit on a GPU."""
 
     def reads(self) -> list[tuple[int, int]]:
         """Return the byte ranges of a slot that are read."""
@@ -159,9 +161,12 @@ class Shadow:
         for parameter in self._parameters:
             for product in parameter.products:
                 product.next = None  # two packed forms of each weight are enough
+        if self._committed is not None:
+            torch.cuda.current_stream().wait_event(self._committed)  # The commit reads the memory that is written here.
+        self._copy([parameter for parameter in self._parameters if parameter.live is not None], slot)
         for parameter in self._parameters:
-            targets = [copy.target(parameter.next) for copy in parameter.copies]
-            copy_all(targets, [copy.source.view(self._slots[slot]) for copy in parameter.copies])
+            if parameter.live is None:
+                self._copy([parameter], slot)
             with torch.no_grad():
                 for computed in parameter.computed:
                     computed.make(parameter.next, self._slots[slot])
@@ -169,15 +174,29 @@ class Shadow:
                 product.next = _pack(parameter.next)
 
     def commit(self) -> None:
-        """Replace the weights that vLLM computes with by the prepared ones."""
+        """Replace the weights that vLLM computes with by the prepared ones. On a GPU the copies are queued on the
+        current stream of the thread that computes."""
+        in_place = [
+            (parameter.live, parameter.next)
+            for parameter in self._parameters
+            # The graphs of a GPU contain its address, too.
+            if parameter.live is not None and (parameter.live.is_cuda or parameter.in_place)
+        ]
+        copy_all([live for live, _ in in_place], [prepared for _, prepared in in_place])
+        if in_place and in_place[0][0].is_cuda:
+            self._committed = torch.cuda.current_stream().record_event()
         for parameter in self._parameters:
             live = parameter.live
-            if live is not None and (live.is_cuda or parameter.in_place):  # CUDA graphs contain its address, too
-                live.copy_(parameter.next)
-            elif live is not None:
+            if live is not None and not (live.is_cuda or parameter.in_place):
                 live.data, parameter.next = parameter.next, live.data
             for product in parameter.products:
                 product.commit()
+
+    def _copy(self, parameters: Sequence[Parameter], slot: int) -> None:
+        """Make the copies of parameters out of a slot, all at once."""
+        copies = [(copy, parameter.next) for parameter in parameters for copy in parameter.copies]
+        sources = [copy.source.view(self._slots[slot]) for copy, _ in copies]
+        copy_all([copy.target(target) for copy, target in copies], sources)
 
 
 class WeightShadow(Shadow):
@@ -284,15 +303,16 @@ class _Traced:
 
 def _trace(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[_Traced]:
     """Record vLLM's loading of these tensors without loading anything. Return the parameters that it would load."""
+    from vllm.model_executor.model_loader.reload import meta  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
         _get_original_loader,
         _place_kernel_tensors,
         get_layerwise_info,
         initialize_layerwise_reload,
     )
-    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.model_loader.reload.utils import get_layer_tensors  # pyright: ignore[reportMissingImports]
 
+    skipped = getattr(meta, "SKIP_LOAD_TENSORS", None) or meta.SKIP_TENSORS  # the latter in vLLM 0.26
     traced: list[_Traced] = []
     original: list[tuple[Any, Any]] = []
     initialize_layerwise_reload(model)
@@ -301,7 +321,7 @@ def _trace(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[_Trace
             kernel = get_layerwise_info(layer).kernel_tensors
             parameters: dict[str, Any] = get_layer_tensors(layer)
             for name, tensor in parameters.items():
-                if name in SKIP_LOAD_TENSORS:
+                if name in skipped:
                     continue
                 loader = _get_original_loader(tensor)
                 original.append((tensor, loader))

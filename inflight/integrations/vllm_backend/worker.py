@@ -23,6 +23,7 @@ from inflight.engine.loop.own_columns import load_columns
 from inflight.integrations.vllm_backend.adapters import AdapterShadow, without_adapters
 from inflight.integrations.vllm_backend.columns import ColumnRecorder, Columns, can_record
 from inflight.integrations.vllm_backend.shadow import Shadow, Unmappable, WeightShadow
+from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import slot_views
 
@@ -132,7 +133,11 @@ class StagedWeights:
     def _inflight_run(self, shadow: Shadow, slot: int, done: Future[None]) -> None:
         try:
             os.sched_setaffinity(0, self._inflight_cores)  # vLLM has bound its thread to a core, and children with it
+            device = self.model_runner.device
+            use_own_stream(device)  # so that passes of vLLM do not wait for the copies
             shadow.prepare(slot)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
         except Exception as error:
             done.set_exception(error)
         else:
@@ -155,6 +160,8 @@ class StagedWeights:
         runner = self.model_runner
         with without_adapters(runner.get_model()):
             runner.reload_weights(weights_iterator=iter(self._inflight_tensors(self._inflight_slot).items()))
+        if runner.device.type == "cuda":
+            torch.cuda.current_stream(runner.device).synchronize()  # The publisher can write to the slot after this.
 
     def inflight_columns(self) -> Columns | None:
         """Return the columns that requests asked for in the last step; None if there are none, or another worker has
