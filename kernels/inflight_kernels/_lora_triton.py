@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from inflight_kernels.lora import SMALL_TOKENS
-
 PIECE: Any = 1024
 BLOCK_K = tl.constexpr(64)
 BLOCK_N: Any = 64
@@ -117,6 +115,7 @@ def add_lora(
     b: torch.Tensor,
     widths: Sequence[int],
     slots: torch.Tensor,
+    small_tokens: int,
 ) -> None:
     tokens, inputs = x.shape
     ranks, rank = a.shape[1], b.shape[2]
@@ -125,7 +124,7 @@ def add_lora(
         return
     slots = slots.contiguous()
     shrunk = torch.empty(pieces, tokens, ranks, dtype=torch.float32, device=x.device)
-    block_t = 16 if tokens <= SMALL_TOKENS else 32  # from 64 on, Triton 3.6 computes products of fp32 in TF32 on sm_100
+    block_t = 16 if tokens <= small_tokens else 32  # from 64 on, Triton 3.6 computes products of fp32 in TF32 on sm_100
     block_p = min(max(triton.next_power_of_2(ranks), 16), 32)
     launch: Any = shrink_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(ranks, block_p), pieces)]
     launch(

@@ -60,7 +60,7 @@ def add_lora(
     if x_TK.is_cuda:
         from inflight_kernels import _lora_triton
 
-        _lora_triton.add_lora(y_TN, x_TK, a_SPK, b_SNR, widths, slots_T)
+        _lora_triton.add_lora(y_TN, x_TK, a_SPK, b_SNR, widths, slots_T, SMALL_TOKENS)
         return
     if _cpu.takes(x_TK, y_TN, a_SPK, b_SNR):
         ran = _cpu.call(

@@ -26,7 +26,7 @@ from inflight_kernels import (
     selective_logprobs_reference,
 )
 from inflight_kernels.filters import cut_logits_reference
-from inflight_kernels.lora import add_lora_reference
+from inflight_kernels.lora import SMALL_TOKENS, add_lora_reference
 from inflight_kernels.rotary import rope_and_cache_reference
 from inflight_kernels.sampling import BLOCK, draw_reference, uniforms
 from inflight_kernels.tokenwise import Norm, add_rms_norm_reference, gated_activation_reference
@@ -413,7 +413,7 @@ def check_add_lora(
         a[-1, 0, 0] = torch.nan  # of the rows with this adapter only
     before, expected = y.clone(), y.clone()
     add_lora_reference(expected, x, a, b, widths, slots)
-    _lora_triton.add_lora(y, x, a, b, widths, slots)
+    _lora_triton.add_lora(y, x, a, b, widths, slots, SMALL_TOKENS)
     assert_close(y, expected)
     assert torch.equal(y[slots < 0], before[slots < 0])
 

@@ -20,6 +20,7 @@ from inflight_kernels import (
     _tokenwise_triton,
 )
 from inflight_kernels._sampling_mask import Head, Masks, Rows
+from inflight_kernels.lora import SMALL_TOKENS
 from inflight_kernels.sampling import BLOCK
 
 BF16, FP32, I64 = torch.bfloat16, torch.float32, torch.int64
@@ -88,7 +89,7 @@ def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
     widths = (2048, 1024, 1024)
     a, b = meta(8, 3 * rank, 2048, dtype=dtype), meta(8, sum(widths), rank, dtype=dtype)
     y, x = meta(tokens, sum(widths), dtype=dtype), meta(tokens, 2048, dtype=dtype)
-    _lora_triton.add_lora(y, x, a, b, widths, meta(tokens, dtype=torch.int32))
+    _lora_triton.add_lora(y, x, a, b, widths, meta(tokens, dtype=torch.int32), SMALL_TOKENS)
 
 
 def logprobs_and_gradient(vocabulary: int, entropy: bool, softcap: float | None, dtype: torch.dtype) -> None:
