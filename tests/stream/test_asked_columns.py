@@ -59,7 +59,7 @@ def built_in(monkeypatch):
     monkeypatch.setitem(
         columns.COLUMNS, "twice", TokenColumn(("<f4",), (TOKENS,), lambda params: params.return_entropy)
     )
-    plain = Sampler._sample_plain
+    plain = Sampler._sample
 
     def sample_plain(self, logits_MV, rows, positions):
         samples = plain(self, logits_MV, rows, positions)
@@ -67,7 +67,7 @@ def built_in(monkeypatch):
         samples.columns.pop("entropies", None)
         return samples
 
-    monkeypatch.setattr(Sampler, "_sample_plain", sample_plain)
+    monkeypatch.setattr(Sampler, "_sample", sample_plain)
     monkeypatch.delitem(columns.COLUMNS, "entropies")
 
 

@@ -255,8 +255,9 @@ def _filtered(logits_MV: torch.Tensor, filters: _Filters) -> torch.Tensor:
     every = len(rows_F) == len(logits_MV)
     logits_FV = logits_MV if every else logits_MV[rows_F]
     # The largest value is subtracted first, so that small temperatures do not overflow.
-    scaled_FV = (logits_FV - logits_FV.amax(-1, keepdim=True)) / temperatures_F[:, None]
-    _, order_FK, mask_FK = _candidates(scaled_FV, filters.params)
+    peak_F1 = logits_FV.amax(-1, keepdim=True)
+    _, order_FK, mask_FK = _candidates((logits_FV - peak_F1) / temperatures_F[:, None], filters.params)
+    mask_FK &= peak_F1.isfinite()  # nothing is left of a row with a NaN or +∞, as in `cut_logits`
     left_FK = logits_FV.gather(1, order_FK).masked_fill_(~mask_FK, float("-inf"))
     cut_FV = torch.full_like(logits_FV, float("-inf")).scatter_(1, order_FK, left_FK)
     return cut_FV if every else logits_MV.index_copy(0, rows_F, cut_FV)
