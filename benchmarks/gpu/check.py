@@ -11,7 +11,7 @@ an engine does not run with FlashInfer and CUDA graphs, nothing else is run.
     INSIST=1                         go on although the preflight says no
     GPU_PYTHON=…                     the interpreter (default .venv/bin/python if it is there, else python3)
     BUNDLE=DIRECTORY                 what `make gpu-bundle` made (default .gpu-bundle)
-    INFLIGHT_COMMIT=…                what results name, where the repository is a copy without .git
+    INFLIGHT_COMMIT=…                the commit in the results, for a copy of a checkout
     PEERS_PATH=DIRECTORY             where vLLM lies unpacked, for the parts `peers`, `vllm` and `vllm-speed`
 
     python benchmarks/gpu/check.py --rehearse     the same way with tiny models on a CPU, to try the scripts

@@ -63,9 +63,10 @@ def laid_out(value: Any, indent: int = 0) -> str:
 
 
 def _commit(directory: Path = Path(__file__).parent) -> str | None:
-    """Return the commit of the checkout of this package, with "-dirty" if files other than results of benchmarks have
-    changed. A copy outside a checkout has the commit in INFLIGHT_COMMIT."""
-
+    """Return the commit that INFLIGHT_COMMIT names, such as for a copy of a checkout; otherwise the commit of the
+    checkout of this package, with "-dirty" if files other than results of benchmarks have changed."""
+    if named := os.environ.get("INFLIGHT_COMMIT"):
+        return named
     git = partial(subprocess.run, capture_output=True, text=True, cwd=directory, timeout=10)
     written = (":(top,exclude)benchmarks/results", ":(top,exclude)docs")
     try:
@@ -74,7 +75,7 @@ def _commit(directory: Path = Path(__file__).parent) -> str | None:
         dirty = git(["git", "diff", "--quiet", "HEAD", "--", ":(top)", *written]).returncode == 1
     except (OSError, subprocess.TimeoutExpired):
         commit, dirty = "", False
-    return commit + "-dirty" * dirty if commit else os.environ.get("INFLIGHT_COMMIT")
+    return commit + "-dirty" * dirty if commit else None
 
 
 def _cpu_name() -> str:

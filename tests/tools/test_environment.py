@@ -44,6 +44,8 @@ def test_a_copy_in_another_repository_is_of_no_commit_of_that(tmp_path, monkeypa
     subprocess.run([*git, "add", "--force", "copy"], cwd=tmp_path, check=True)
     subprocess.run([*git, "commit", "--quiet", "-m", "ours"], cwd=tmp_path, check=True)
     assert len(str(_commit(copy))) == 12
+    monkeypatch.setenv("INFLIGHT_COMMIT", "abc")  # the files of this commit were copied over those of another
+    assert _commit(copy) == "abc"
 
 
 def test_the_results_in_the_repository_stay_small():
