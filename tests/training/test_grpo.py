@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -217,8 +218,9 @@ def test_losses_of_another_loop_in_the_process_are_not_heard(engine):
     other_heard.append(lambda batch, rows, log_ratios: heard.append("other"))
     model = make_model("qwen3")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    try:
-        reports = run(engine, model, optimizer, steps=2, on_step=lambda step: policy_loss(model, other.select([0])))
+    score_other = partial(policy_loss, model, other.select([0]))
+    try:  # with all groups, so that the first of a report is the first of the batch
+        reports = run(engine, model, optimizer, steps=2, skip_uniform_groups=False, on_step=lambda step: score_other())
     finally:
         engine.stream.observers.clear()
     assert heard == [reports[0].rollouts[0].group_id, "other", reports[1].rollouts[0].group_id, "other"]
