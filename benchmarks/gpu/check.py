@@ -1,11 +1,11 @@
 """`make gpu-check`: every GPU claim, checked on this machine without installs or a network.
 
-Independent parts, each with a time limit; for each a log, and JSON where it measures. At the end a table of what was
-claimed, what was measured and whether it holds, which also lies in summary-PARTS.json. Before them a preflight: where
+Independent parts, each with a time limit; for each a log, and JSON where it measures. At the end it prints a table
+of claims, measured values and verdicts, and writes it to summary-PARTS.json. Before them a preflight: where
 an engine does not run with FlashInfer and CUDA graphs, nothing else is run.
 
     make gpu-check PART=swap,loss    runs some of the parts; `peers`, `vllm`, `vllm-speed` and `mps` are run only when
-                                     they are named; GROUPS in parts.py are those that end within nine minutes
+                                     they are named; GROUPS in parts.py end within nine minutes each
     RESULTS=DIRECTORY                where logs and JSON go (default benchmarks/results/NAME-OF-THE-GPU)
     OUT=DIRECTORY                    gets all that in one file as well, gpu-check-PARTS.tar.gz
     INSIST=1                         go on although the preflight says no

@@ -4,7 +4,7 @@
 
 Prompts and weights are random, so that distributions are flat and top-p leaves most of the vocabulary in the sampling
 mask. With a backlog, groups of 8 that end independently wait in
-the queue, and passes also compute the prompts of those that start.
+the queue, and passes also compute the prompts of starting groups.
 """
 
 import argparse

@@ -423,7 +423,7 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize("free", [80, 50, 20])
 def test_share_of_a_gpu_leaves_room_for_the_next_weights_and_for_others(free):
-    """vLLM does not start if its share is not free; what it does not take holds the next version."""
+    """vLLM does not start if its share is not free. The rest of the memory holds the next version."""
     options = EngineOptions(model="tiny", kv_cache_fraction=0.9)
     share = _memory_share(options, 6 * GIB, free * GIB, 80 * GIB)
     assert share * 80 <= free - 6

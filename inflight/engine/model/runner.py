@@ -114,6 +114,10 @@ class ModelRunner:
         them. rows: the rows with logits among the tokens of these chunks, rising."""
         batch = self._batch(schedule, first, rows)
         self._select_adapters(schedule.rows[first:], schedule.counts[first:])
+        return self._run(batch, slot)
+
+    def _run(self, batch: ForwardBatch, slot: int) -> torch.Tensor:
+        """Return the logits of a batch, kernel by kernel."""
         self._memory.begin(batch)
         if self._decoders:
             return self._decoders[slot](batch)
@@ -184,18 +188,14 @@ class ModelRunner:
         would compile them, while all other requests wait."""
         most = min(SMALL_TOKENS + 1, self._options.max_prefill_tokens)
         length = min(most, self._options.max_context)
-        room = min((group.num_blocks - 1) // self._memory.max_blocks for group in self._memory.groups)
-        count = min(-(-most // length), self._options.max_sequences, room)
+        rooms = [(group.num_blocks - 1) // self._memory.max_blocks for group in self._memory.groups]
+        count = min(-(-most // length), self._options.max_sequences, *rooms)
         if count * length <= SMALL_TOKENS:
             return  # No pass is longer, or the cache has no room for one yet.
         ids = torch.zeros(length, dtype=torch.int64, device=self._memory.device)
         batch = make_batch([ids] * count, [(index, 0, length) for index in range(count)], self._memory)
         self._select_adapters(np.arange(count), np.full(count, length))
-        self._memory.begin(batch)
-        if self._decoders:
-            self._decoders[0](batch)
-        else:
-            run_packed(self._modules[0], batch, self._memory)
+        self._run(batch, 0)
 
     @torch.inference_mode()
     def _fuse(self, batch: ForwardBatch, theirs: torch.Tensor) -> bool:
