@@ -6,7 +6,7 @@ Importing this package needs no GPU, no Triton and no compiler.
 from inflight_kernels._norm import Norm
 from inflight_kernels.attention import paged_attention
 from inflight_kernels.copy import BlockCopies, ScaledCopies, copy_all
-from inflight_kernels.filters import cut_logits
+from inflight_kernels.filters import Filters, cut_logits
 from inflight_kernels.linear_logprob import linear_logprobs, linear_logprobs_reference
 from inflight_kernels.lora import add_lora
 from inflight_kernels.page_lists import list_pages
@@ -17,6 +17,7 @@ from inflight_kernels.tokenwise import add_rms_norm, gated_activation, linear, r
 
 __all__ = [
     "BlockCopies",
+    "Filters",
     "Norm",
     "ScaledCopies",
     "add_lora",

@@ -25,7 +25,7 @@ from inflight_kernels import (
     linear_logprobs_reference,
     selective_logprobs_reference,
 )
-from inflight_kernels.filters import cut_logits_reference
+from inflight_kernels.filters import Filters, cut_logits_reference
 from inflight_kernels.lora import SMALL_TOKENS, add_lora_reference
 from inflight_kernels.rotary import rope_and_cache_reference
 from inflight_kernels.sampling import BLOCK, draw_reference, uniforms
@@ -258,7 +258,7 @@ def check_filters(device: str, rows: int, vocabulary: int, *, ties: bool) -> Non
         (fewer, (top_ps * (1 - 1e-6)), min_ps * (1 + 1e-6)),
         (more, torch.where(top_ps < 1, (top_ps * (1 + 1e-6)).clamp(max=1 - 1e-12), 1.0), min_ps * (1 - 1e-6)),
     ):
-        cut_logits_reference(cut, chosen, temperatures, top_ks, torch.where(top_ps < 1, p, 1.0), m)
+        cut_logits_reference(cut, Filters(chosen, temperatures, top_ks, torch.where(top_ps < 1, p, 1.0), m))
     left, least, most = (cut > -torch.inf for cut in (result, fewer, more))
     assert (left >= least).all()
     assert (left <= most).all()

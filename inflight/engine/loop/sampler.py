@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from inflight_kernels import cut_logits, draw
+from inflight_kernels import Filters, cut_logits, draw
 
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.own_columns import ColumnFunction, compute_columns
@@ -62,42 +62,37 @@ class _Rows:
     seeds: torch.Tensor
     batch_rows: torch.Tensor
     adjusted: list[int]
-    filters: "_Filters | None"
+    filtered: "_Filtered | None"
     entropy: bool
     top: int
     own: dict[str, ColumnFunction]
     """Custom columns that some row asked for."""
 
 
-class _Filters(NamedTuple):
-    """The filters of some rows, i64[F], on the device, as `cut_logits` takes them."""
+class _Filtered(NamedTuple):
+    """Rows with filters, and their filters."""
 
     params: list[SamplingParams]
-    rows: torch.Tensor
-    temperatures: torch.Tensor
-    top_ks: torch.Tensor
-    top_ps: torch.Tensor
-    min_ps: torch.Tensor
+    filters: Filters
     masks: torch.Tensor | None
     """i64[A]: the rows whose sampling masks are recorded."""
 
     @classmethod
-    def of(cls, special: Seq[tuple[int, SamplingParams]], vocabulary: int, device: torch.device) -> "_Filters | None":
-        """Return the filters among these (row, parameters)."""
+    def of(cls, special: Seq[tuple[int, SamplingParams]], vocabulary: int, device: torch.device) -> "_Filtered | None":
+        """Return the rows with filters among these (row, parameters), or None."""
         filtered = [(row, params) for row, params in special if params.filtered]
         if not filtered:
             return None
         rows, params = map(list, zip(*filtered, strict=True))
-        asked = [row for row, of_row in filtered if of_row.return_sampling_mask]
-        return cls(
-            params,
+        filters = Filters(
             to_device(rows, device, torch.int64),
             to_device([p.temperature for p in params], device, torch.float32),
             to_device([p.top_k or vocabulary for p in params], device, torch.int64),
             to_device([p.top_p for p in params], device, torch.float64),
             to_device([p.min_p for p in params], device, torch.float32),
-            to_device(asked, device, torch.int64) if asked else None,
         )
+        asked = [row for row, of_row in filtered if of_row.return_sampling_mask]
+        return cls(params, filters, to_device(asked, device, torch.int64) if asked else None)
 
 
 class Sampler:
@@ -132,12 +127,12 @@ class Sampler:
         positions = to_device(torch.from_numpy(draws.positions), self._device)
         if rows.adjusted:
             logits_MV = self._adjust(logits_MV.float(), sequences, rows.adjusted)
-        if rows.filters is not None:
-            logits_MV = _filtered(logits_MV.float(), rows.filters)
+        if rows.filtered is not None:
+            logits_MV = _filter(logits_MV.float(), rows.filtered)
         samples = self._sample(logits_MV, rows, positions)
-        if rows.filters is not None and rows.filters.masks is not None:
-            mask_AV = logits_MV[rows.filters.masks] > float("-inf")
-            samples.columns.update(mask_columns(mask_AV, rows.filters.masks, num_rows=len(sequences)))
+        if rows.filtered is not None and rows.filtered.masks is not None:
+            mask_AV = logits_MV[rows.filtered.masks] > float("-inf")
+            samples.columns.update(mask_columns(mask_AV, rows.filtered.masks, num_rows=len(sequences)))
         if rows.own:
             logprobs_MV = (logits_MV.float() / _recorded_temperatures(rows.temperatures)).log_softmax(-1)
             samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
@@ -160,7 +155,7 @@ class Sampler:
                 seeds=to_device(torch.from_numpy(cohort.seeds), self._device),
                 batch_rows=to_device(torch.from_numpy(cohort.rows), self._device),
                 adjusted=[i for i, params in special if params.adjusted],
-                filters=_Filters.of(special, self._vocab_size, self._device),
+                filtered=_Filtered.of(special, self._vocab_size, self._device),
                 entropy=any(params.return_entropy for _, params in special),
                 top=max((params.top_logprobs for _, params in special), default=0),
                 own={name: f for name, f in self._own_columns.items() if name in asked},
@@ -246,17 +241,17 @@ def _recorded_temperatures(temperatures_M: torch.Tensor) -> torch.Tensor:
     return torch.where(temperatures_M == 0, 1.0, temperatures_M)[:, None]
 
 
-def _filtered(logits_MV: torch.Tensor, filters: _Filters) -> torch.Tensor:
+def _filter(logits_MV: torch.Tensor, filtered: _Filtered) -> torch.Tensor:
     """Return logits with −∞ for removed tokens, on a GPU in place."""
-    _, rows_F, temperatures_F, *parameters, _ = filters
     if logits_MV.is_cuda:
-        cut_logits(logits_MV, rows_F, temperatures_F, *parameters)
+        cut_logits(logits_MV, filtered.filters)
         return logits_MV
+    rows_F, temperatures_F = filtered.filters.rows, filtered.filters.temperatures
     every = len(rows_F) == len(logits_MV)
     logits_FV = logits_MV if every else logits_MV[rows_F]
     # The largest value is subtracted first, so that small temperatures do not overflow.
     peak_F1 = logits_FV.amax(-1, keepdim=True)
-    _, order_FK, mask_FK = _candidates((logits_FV - peak_F1) / temperatures_F[:, None], filters.params)
+    _, order_FK, mask_FK = _candidates((logits_FV - peak_F1) / temperatures_F[:, None], filtered.params)
     mask_FK &= peak_F1.isfinite()  # nothing is left of a row with a NaN or +∞, as in `cut_logits`
     left_FK = logits_FV.gather(1, order_FK).masked_fill_(~mask_FK, float("-inf"))
     cut_FV = torch.full_like(logits_FV, float("-inf")).scatter_(1, order_FK, left_FK)

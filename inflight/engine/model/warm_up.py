@@ -8,7 +8,7 @@ the recording. FlashInfer's kernels are loaded when they are compared with PyTor
 from collections.abc import Iterable
 
 import torch
-from inflight_kernels import cut_logits, draw
+from inflight_kernels import Filters, cut_logits, draw
 
 from inflight.engine.cache.memory import KVMemory
 
@@ -26,5 +26,5 @@ def warm_up(dtypes: Iterable[torch.dtype], vocab_size: int, memory: KVMemory) ->
         for entropy in (False, True):
             draw(logits, torch.ones(1, device=device), index, index, entropy=entropy)
     ones = torch.ones(1, device=device)
-    cut_logits(torch.zeros(1, vocab_size, device=device), index, ones, index + 1, ones.double(), ones)
+    cut_logits(torch.zeros(1, vocab_size, device=device), Filters(index, ones, index + 1, ones.double(), ones))
     memory.copy_blocks([{0: 1} for _ in memory.pools])
