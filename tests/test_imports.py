@@ -21,7 +21,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observability": {"core"},
     "engine": {"core", "kernels", "weights", "model_checks", "stream", "observability"},
     "training": {"core", "kernels", "weights", "model_checks", "stream", "observability"},
-    "server": {"core", "weights", "stream", "observability", "engine", "training"},
+    "chat": {"core"},
+    "server": {"core", "chat", "weights", "stream", "observability", "engine", "training"},
     "fleet": {"core", "weights", "stream", "observability", "engine", "training", "server"},
     "run": {"core", "weights", "stream", "training", "fleet"},
     "integrations": {

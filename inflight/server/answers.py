@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from inflight.chat.text import TextDecoder
 from inflight.core.rollout import Rollout, SamplingMask
 from inflight.server.responses import ApiError
-from inflight.server.text import TextDecoder
 
 Name = Callable[[int], str]
 """Returns the text of a token, or its id as text."""

@@ -12,15 +12,15 @@ from typing import Any
 
 from starlette.responses import StreamingResponse
 
+from inflight.chat.readers import Read, Reader
+from inflight.chat.text import SampleText
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.server import answers
 from inflight.server.generation import Generation
-from inflight.server.readers import Read, Reader
 from inflight.server.requests import GenerateRequest, OpenAIFields, StreamOptions
 from inflight.server.responses import ApiError, as_api_error, encode
 from inflight.server.served import Served
-from inflight.server.text import SampleText
 
 _MOST_ENTRIES, _MOST_ECHOED = 1 << 18, 1 << 22
 """Maximum number of log-probabilities of prompt tokens, and of tokens of echoed prompts, in one reply. No other client

@@ -10,6 +10,8 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inflight.chat.readers import ReplyReaders
+from inflight.chat.text import TextDecoder
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
 from inflight.server.adapters import Adapter, Adapters
@@ -18,10 +20,8 @@ from inflight.server.engine import ServedEngine
 from inflight.server.generation import Bell, Generation
 from inflight.server.metrics import Metrics
 from inflight.server.options import ServerOptions
-from inflight.server.readers import ReplyReaders
 from inflight.server.request_log import RequestLog
 from inflight.server.responses import ApiError
-from inflight.server.text import TextDecoder
 from inflight.server.updates import Updates
 
 Endpoint = Callable[["Served", Request], Awaitable[Response]]

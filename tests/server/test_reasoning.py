@@ -4,8 +4,8 @@ import openai
 import pytest
 from tiny_tokenizers import byte_level
 
-from inflight.server.readers import ReplyReaders
-from inflight.server.text import TextDecoder
+from inflight.chat.readers import ReplyReaders
+from inflight.chat.text import TextDecoder
 
 USER = [{"role": "user", "content": "hi"}]
 TOKENIZER = byte_level()

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 
-from inflight.server.reply_templates import (
+from inflight.chat.reply_templates import (
     CALLS,
     KEPT_THOUGHT,
     REASONING,
@@ -23,7 +23,7 @@ from inflight.server.reply_templates import (
     thinking_marks,
     with_fields,
 )
-from inflight.server.text import TextDecoder
+from inflight.chat.text import TextDecoder
 
 Tools = Sequence[Mapping[str, Any]]
 """The tools of a request, as the OpenAI API has them."""

@@ -5,9 +5,9 @@ import random
 import pytest
 from tiny_tokenizers import CHARACTER, TOKENIZERS
 
+from inflight.chat.text import SampleText, TextDecoder
 from inflight.core.sampling import SamplingParams
 from inflight.engine.model.shapes import EOS_TOKEN_ID, byte_tokenizer
-from inflight.server.text import SampleText, TextDecoder
 
 DECODER = TextDecoder(byte_tokenizer())
 TEXTS = ["Grüße, 世界! 🙂 end", "aaaaab", "\ufffd broken", "", "🙂"]

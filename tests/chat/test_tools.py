@@ -5,8 +5,8 @@ import json
 import pytest
 from tiny_tokenizers import byte_level
 
-from inflight.server.readers import ReplyReaders
-from inflight.server.text import TextDecoder
+from inflight.chat.readers import ReplyReaders
+from inflight.chat.text import TextDecoder
 
 HERMES, MISTRAL, LLAMA = "… <tool_call> …", "… [TOOL_CALLS] …", "… Environment: ipython …"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
