@@ -1,0 +1,136 @@
+"""Continue a conversation without tokenizing again what the model drew.
+
+conversation = Conversation(tokenizer)
+ids = conversation.begin(messages, tools)
+# The model draws `drawn` after `ids`.
+answer = conversation.read(ids, drawn, tools)
+messages += [answer.message]
+more = conversation.extend(ids + drawn, messages, results, tools)
+# The next answer follows ids + drawn + more.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from inflight.chat.encoding import Encoder
+from inflight.chat.readers import Read, ReplyReaders
+from inflight.chat.rendering import Message, Renderer, Tools, with_arguments
+from inflight.chat.reply_templates import call_opening, known_calls, thinking_marks
+from inflight.chat.suffixes import Suffixes, calls_of
+from inflight.chat.text import TextDecoder
+from inflight.core.continuation import Continuation
+
+_STOPS = ("<|return|>", "<|call|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
+"""Names of tokens that end an answer beside the tokenizer's own."""
+_TAIL = 64
+"""Number of last tokens of a prompt that contain the beginning of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model drew, as a message."""
+
+    message: dict[str, Any]
+    """Has role and content; reasoning_content and tool_calls if there are some."""
+    calls: Literal["none", "read", "unreadable"]
+    """"unreadable": the content contains the beginning of a tool call that cannot be read."""
+
+
+class Conversation:
+    """Converts messages to token ids with one tokenizer and its chat template. One thread uses it at a time."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int] = ()):
+        """stop_ids: tokens that end an answer, in addition to the tokenizer's own. Raises InvalidRequestError if the
+        tokenizer has no chat template."""
+        self._renderer = Renderer(tokenizer)
+        own_marks = f"{known_calls(tokenizer)} {thinking_marks(tokenizer)}".replace("\\", "")
+        self._encoder = Encoder(tokenizer, own_marks)
+        self._suffixes = Suffixes(self._renderer, self._encoder.control)
+        self._decoder = TextDecoder(tokenizer)
+        self._readers = ReplyReaders(self._decoder, split_reasoning=True)
+        self._opening = call_opening(tokenizer)
+        vocabulary = tokenizer.get_vocab()
+        named = {vocabulary[name] for name in _STOPS if name in vocabulary}
+        own = {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if isinstance(token, int)}
+        self._stops = frozenset(stop_ids) | named | own
+
+    def begin(self, messages: Sequence[Message], tools: Tools | None = None, **template_kwargs: Any) -> list[int]:
+        """Return the token ids of a prompt: the messages and the beginning of an answer. Raises InvalidRequestError if
+        they do not fit the template."""
+        plain = [_with_arguments(message) for message in messages]
+        guarded, (tools, template_kwargs), mark = self._encoder.guard(plain, [tools, template_kwargs])
+        text = self._renderer.render(guarded, tools, generate=True, **template_kwargs)
+        return self._encoder.encode(text, mark, inside=False)
+
+    def extend(
+        self,
+        token_ids: Sequence[int],
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Tools | None = None,
+        **template_kwargs: Any,
+    ) -> list[int] | None:
+        """Return the token ids that continue `token_ids`: the end of the answer, the new messages, and the beginning of
+        the next answer. None if the template cannot be continued; `begin` renders the whole conversation then.
+
+        token_ids: the first prompt and everything after it. Its end was drawn; the token that ends the answer can be
+        missing. messages: the messages of these tokens. Only the last one is used, the answer as a message.
+        new_messages: messages of users, tools and systems; for an answer that was not drawn the result is None.
+        """
+        if not token_ids or not new_messages:
+            raise ValueError("extend needs token ids and new messages")
+        if any(message.get("role") == "assistant" for message in new_messages):
+            return None
+        calls = calls_of(messages[-1]) if messages and messages[-1].get("role") == "assistant" else []
+        others = [calls, tools, template_kwargs]
+        guarded, (calls, tools, template_kwargs), mark = self._encoder.guard(new_messages, others)
+        suffix = self._suffixes.after(calls, guarded, tools, template_kwargs)
+        if suffix is None:
+            return None
+        ids = self._encoder.encode(suffix.text, mark, inside=True)
+        return ids[self._num_drawn(token_ids[-1], ids, suffix.close) :]
+
+    def read(self, prompt_ids: Sequence[int], drawn_ids: Sequence[int], tools: Tools | None = None) -> Answer:
+        """Return the answer that these tokens are. Any tokens are an answer. prompt_ids: the tokens before."""
+        prompt, ids = list(prompt_ids[-_TAIL:]), list(drawn_ids)
+        if ids and (ids[-1] in self._stops or self._encoder.is_control(ids[-1], in_answers=True)):
+            ids.pop()
+        text = Continuation(partial(self._decoder.decode, skip_special_tokens=False), prompt).text(ids)
+        read = self._parts(prompt, text, tools or ())
+        message: dict[str, Any] = {"role": "assistant", "content": read.content}
+        if read.reasoning:
+            message["reasoning_content"] = read.reasoning
+        if read.calls:
+            message["tool_calls"] = [call.body for call in read.calls]
+            return Answer(message, "read")
+        return Answer(message, "unreadable" if tools and self._opening.search(read.content) else "none")
+
+    def _parts(self, prompt: list[int], text: str, tools: Tools) -> Read:
+        reader = self._readers.of(prompt, None, tools)
+        if reader is None:
+            return Read(content=text)
+        try:
+            return reader().feed(text, last=True)
+        except Exception:  # A tokenizer can have a response template of its own, with any patterns.
+            return Read(content=text)
+
+    def _num_drawn(self, last: int, ids: Sequence[int], close: Sequence[str]) -> int:
+        """Return the number of leading ids that the last drawn token replaces. close: the special tokens among the ids
+        that end the answer."""
+        if not close:  # The answer can end with the token that begins the next message.
+            return int(last == ids[0] and self._encoder.is_control(last))
+        end, drawn = 0, 0
+        for token in map(self._encoder.id_of, close):
+            end = ids.index(token, end) + 1
+            drawn = end if token == last else drawn
+        return drawn or (end if last in self._stops else 0)
+
+
+def _with_arguments(message: Message) -> Message:
+    """Return a message with the arguments of its calls as mappings. Escapes in JSON text could hide special tokens."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [with_arguments(call) for call in calls]} if calls else message

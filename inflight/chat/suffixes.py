@@ -1,0 +1,150 @@
+"""Find the text that a chat template writes between an answer and the next one.
+
+The text after an answer does not depend on the messages before it. So a short conversation is rendered: a message of a
+user, an answer, and the new messages. Two ways find where the answer ends in it:
+
+- **Mark**: the answer is a mark, and the text after it follows.
+- **Difference**: the answer is a call of the tools whose results follow, and the conversation is rendered with and
+  without the results. Some templates write results differently after a call, so this way is tried first for results.
+
+A way is used if it shows the contents of all new messages in order.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.chat.rendering import Message, Renderer, Tools
+from inflight.core.errors import InvalidRequestError
+
+_ANSWER = "inflight-answer-4c1f"
+"""Stands for the answer that was drawn."""
+_QUESTION = {"role": "user", "content": "inflight-question"}
+_CALL_ENDS = ("<|call|>", "<|eom_id|>")
+"""Special tokens that end a call, but no other answer."""
+_FINAL_ENDS = ("<|return|>",)
+"""Special tokens that end an answer only where no message follows. Another one ends it in a conversation."""
+_RESULT_BEGINS = ("<|tool_response>",)
+"""Special tokens at which a model stops after a call, and with which the result begins."""
+
+
+Calls = Sequence[Mapping[str, Any]]
+"""Tool calls: the id and the name of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suffix:
+    """Text after an answer."""
+
+    text: str
+    close: tuple[str, ...]
+    """The special tokens in it that end the answer; empty if the answer ends with the one that begins the next
+    message."""
+
+
+_Way = Callable[[Calls, Sequence[Message], Tools | None, Mapping[str, Any]], Suffix | None]
+
+
+class Suffixes:
+    """Finds suffixes for one chat template."""
+
+    def __init__(self, renderer: Renderer, control: re.Pattern[str]):
+        """control: finds the special tokens in a text."""
+        self._renderer, self._control = renderer, control
+        self._ways: dict[tuple[Any, ...], _Way | None] = {}
+        self._closes: dict[tuple[Any, ...], str] = {}
+
+    def after(
+        self, calls: Calls, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> Suffix | None:
+        """Return the text that closes an answer, of the new messages, and of the beginning of the next answer. None if
+        the template cannot be continued like this. calls: the calls of the answer."""
+        roles = tuple(str(message.get("role")) for message in new)
+        shape = (roles, len(calls), bool(tools), repr(template_kwargs))
+        if shape not in self._ways:
+            self._ways[shape] = self._find_way(calls, new, tools, template_kwargs)
+        way = self._ways[shape]
+        return None if way is None else _tried(way, calls, new, tools, template_kwargs)
+
+    def _find_way(
+        self, calls: Calls, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> _Way | None:
+        contents = [f"inflight-content-{index}-" for index in range(len(new))]
+        probes = [{**message, "content": content} for message, content in zip(new, contents, strict=True)]
+        ways: list[_Way] = [self._difference, self._mark] if new[0].get("role") == "tool" else [self._mark]
+        for way in ways:
+            suffix = _tried(way, calls, probes, tools, template_kwargs)
+            if suffix is not None and re.search(".*".join(map(re.escape, contents)), suffix.text, re.DOTALL):
+                return way
+        return None
+
+    def _mark(
+        self, calls: Calls, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> Suffix | None:
+        render = self._renderer.render
+        history = [_QUESTION, {"role": "assistant", "content": _ANSWER}]
+        parts = render([*history, *new], tools, generate=True, **template_kwargs).split(_ANSWER)
+        if len(parts) != 2:
+            return None
+        text, close = parts[1], self._close(tools, template_kwargs)
+        return Suffix(text, self._common(text, close))
+
+    def _difference(
+        self, calls: Calls, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> Suffix | None:
+        render = self._renderer.render
+        # Without a thought, some templates write an empty one into the last message.
+        call = {"role": "assistant", "reasoning_content": "t", "content": "", "tool_calls": _openai(calls, new, tools)}
+        before = render([_QUESTION, call], tools, generate=False, **template_kwargs)
+        whole = render([_QUESTION, call, *new], tools, generate=True, **template_kwargs)
+        if not whole.startswith(before):
+            return None
+        new_text, close = whole[len(before) :], self._close(tools, template_kwargs)
+        if close.strip() and before.endswith(close):
+            return Suffix(close + new_text, self._common(close, close))
+        # The last special token of the call can be its end, or the beginning of the result.
+        *_, last = [None, *self._control.finditer(before)]
+        if last is None or last[0] not in _CALL_ENDS + _RESULT_BEGINS:
+            return Suffix(new_text, ())
+        return Suffix(before[last.start() :] + new_text, (last[0],) if last[0] in _CALL_ENDS else ())
+
+    def _common(self, text: str, close: str) -> tuple[str, ...]:
+        """Return the special tokens at the beginning of both texts."""
+        tokens = list(self._control.finditer(text))
+        if close in _FINAL_ENDS:
+            return tuple(token[0] for token in tokens[:1])
+        return tuple(token[0] for token in tokens if close.startswith(text[: token.end()]))
+
+    def _close(self, tools: Tools | None, template_kwargs: Mapping[str, Any]) -> str:
+        """Return the text after an answer that ends the conversation."""
+        shape = (bool(tools), repr(template_kwargs))
+        if shape not in self._closes:
+            history = [_QUESTION, {"role": "assistant", "content": _ANSWER}]
+            text = self._renderer.render(history, tools, generate=False, **template_kwargs)
+            self._closes[shape] = text.rpartition(_ANSWER)[2]
+        return self._closes[shape]
+
+
+def _tried(way: _Way, *arguments: Any) -> Suffix | None:
+    try:
+        return way(*arguments)
+    except InvalidRequestError:
+        return None
+
+
+def calls_of(answer: Message) -> list[dict[str, Any]]:
+    """Return the calls of a message."""
+    calls = enumerate(answer.get("tool_calls") or ())
+    return [{"id": c.get("id", f"call{i}"), "name": c.get("function", c).get("name", "")} for i, c in calls]
+
+
+def _openai(calls: Calls, new: Sequence[Message], tools: Tools | None) -> list[dict[str, Any]]:
+    """Return the calls without arguments, as the OpenAI API has them; without calls, one for each result."""
+    if not calls:
+        name = tools[0].get("function", tools[0]).get("name", "tool") if tools else "tool"
+        results = enumerate(message for message in new if message.get("role") == "tool")
+        calls = [{"id": r.get("tool_call_id", f"call{i}"), "name": r.get("name", name)} for i, r in results]
+    return [
+        {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": {}}} for call in calls
+    ]

@@ -1,0 +1,233 @@
+"""A conversation goes on after the tokens that were drawn, with the templates of many model makers."""
+
+import pytest
+from chat_templates import byte_tokenizer_for, trl_templates
+
+from inflight.chat.conversation import Conversation
+from inflight.core.errors import InvalidRequestError
+
+TEMPLATES = trl_templates()
+STOCK = [name for name in TEMPLATES if not name.endswith("_training")]
+NO_RESULTS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
+"""Templates that refuse results of tools, or leave them out."""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "description": "Find a place.",
+            "parameters": {"type": "object", "properties": {"zip": {"type": "string", "description": "where"}}},
+        },
+    }
+]
+USER, NEXT = {"role": "user", "content": "Where is it?"}, {"role": "user", "content": "And then?"}
+SAID = {"role": "assistant", "content": "Here."}
+pytestmark = pytest.mark.skipif(not TEMPLATES, reason="needs the chat templates of TRL's wheel")
+
+
+def call(*ids):
+    calls = [
+        {"id": each, "type": "function", "function": {"name": "find", "arguments": '{"zip": "75001"}'}} for each in ids
+    ]
+    return {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": calls}
+
+
+def result(id, content="Paris"):
+    return {"role": "tool", "tool_call_id": id, "content": content}
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Maps names of templates to their tokenizer and conversation."""
+    tokenizers = {name: byte_tokenizer_for(template) for name, template in TEMPLATES.items()}
+    return {name: (tokenizer, Conversation(tokenizer)) for name, tokenizer in tokenizers.items()}
+
+
+def rendered(tokenizer, messages, tools=None, *, generate=True):
+    """The template's own text; messages in the form that it understands."""
+    plain = []
+    for message in messages:
+        plain.append(dict(message))
+        if calls := message.get("tool_calls"):
+            functions = [{"name": each["function"]["name"], "arguments": {"zip": "75001"}} for each in calls]
+            plain[-1]["tool_calls"] = [
+                {**each, "function": function} for each, function in zip(calls, functions, strict=True)
+            ]
+    return tokenizer.apply_chat_template(plain, tools=tools, add_generation_prompt=generate, tokenize=False)
+
+
+def extended(conversation, drawn, message, new, tools=None):
+    """The tokens of a prompt, an answer and new messages, and the number of the first two."""
+    before = [*conversation.begin([USER], tools), *drawn]
+    more = conversation.extend(before, [USER, message], new, tools)
+    return None if more is None else ([*before, *more], len(before))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_first_prompt_has_the_tokens_of_the_template(made, name):
+    tokenizer, conversation = made[name]
+    try:
+        own = tokenizer.apply_chat_template([USER], tools=TOOLS, add_generation_prompt=True)["input_ids"]
+    except Exception:
+        own = None
+    if own and USER["content"] in tokenizer.decode(own):
+        assert conversation.begin([USER], TOOLS) == own
+    else:  # The template wants contents in parts.
+        assert USER["content"] in tokenizer.decode(conversation.begin([USER]))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_template_continues_with_a_user(made, name):
+    tokenizer, conversation = made[name]
+    ids, start = extended(conversation, b"Here.", SAID, [NEXT])
+    assert bytes(ids[start - 5 : start]) == b"Here."
+    assert NEXT["content"] in tokenizer.decode(ids[start:])
+    first, whole = tokenizer.decode(conversation.begin([USER])), tokenizer.decode(ids)
+    try:
+        own = rendered(tokenizer, [USER, SAID, NEXT])
+    except Exception:
+        return
+    if own.startswith(f"{first}Here."):  # The template keeps what came before.
+        assert whole == own
+
+
+def test_most_templates_continue_with_results_of_tools(made):
+    found, same = set(), set()
+    for name in STOCK:
+        tokenizer, conversation = made[name]
+        answer = call("c1")
+        before = [*conversation.begin([USER], TOOLS), *b"<call>"]
+        more = conversation.extend(before, [USER, answer], [result("c1")], TOOLS)
+        if more is None:
+            continue
+        found.add(name)
+        assert "Paris" in tokenizer.decode(more)
+        whole = rendered_or_none(tokenizer, [USER, answer, result("c1")])
+        if whole is not None and whole.endswith(tokenizer.decode(more)):
+            same.add(name)
+    assert found == set(STOCK) - NO_RESULTS
+    assert len(found) >= 34
+    assert len(same) >= 30
+
+
+def rendered_or_none(tokenizer, messages):
+    try:
+        return rendered(tokenizer, messages, TOOLS)
+    except Exception:
+        return None
+
+
+@pytest.mark.parametrize("name", sorted(set(STOCK) - NO_RESULTS))
+def test_results_of_several_calls_follow_in_order(made, name):
+    tokenizer, conversation = made[name]
+    new = [result("c1", "Paris"), result("c2", "Lyon"), result("c3", "Nice")]
+    ids, start = extended(conversation, b"<calls>", call("c1", "c2", "c3"), new, TOOLS)
+    text = tokenizer.decode(ids[start:])
+    assert -1 < text.find("Paris") < text.find("Lyon") < text.find("Nice")
+    unread = extended(conversation, b"<calls>", {"role": "assistant", "content": "<calls>"}, new, TOOLS)
+    assert unread is None or "Nice" in tokenizer.decode(unread[0][start:])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_suffix_does_not_depend_on_what_came_before(made, name):
+    tokenizer, conversation = made[name]
+    short = conversation.extend([1], [USER, SAID], [NEXT])
+    deep = [{"role": "system", "content": "Be brief."}, *[USER, SAID] * 20]
+    assert conversation.extend(list(range(50)), deep, [NEXT]) == short
+    texts = [tokenizer.decode(short)]
+    for turns in (1, 5):
+        try:
+            texts.append(rendered(tokenizer, [*[USER, SAID] * turns, NEXT]))
+        except Exception:
+            return
+    if NEXT["content"] in texts[1]:
+        assert texts[1].endswith(texts[0])
+        assert texts[2].endswith(texts[0])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_stop_token_that_was_drawn_is_not_doubled(made, name):
+    tokenizer, conversation = made[name]
+    cut = conversation.extend([65], [USER, SAID], [NEXT])
+    first = tokenizer.convert_ids_to_tokens(cut[0])
+    if first in tokenizer.all_special_tokens:
+        stopped = conversation.extend([65, cut[0]], [USER, SAID], [NEXT])
+        assert stopped == cut[1:]
+
+
+def test_another_stop_token_replaces_the_one_of_the_template(made):
+    for name, stop, end in [
+        ("qwen3", "<|endoftext|>", "<|im_end|>"),
+        ("gptoss", "<|return|>", "<|end|>"),
+        ("gptoss", "<|call|>", "<|end|>"),
+        ("llama3_1", "<|eom_id|>", "<|eot_id|>"),
+        ("phi3", "<|endoftext|>", "<|end|>"),
+    ]:
+        tokenizer, conversation = made[name]
+        stop_id, end_id = tokenizer.convert_tokens_to_ids([stop, end])
+        cut = conversation.extend([65], [USER, SAID], [NEXT])
+        assert cut[0] == end_id
+        assert conversation.extend([65, stop_id], [USER, SAID], [NEXT]) == cut[1:]
+    tokenizer, _ = made["qwen3"]
+    given = Conversation(tokenizer, stop_ids=[90])
+    assert given.extend([90], [USER, SAID], [NEXT]) == given.extend([65], [USER, SAID], [NEXT])[1:]
+
+
+def test_what_ends_a_call_is_closed_or_kept(made):
+    tokenizer, conversation = made["gptoss"]
+    ends = tokenizer.convert_tokens_to_ids(["<|call|>", "<|return|>"])
+    cut = conversation.extend([65], [USER, call("c1")], [result("c1")], TOOLS)
+    assert cut[0] == ends[0]
+    for end in ends:
+        assert conversation.extend([65, end], [USER, call("c1")], [result("c1")], TOOLS) == cut[1:]
+
+
+def test_a_token_that_ends_an_answer_and_begins_a_message_is_there_once(made):
+    for name, begin, new, tools in [
+        ("glm4moe", "<|user|>", NEXT, None),
+        ("glm4moe", "<|observation|>", result("c1"), TOOLS),
+        ("gemma4", "<|tool_response>", result("c1"), TOOLS),
+    ]:
+        tokenizer, conversation = made[name]
+        begin_id = tokenizer.convert_tokens_to_ids(begin)
+        cut = conversation.extend([65], [USER, call("c1")], [new], tools)
+        assert cut[0] == begin_id
+        assert conversation.extend([65, begin_id], [USER, call("c1")], [new], tools) == cut[1:]
+        other = tokenizer.eos_token_id
+        assert conversation.extend([65, other], [USER, call("c1")], [new], tools) == cut
+
+
+def test_a_close_of_two_tokens_is_completed(made):
+    tokenizer, conversation = made["cohere2"]
+    response, turn, other = tokenizer.convert_tokens_to_ids(
+        ["<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>"]
+    )
+    cut = conversation.extend([65], [USER, SAID], [NEXT])
+    assert cut[:2] == [response, turn]
+    assert conversation.extend([65, response], [USER, SAID], [NEXT]) == cut[1:]
+    for stop in (turn, other):
+        assert conversation.extend([65, stop], [USER, SAID], [NEXT]) == cut[2:]
+
+
+def test_template_arguments_count_in_both(made):
+    tokenizer, conversation = made["qwen3"]
+    options = {"enable_thinking": False}
+    end = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert tokenizer.decode(conversation.begin([USER], **options)).endswith(end)
+    assert tokenizer.decode(conversation.extend([65], [USER, SAID], [NEXT], **options)).endswith(end)
+    assert not tokenizer.decode(conversation.extend([65], [USER, SAID], [NEXT])).endswith(end)
+
+
+def test_what_cannot_be_continued_is_none_or_refused(made):
+    conversation = made["qwen3"][1]
+    assert conversation.extend([65], [USER, SAID], [NEXT, SAID]) is None
+    gemma = made["gemma"][1]
+    assert gemma.extend([65], [USER, SAID], [result("c1")], TOOLS) is None
+    assert gemma.extend([65], [USER, SAID], [NEXT, NEXT]) is None
+    for ids, new in [([], [NEXT]), ([65], [])]:
+        with pytest.raises(ValueError, match="needs"):
+            conversation.extend(ids, [USER, SAID], new)
+    with pytest.raises(InvalidRequestError, match="do not fit"):
+        gemma.begin([{"role": "tool", "content": "?"}])
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        Conversation(byte_tokenizer_for(None))
