@@ -23,6 +23,9 @@ _HOME = {
         "inflight.fleet.launching": "attach launch",
         "inflight.fleet.process.ray": "RayPlacement",
         "inflight.fleet.ranks.attached": "AttachedEngine",
+        "inflight.episodes.episodes": "Episodes",
+        "inflight.episodes.limits": "EpisodeEnd Limits",
+        "inflight.episodes.session": "Session",
         "inflight.run": "Run",
         "inflight.training.data.advantages": "group_advantages turn_advantages",
         "inflight.training.data.batch": "PackedBatch pack",
@@ -58,6 +61,10 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.core.rollout import Rollout as Rollout
     from inflight.core.sampling import SamplingParams as SamplingParams
     from inflight.core.spans import span as span
+    from inflight.episodes.episodes import Episodes as Episodes
+    from inflight.episodes.limits import EpisodeEnd as EpisodeEnd
+    from inflight.episodes.limits import Limits as Limits
+    from inflight.episodes.session import Session as Session
     from inflight.fleet.engine import Engine as Engine
     from inflight.fleet.launching import attach as attach
     from inflight.fleet.launching import launch as launch

@@ -1,10 +1,11 @@
 """A sample with the per-token values that the trainer needs to correct each token."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -69,14 +70,38 @@ class PromptScores:
         return sum(array.nbytes for array in (self.logprobs, self.ranks, self.top_token_ids, self.top_logprobs))
 
 
+class Turn(msgspec.Struct, frozen=True):
+    """A range of a rollout's tokens: drawn by the policy, or given by an environment."""
+
+    begin: int
+    """Index of its first token in `token_ids`."""
+    end: int
+    """Index after its last token. A turn of the policy can be empty."""
+    drawn: bool
+    """True: the policy drew these tokens. False: they are context, such as the output of a tool."""
+    reward: float | None = None
+    """The reward of a drawn turn, or None."""
+    finish_reason: str = ""
+    """Of a drawn turn: stop | length."""
+    began_ns: int = 0
+    """CLOCK_MONOTONIC when the turn was requested; 0 for given tokens."""
+    ended_ns: int = 0
+    """CLOCK_MONOTONIC when all of its tokens had arrived; 0 for given tokens."""
+    prefix_tokens: int = 0
+    """Number of tokens before the turn whose keys and values were reused."""
+    prefix_version: int | None = None
+    """The oldest version that computed some of these keys and values; None if none were reused."""
+
+
 @dataclass(slots=True)
 class Rollout:
-    """One sample of a prompt. Arrays have one row per sampled token, except for the prompt and the experts."""
+    """One sample of a prompt, or one token sequence of an episode. Arrays have one row per token after the prompt,
+    except for the experts."""
 
     request_id: int
     group_id: int
     sample: int
-    """Index within the group, 0 … params.n − 1."""
+    """Index within the group, 0 … params.n − 1. The token sequences of an episode share it."""
     params: SamplingParams
     metadata: dict[str, Any]
     """The submitter's mapping for the prompt."""
@@ -102,6 +127,9 @@ class Rollout:
     """u8 or u16[P + T − 1, layers, k]: the experts of every token but the last, if the engine records them."""
     prompt_scores: PromptScores | None = None
     """Likelihoods of the prompt's tokens, if params.prompt_logprobs is set."""
+    turns: tuple[Turn, ...] = ()
+    """The turns of an episode, in order, one after another. Empty: the policy drew all tokens. Log-probabilities,
+    versions, times and columns of given tokens are 0."""
     forked_from: tuple[int, int] | None = None
     """(request id, k) if the prompt is another request's prompt and its first k tokens."""
     prefix_tokens: int = 0
@@ -120,6 +148,19 @@ class Rollout:
     """The score function's result."""
     rewards: dict[str, float] = field(default_factory=dict)
     """The results of several score functions by their names (`inflight.Rewards`)."""
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """bool[T], true for the tokens that the policy drew."""
+        mask = np.ones(len(self.token_ids), bool)
+        for turn in self.turns:
+            mask[turn.begin : turn.end] = turn.drawn
+        return mask
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of tokens that the policy drew."""
+        return len(self.token_ids) - sum(turn.end - turn.begin for turn in self.turns if not turn.drawn)
 
     @property
     def nbytes(self) -> int:
@@ -146,3 +187,13 @@ class Rollout:
             prompt="",
             text="",
         )
+
+
+def samples_of(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
+    """Return the rollouts of each sample, in order: one rollout, or the token sequences of one episode."""
+    samples: dict[int | tuple[int, int], list[Rollout]] = {}
+    for rollout in rollouts:
+        # Only rollouts with turns can share a sample, so that rollouts made by hand need no index.
+        key = (rollout.group_id, rollout.sample) if rollout.turns else id(rollout)
+        samples.setdefault(key, []).append(rollout)
+    return list(samples.values())

@@ -90,6 +90,10 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     most of a large vocabulary was kept (`SamplingMask.cut_from`). Without these filters there is no mask."""
     cache_salt: str = ""
     """Share prefix-cache blocks only with prompts of the same salt, of at most 256 characters."""
+    prefix_across_versions: int | None = None
+    """Maximum version lag of a prefix that this prompt reuses. None: `EngineOptions.prefix_across_versions`. Prompts
+    with a lag above 0 share prefixes only with each other. Engines that reuse no older prefixes, such as those with
+    kv_on_swap="recompute", compute the prompt again."""
     columns: tuple[str, ...] = ()
     """Names of custom columns (`EngineOptions.columns`) to record for each token in `Rollout.columns`."""
 
@@ -130,6 +134,8 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"cache_salt has at most {MAX_SALT_CHARACTERS} characters, got {len(self.cache_salt)}")
         if len(self.columns) > MAX_OWN_COLUMNS:
             raise ValueError(f"columns is a tuple of at most {MAX_OWN_COLUMNS} names, got {self.columns!r}")
+        if self.prefix_across_versions is not None and self.prefix_across_versions < 0:
+            raise ValueError(f"prefix_across_versions must be at least 0, got {self.prefix_across_versions}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
 

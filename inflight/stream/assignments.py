@@ -12,6 +12,9 @@ from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
 from inflight.stream.held_groups import Group, SavedGroup
 from inflight.stream.training_queue import TrainingQueue
 
+EPISODE = "inflight.episode"
+"""Key in the metadata of the turns of episodes. The value is (group id, sample) of the episode."""
+
 
 class Assignments:
     """The engines of groups. A group whose engine has ended is unassigned until another engine continues it."""
@@ -94,7 +97,8 @@ class Assignments:
             record.prompt = msgspec.structs.replace(record.prompt, version=version)
 
     def snapshot(self) -> list[SavedGroup]:
-        """Return all outstanding groups with their samples so far, in the order in which `next` returns them."""
+        """Return all outstanding groups with their samples so far, in the order in which `next` returns them. Episodes
+        in progress and their turns are left out."""
         with self._table.lock:
             lent = sorted(group_id for group_id, record in self._table.records.items() if record.state is State.LENT)
             in_order = dict.fromkeys([*lent, *self._table.ready, *sorted(self._table.records)])
@@ -102,7 +106,10 @@ class Assignments:
             return [
                 SavedGroup(r.ids, r.owner is Owner.CALLER, r.prompt, r.origin, self._arrived(r))
                 for r in records
-                if r.is_wanted and r.prompt is not None
+                if r.is_wanted
+                and r.prompt is not None
+                and r.state is not State.OPEN
+                and EPISODE not in r.prompt.metadata
             ]
 
     def restore(self, groups: Sequence[SavedGroup], next_ids: Ids) -> None:

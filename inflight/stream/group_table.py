@@ -1,8 +1,10 @@
 """Records of groups: one per group, from its submission until a caller takes it.
 
     SUBMITTED → DRAWING → FINISHED → READY ⇄ LENT → GONE
-         ⇅         ⇅
-          UNASSIGNED (its engine has ended, and another one has to continue it)
+         ⇅         ⇅          ↑
+          UNASSIGNED        OPEN (a group of episodes, made of other groups)
+
+The engine of an unassigned group has ended, and another one has to continue it.
 
 A group belongs to the caller that submitted it. One lock guards all records, the frames that are assembled, and the
 callers that wait. A thread that holds the lock waits for nothing else.
@@ -44,6 +46,8 @@ class State(Enum):
     """No engine draws it: its engine has ended, or another trainer saved it."""
     DRAWING = auto()
     """Some of its samples have not ended."""
+    OPEN = auto()
+    """This process makes its rollouts from the turns that engines draw in other groups."""
     FINISHED = auto()
     """All samples have ended, and its scores might be pending."""
     READY = auto()

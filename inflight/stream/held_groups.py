@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from inflight.core.frames import GroupStart
 from inflight.core.messages import Ids, Prompt
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, samples_of
 
 Group = list[Rollout]
 
@@ -27,7 +27,8 @@ class SavedGroup:
     @property
     def is_finished(self) -> bool:
         """True if all of its samples have ended."""
-        return sum(rollout.finish_reason != "" for rollout in self.rollouts) == self.prompt.params.n
+        ended = [rollout for rollout in self.rollouts if rollout.finish_reason]
+        return len(samples_of(ended)) == self.prompt.params.n
 
     @property
     def start(self) -> GroupStart:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
+from inflight.core.messages import Prompt
 from inflight.stream.assignments import Assignments
 from inflight.stream.frame_intake import FrameIntake
 from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
@@ -82,6 +83,23 @@ class Ledger:
         self.frames.forget_lost_groups()
         return [record for record in unoffered if record.is_finished]
 
+    def open(self, prompt: Prompt, *, reserved: bool) -> GroupRecord:
+        """Make the record of a group of episodes, whose rollouts the caller passes to `fill`. Its prompt has a seed."""
+        with self.table.lock:
+            record = self.engines.begin(prompt, None)
+            record.state, record.owner = State.OPEN, Owner.CALLER if reserved else Owner.TRAINING
+            return record
+
+    def fill(self, group_id: int, rollouts: Group) -> bool:
+        """End a group of episodes with these rollouts, at least one. Returns False if the group was discarded."""
+        with self.table.lock:
+            record = self.table.records.get(group_id)
+            if record is None or record.state is not State.OPEN:
+                return False
+            offered = self.table.finish([rollouts])
+        self.queue.offer(offered)
+        return True
+
     def reserve(self, group_ids: Collection[int]) -> None:
         """Keep these groups for callers that name them."""
         with self.table.lock:
@@ -104,7 +122,7 @@ class Ledger:
 
     def discard(self, record: GroupRecord) -> bool:
         """Discard a group with the lock held. Returns True if an engine might still draw it."""
-        if record.is_finished or record.state is State.UNASSIGNED:
+        if record.is_finished or record.state in (State.UNASSIGNED, State.OPEN):
             self.table.forget([record])
         elif record.state is not State.GONE:
             record.owner = Owner.DROPPED

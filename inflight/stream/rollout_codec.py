@@ -12,7 +12,7 @@ from safetensors.numpy import load, save
 from inflight.core.columns import SCORES
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InvalidRequestError, ProtocolError
-from inflight.core.rollout import PromptScores, Rollout, SamplingMask
+from inflight.core.rollout import PromptScores, Rollout, SamplingMask, Turn
 from inflight.core.sampling import SamplingParams
 
 _LENGTH = struct.Struct("<I")
@@ -31,6 +31,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     metadata: dict[str, Any]
     finish_reason: str
+    turns: tuple[Turn, ...] = ()
     forked_from: tuple[int, int] | None
     prefix_tokens: int
     prefix_version: int | None

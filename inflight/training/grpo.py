@@ -56,7 +56,7 @@ def grpo(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     examples: Iterable[Any],
-    score: Score | GroupScorer,
+    score: Score | GroupScorer | None,
     config: GRPOConfig,
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     *,
@@ -76,7 +76,8 @@ def grpo(
     of such a prompt and metadata. Examples that the engine refuses, or that can exceed `config.micro_batch_tokens` with
     an answer, are skipped, logged by their index and counted in `dropped.num_unfit_examples`. If the first ones do not
     fit, ValueError is raised.
-    score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`.
+    engine: an engine, or `inflight.Episodes`, for which examples are rows of tasks.
+    score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`. None: episodes have rewards.
     reference: the reference policy of a KL penalty, such as a copy of the model made before training. It is put into
     evaluation mode. None: a PEFT model without its adapters. If a KL penalty has neither, ValueError is raised at once.
     run: an `inflight.Run`. Its `progress` is updated before each report: save model, optimizer and `lr_scheduler` after
@@ -219,7 +220,7 @@ class _Trainer:
             version=version,
             reward=scored.mean_reward,
             reward_parts=mean_parts(scored.drawn),
-            num_tokens=sum(len(rollout.token_ids) for rollout in scored.rollouts),
+            num_tokens=sum(rollout.num_drawn for rollout in scored.rollouts),
             stats=update.stats,
             grad_norm=update.grad_norm,
             num_skipped=self.num_skipped,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import nan
 from statistics import fmean, pstdev
 
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, samples_of
 from inflight.observability.staleness_meter import TokenStaleness
 from inflight.training.data.lead_state import LeadState
 from inflight.training.data.scored_groups import Dropped
@@ -63,8 +63,8 @@ class StepReport:
     def lengths(self) -> dict[str, float]:
         """The least and the largest number of drawn tokens of a rollout, "min" and "max"; their standard deviation,
         "std"; and the mean of the rollouts that stopped by themselves, "stopped_mean", NaN if none did."""
-        lengths = [len(rollout.token_ids) for rollout in self.rollouts]
-        stopped = [len(rollout.token_ids) for rollout in self.rollouts if rollout.finish_reason == "stop"]
+        lengths = [rollout.num_drawn for rollout in self.rollouts]
+        stopped = [rollout.num_drawn for rollout in self.rollouts if rollout.finish_reason == "stop"]
         numbers = {"min": min(lengths), "max": max(lengths), "std": pstdev(lengths)}
         return numbers | {"stopped_mean": fmean(stopped) if stopped else nan}
 
@@ -77,7 +77,7 @@ class StepReport:
     @property
     def reward_std(self) -> float:
         """Mean over groups of the standard deviation of their rewards; 0 if the rewards of each group are equal."""
-        return fmean(pstdev([rollout.reward or 0.0 for rollout in group]) for group in self.groups)
+        return fmean(pstdev([r.reward or 0.0 for r, *_ in samples_of(group)]) for group in self.groups)
 
     def as_dict(self) -> dict[str, float]:
         """Return all values as numbers under flat names, for any logger (docs/training.md#numbers-for-a-logger):

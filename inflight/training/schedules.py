@@ -75,7 +75,7 @@ class Admission:
         engine: RolloutEngine,
         publisher: WeightPublisher,
         examples: Iterator[Any],
-        score: Score | GroupScorer,
+        score: Score | GroupScorer | None,
         config: Any,
         *,
         in_flight: Collection[int] = (),
@@ -83,8 +83,8 @@ class Admission:
     ):
         """examples: each is an `Example`, or a prompt as in `as_example`. Examples that might exceed
         `config.micro_batch_tokens` are skipped; before the first step they raise ValueError instead. score: computes
-        the rewards of a group as soon as it has finished. config: a `GRPOConfig`; its module imports this one.
-        in_flight, num_submitted: of a run that is continued."""
+        the rewards of a group as soon as it has finished; None: its rollouts have rewards. config: a `GRPOConfig`; its
+        module imports this one. in_flight, num_submitted: of a run that is continued."""
         self.engine, self.publisher, self._score, self._config = engine, publisher, score, config
         batches_ahead = resolve_schedule(config.schedule).batches_ahead
         self.submitter = Submitter(

@@ -28,8 +28,10 @@ PROMPT = [(7 * i) % VOCABULARY for i in range(50)]
 NOTHING = (0, None)
 
 
-def one(engine: Engine, prompt: list[int], *, tokens: int = 4, seed: int = 0, **request: object) -> Rollout:
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed)
+def one(
+    engine: Engine, prompt: list[int], *, tokens: int = 4, seed: int = 0, across: int | None = None, **request: object
+) -> Rollout:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed, prefix_across_versions=across)
     [rollout] = run(engine, [Prompt(prompt, params, **request)])
     return rollout
 
@@ -85,6 +87,35 @@ def test_older_prefixes_are_reused_where_asked_for(make_engine):
     assert reused.token_ids.tolist() == fresh.token_ids.tolist()
     assert error(model, reused) < TOLERANCE
     assert engine.cache.num_reused_tokens == 48
+
+
+def test_a_prompt_can_ask_for_older_prefixes_itself(make_engine):
+    engine, model = make_engine(), make_model("qwen3")
+    assert prefix(one(engine, PROMPT, across=2)) == NOTHING
+    publish(engine, model)
+    assert prefix(one(engine, PROMPT, across=2)) == (48, 0)
+    assert prefix(one(engine, PROMPT)) == NOTHING
+    assert prefix(one(engine, PROMPT, across=0)) == (48, 1)
+    for _ in range(2):
+        publish(engine, model)
+        one(engine, PROMPT)
+    assert prefix(one(engine, PROMPT, across=2)) == NOTHING
+    check_blocks(engine.cache, [])
+
+
+def test_a_prompt_can_ask_for_younger_prefixes_than_the_engine_allows(make_engine):
+    engine, model = make_engine(prefix_across_versions=8), make_model("qwen3")
+    one(engine, PROMPT)
+    publish(engine, model)
+    assert prefix(one(engine, PROMPT, across=0)) == NOTHING
+    assert prefix(one(engine, PROMPT, across=1)) == (48, 0)
+
+
+def test_an_engine_that_recomputes_reuses_no_older_prefix(make_engine):
+    engine, model = make_engine(kv_on_swap="recompute"), make_model("qwen3")
+    one(engine, PROMPT, across=8)
+    publish(engine, model)
+    assert prefix(one(engine, PROMPT, across=8)) == NOTHING
 
 
 def test_tokens_after_an_older_prefix_attend_to_what_older_weights_computed(make_engine):

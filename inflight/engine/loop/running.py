@@ -17,7 +17,7 @@ class KVNamespaces:
     """Namespaces of the state that passes compute for sequences."""
 
     def __init__(self, options: EngineOptions):
-        self._across = options.prefix_across_versions
+        self._across, self._keeps = options.prefix_across_versions, options.kv_on_swap == "keep"
         self._of_adapters: dict[str, int] = {}
         """Maps adapters to the namespace of their present state, the weights under them included."""
         self._new = itertools.count(1 << 40)  # beyond all versions
@@ -31,9 +31,10 @@ class KVNamespaces:
         version of that state, and the oldest version whose state it can reuse. For the weights alone the version does
         not count publishes of adapters."""
         computed_by = version if sequence.adapter is None else stamp
-        oldest = 0
-        if self._across and sequence.pin is UNPINNED:  # the state can be of several versions
-            namespace, oldest = sequence.adapter or "", computed_by - self._across
+        oldest, across = 0, sequence.params.prefix_across_versions
+        across = self._across if across is None or not self._keeps else across
+        if across and sequence.pin is UNPINNED:  # the state can be of several versions
+            namespace, oldest = sequence.adapter or "", computed_by - across
         else:
             namespace = version if sequence.adapter is None else self._of_adapters[sequence.adapter]
         salt = sequence.params.cache_salt

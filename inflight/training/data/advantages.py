@@ -6,9 +6,9 @@ all of them but "reinforce++". A reward that is None or not finite raises ValueE
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from math import isfinite, sqrt
 from statistics import fmean
 from typing import Any, cast
@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from inflight.core.by_name import resolve_by_name
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, Turn, samples_of
 
 GroupRewards = Sequence[Sequence[float | None]]
 RewardAdvantages = Callable[[GroupRewards], Sequence[float]]
@@ -92,67 +92,74 @@ def resolve_advantages(advantages: str | Advantages) -> Advantages:
 
 
 def of_rewards(function: RewardAdvantages) -> Advantages:
-    """Convert a function of rewards to the same function of the groups' rollouts."""
-    return lambda groups: function([[rollout.reward for rollout in group] for group in groups])
+    """Convert a function of rewards to the same function of the groups' rollouts. The token sequences of an episode
+    count as one sample, and get the same advantage."""
+
+    def advantages(groups: Sequence[Sequence[Rollout]]) -> list[float]:
+        samples = [samples_of(group) for group in groups]
+        values = iter(function([[rollouts[0].reward for rollouts in of_group] for of_group in samples]))
+        found = {id(rollout): value for s, value in zip(chain(*samples), values, strict=True) for rollout in s}
+        return [found[id(rollout)] for group in groups for rollout in group]
+
+    return advantages
 
 
-def turn_advantages(
-    rewards: Sequence[Sequence[Sequence[float]]],
-    drawn: Sequence[Sequence[np.ndarray]],
-    *,
-    advantages: str | RewardAdvantages = "grpo",
-    discount: float = 1.0,
-) -> list[np.ndarray]:
-    """Return advantages f32[tokens] for `pack`, for samples of several turns with one reward each, groups concatenated.
+def turn_advantages(advantages: str | RewardAdvantages = "rloo", *, discount: float = 1.0) -> Advantages:
+    """Return a function for `advantages=` that compares the turns of episodes. discount: γ.
 
-    rewards: for every sample of every group, a reward for each of its turns. drawn: for every sample bool[tokens], true
-    for tokens that the policy drew; a turn is a run of such tokens. discount: γ.
-    The return of turn k is G_k = Σ_{j ≥ k} γ^(j − k) r_j. All tokens of a turn get the advantage of its return among
-    the returns that the other samples of its group have from the same turn on, as PipelineRL groups by step; other
-    tokens get 0.
+    The rewards r_j are those of the drawn turns of an episode, in the order in which they were requested; None is 0. A
+    rollout without turns is one turn with its reward. The return of turn k is G_k = Σ_{j ≥ k} γ^(j − k) r_j. All tokens
+    of a turn get the advantage of its return among the returns that the other samples of its group have from the same
+    turn on, as PipelineRL groups by step; given tokens get 0.
 
     "rloo" is unbiased: its expectation is the gradient of the mean return, for every turn. A turn that no other sample
     of its group reaches is compared with the mean of the other samples' returns from the last turn that each has. That
     mean does not depend on the turn's tokens either. Other advantages relative to the group give 0 to such a turn
     (docs/training.md#advantages has the bias).
-    Raises ValueError for a sample whose numbers of rewards and turns differ, and the errors of the advantages.
+    Raises ValueError for an unknown name. The function raises the errors of the advantages.
     """
     function = ADVANTAGES.get(advantages) if isinstance(advantages, str) else advantages
     if function is None:
         raise ValueError(f"unknown advantages {advantages!r}; choose {', '.join(ADVANTAGES)}")
-    out: list[np.ndarray] = []
     is_unbiased = advantages == "rloo" or function is rloo_advantages
-    compared: list[list[tuple[np.ndarray, float]]] = []  # per turn of a group: views of `out`, each with its return
-    for index, (of_group, masks) in enumerate(zip(rewards, drawn, strict=True)):
-        samples = []
-        for sample, (given, mask) in enumerate(zip(of_group, masks, strict=True)):
-            runs = _turns(mask)
-            if len(given) != len(runs):
-                raise ValueError(
-                    f"sample {sample} of group {index} has {len(given)} rewards and {len(runs)} turns (runs of drawn "
-                    "tokens); give one reward for each turn"
-                )
-            out.append(np.zeros(len(mask), np.float32))
-            samples.append([(out[-1][run], g) for run, g in zip(runs, _returns(given, discount), strict=True)])
-        for turn in zip_longest(*samples):
-            members = [index for index, of_sample in enumerate(turn) if of_sample is not None]
-            others = [sample[-1][1] for index, sample in enumerate(samples) if index != members[0] and sample]
-            if is_unbiased and len(members) == 1 and others:
-                view, value = turn[members[0]]
-                view[:] = value - fmean(others)
-            else:
-                compared.append([turn[index] for index in members])
-    values = iter(function([[value for _, value in turn] for turn in compared]))
-    for turn in compared:
-        for view, _ in turn:
-            view[:] = next(values)
-    return out
+
+    def compare(groups: Sequence[Sequence[Rollout]]) -> list[np.ndarray]:
+        out: list[np.ndarray] = []
+        compared: list[list[tuple[np.ndarray, float]]] = []  # per turn of a group: views of `out`, each with its return
+        for group in groups:
+            columns = {id(rollout): np.zeros(len(rollout.token_ids), np.float32) for rollout in group}
+            out += columns.values()
+            samples = [_with_returns(rollouts, columns, discount) for rollouts in samples_of(group)]
+            for turn in zip_longest(*samples):
+                members = [index for index, of_sample in enumerate(turn) if of_sample is not None]
+                others = [sample[-1][1] for index, sample in enumerate(samples) if index != members[0] and sample]
+                if is_unbiased and len(members) == 1 and others:
+                    view, value = turn[members[0]]
+                    view[:] = value - fmean(others)
+                else:
+                    compared.append([turn[index] for index in members])
+        values = iter(function([[value for _, value in turn] for turn in compared]))
+        for turn in compared:
+            for view, _ in turn:
+                view[:] = next(values)
+        return out
+
+    return compare
 
 
-def _turns(mask: np.ndarray) -> list[slice]:
-    """Return the runs of tokens that the policy drew."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], np.asarray(mask, bool), [False]]).astype(np.int8)))
-    return [slice(begin, end) for begin, end in edges.reshape(-1, 2).tolist()]
+def _with_returns(
+    sample: Sequence[Rollout], columns: Mapping[int, np.ndarray], discount: float
+) -> list[tuple[np.ndarray, float]]:
+    """Return the part of the columns f32[T] and the return G_k of each drawn turn k of a sample."""
+    turns: list[tuple[int, np.ndarray, float]] = []
+    for rollout in sample:
+        column = columns[id(rollout)]
+        whole = (Turn(0, len(column), True, rollout.reward),)
+        drawn = [turn for turn in rollout.turns or whole if turn.drawn]
+        turns += [(turn.began_ns, column[turn.begin : turn.end], turn.reward or 0.0) for turn in drawn]
+    turns.sort(key=lambda turn: turn[0])
+    returns = _returns([reward for _, _, reward in turns], discount)
+    return [(view, value) for (_, view, _), value in zip(turns, returns, strict=True)]
 
 
 def _returns(rewards: Sequence[float], discount: float) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, samples_of
 from inflight.training.model.replay import routed_experts_column
 from inflight.training.model.sampling_mask import PackedSamplingMask, pack_banned, pack_masks
 from inflight.training.objective.aggregation import StepTotals
@@ -51,6 +51,9 @@ class PackedBatch:
     out. None: it draws all."""
     routed_experts: torch.Tensor | None = None
     """i16[T, layers, k], the experts that each token used in the engine, −1 if unknown."""
+    sample_tokens: torch.Tensor | None = None
+    """i64[B], drawn tokens of the sample that each sequence is a part of; None: each sequence is a sample. Only an
+    episode can have several."""
     included: torch.Tensor | None = None
     """bool[T], false on drawn tokens that are left out of the loss but still count in its average."""
     proximal_logprobs: torch.Tensor | None = None
@@ -137,7 +140,8 @@ class PackedBatch:
             sampling_mask=mask,
             drawn=torch.nonzero(self.loss_mask[rows]).flatten(),
             cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=device),
-            groups=self.groups[torch.tensor(sequences, device=device)],
+            groups=self.groups[chosen_B := torch.tensor(sequences, device=device)],
+            sample_tokens=None if self.sample_tokens is None else self.sample_tokens[chosen_B],
             rollouts=[self.rollouts[sequence] for sequence in sequences] if self.rollouts else (),
         )
 
@@ -149,7 +153,7 @@ class PackedBatch:
 LossObserver = Callable[[PackedBatch, torch.Tensor, torch.Tensor], None]
 """A function of a batch or micro-batch, the rows i64[n] of its tokens in the loss, and their log(π_θ / π_b) f[n], both
 on the device. The loss calls it after it has copied its statistics."""
-_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "banned")
+_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "banned", "sample_tokens")
 _QUADRATIC = 1 / 8192
 """Attention's share of the cost of a sequence of n tokens: n + n² · this. Linear work is about 24 h² operations per
 token and layer, attention's 2 h n forward, so that they are equal at n = 12 h: some 8,000 to 12,000 tokens where h is
@@ -200,9 +204,9 @@ def pack(
 ) -> PackedBatch:
     """Pack rollouts, each with one advantage for all its tokens, or with f32[tokens].
 
-    drawn: for each rollout bool[tokens], true for tokens that the policy drew; None: all. The others (tool outputs
-    between two turns) are context for later tokens. They take no part in the loss or its average, and their
-    log-probabilities and versions are not read.
+    drawn: for each rollout bool[tokens], true for tokens that the policy drew; None: as its turns say, and all without
+    turns. The others (tool outputs between two turns) are context for later tokens. They take no part in the loss or
+    its average, and their log-probabilities and versions are not read.
     included: for each rollout bool[tokens], true for drawn tokens that take part in the loss; None: all. Excluded
     tokens (as too old, for example) still count in every average of the loss, so that the others weigh no more.
     Sampling masks and routed experts are packed if they were recorded.
@@ -214,7 +218,7 @@ def pack(
         raise ValueError("cannot pack a batch without rollouts")
     if len(rollouts) != len(advantages):
         raise ValueError(f"{len(rollouts)} rollouts need as many advantages, got {len(advantages)}")
-    masks = _token_masks("drawn", rollouts, drawn)
+    masks = _token_masks("drawn", rollouts, [rollout.drawn for rollout in rollouts] if drawn is None else drawn)
     for rollout, advantage, mask in zip(rollouts, advantages, masks, strict=True):
         _check(rollout, np.asarray(advantage), mask)
     _warn_of_other_distributions(rollouts)
@@ -232,6 +236,7 @@ def pack(
     group_index = {group_id: index for index, group_id in enumerate(dict.fromkeys(r.group_id for r in rollouts))}
     groups = np.array([group_index[r.group_id] for r in rollouts])
     drawn_tokens = np.array([mask.sum() for mask in masks])
+    samples = samples_of(rollouts)
     return PackedBatch(
         input_ids=torch.from_numpy(
             np.concatenate([part for r in rollouts for part in (r.prompt_token_ids, r.token_ids)]).astype(np.int64)
@@ -247,7 +252,7 @@ def pack(
         groups=torch.from_numpy(groups),
         totals=StepTotals(
             num_tokens=int(drawn_tokens.sum()),
-            num_sequences=len(rollouts),
+            num_sequences=len(samples),
             group_tokens=torch.from_numpy(np.bincount(groups, drawn_tokens).astype(np.int64)),
         ),
         columns={
@@ -257,10 +262,22 @@ def pack(
         sampling_mask=pack_masks(rollouts, masks),
         banned=pack_banned(rollouts, masks),
         routed_experts=routed_experts_column(rollouts),
+        sample_tokens=_tokens_of_samples(rollouts, samples, drawn_tokens),
         included=None if included is None else column(bool, False, _token_masks("included", rollouts, included)),
         trainer_version=trainer_version,
         rollouts=list(rollouts),
     )
+
+
+def _tokens_of_samples(
+    rollouts: Sequence[Rollout], samples: Sequence[Sequence[Rollout]], drawn_tokens: np.ndarray
+) -> torch.Tensor | None:
+    """Return `PackedBatch.sample_tokens`. drawn_tokens: i64[B]."""
+    if len(samples) == len(rollouts):
+        return None
+    place_of = {id(rollout): place for place, sample in enumerate(samples) for rollout in sample}
+    places_B = np.array([place_of[id(rollout)] for rollout in rollouts])
+    return torch.from_numpy(np.bincount(places_B, drawn_tokens).astype(np.int64)[places_B])
 
 
 def _shared_columns(rollouts: Sequence[Rollout]) -> dict[str, np.dtype]:

@@ -167,22 +167,25 @@ class RolloutStream:
         self,
         *,
         rollouts: int,
-        score: Score | GroupScorer,
+        score: Score | GroupScorer | None = None,
         staleness: Sequence[StalenessRule] = (),
         advantages: str | Advantages = "grpo",
         prompts: Iterable[Any] | None = None,
         params: SamplingParams | None = None,
         ahead: int | Literal["auto"] = "auto",
+        episodes: PromptEngine | None = None,
     ) -> Iterator[PackedBatch]:
         """Yield batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
 
         prompts: submitted by the stream itself, with `params`: prompts for `engine.submit`, or `Example`s of such a
-        prompt and metadata. None: the caller submits prompts. ahead: as `GRPOConfig.ahead`, for such prompts. Ranks
+        prompt and metadata. None: the caller submits prompts. episodes: `inflight.Episodes`, which runs episodes for
+        them. ahead: as `GRPOConfig.ahead`, for such prompts. Ranks
         other than 0 give none. Prompts that the engine refuses are skipped and counted.
         Prompts submitted with `train=False`, drawn by `generate`, or drawn greedily are excluded (`collect` returns
         those). score: a function of a rollout, plain or `async`, or a `Scorer` with a time limit, or several as
-        `Rewards`; it is called during training and generation. staleness: the rules for tokens that are too old.
-        advantages: their name in `ADVANTAGES`, or a function of the groups. Omitted rollouts are counted in `dropped`.
+        `Rewards`; it is called during training and generation. None: episodes have rewards. staleness: the rules for
+        tokens that are too old. advantages: their name in `ADVANTAGES`, or a function of the groups. Omitted rollouts
+        are counted in `dropped`.
         Ends when all submitted prompts are finished; the last batch can be smaller. Warns if it ends without a batch,
         and if there is nothing to learn from one: all rewards are equal, or n is 1 and advantages are relative to a
         group. The age of a batch's tokens is measured when the next batch is requested.
@@ -191,7 +194,9 @@ class RolloutStream:
         On rank 0 of a trainer of several ranks, yields this rank's share of such batches. It then also raises
         RankLostError, naming a rank that has ended or does not take its share.
         """
-        submitter = None if prompts is None else self._submitter(prompts, params, rollouts, ahead)
+        submitter = (
+            None if prompts is None else self._submitter(prompts, params, rollouts, ahead, episodes or self.engine)
+        )
         batches = self._whole_batches(rollouts, score, staleness, advantages, submitter)
         for batch in batches if self.sharing is None else self.sharing.shares(batches, self):
             batch.observers = self.observers
@@ -200,7 +205,7 @@ class RolloutStream:
     def _whole_batches(
         self,
         rollouts: int,
-        score: Score | GroupScorer,
+        score: Score | GroupScorer | None,
         staleness: Sequence[StalenessRule],
         advantages: str | Advantages,
         submitter: Submitter | None,
@@ -209,14 +214,14 @@ class RolloutStream:
             raise ValueError(f"rollouts must be at least 1, got {rollouts}")
         check_rules(staleness)
         resolve_advantages(advantages)
-        scorer = self._scoring.score_with(score)
+        scorer = None if score is None else self._scoring.score_with(score)
         with nullcontext() if submitter is None else submitter.in_background():
             yield from self._scored_batches(rollouts, scorer, staleness, advantages, submitter)
 
     def _scored_batches(
         self,
         rollouts: int,
-        scorer: GroupScorer,
+        scorer: GroupScorer | None,
         staleness: Sequence[StalenessRule],
         advantages: str | Advantages,
         submitter: Submitter | None,
@@ -279,14 +284,19 @@ class RolloutStream:
         self.concurrency.frame(frame.header)
 
     def _submitter(
-        self, prompts: Iterable[Any], params: SamplingParams | None, rollouts: int, ahead: int | Literal["auto"]
+        self,
+        prompts: Iterable[Any],
+        params: SamplingParams | None,
+        rollouts: int,
+        ahead: int | Literal["auto"],
+        engine: PromptEngine | None,
     ) -> Submitter:
         check_ahead(ahead)
-        if self.engine is None:
+        if engine is None:
             raise InflightError("this stream has no engine that receives prompts: submit them to the engine yourself")
         params = params or SamplingParams()
         return Submitter(
-            self.engine,
+            engine,
             iter(prompts),
             params,
             ceil(rollouts / params.n),

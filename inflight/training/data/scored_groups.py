@@ -4,11 +4,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isnan, nan
+from statistics import fmean
 
 import numpy as np
 
 from inflight.core.clock import now_ns
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, samples_of
 from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
 from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import PackedBatch, pack
@@ -127,15 +128,17 @@ class ScoredGroups:
     @property
     def mean_reward(self) -> float:
         """Mean reward of all samples, including replaced groups. There must be a sample."""
-        rewards = [rollout.reward or 0.0 for rollout in self.drawn]
-        return sum(rewards) / len(rewards)
+
+        return fmean(
+            rollout.reward or 0.0 for group in (*self.groups, *self.replaced) for rollout, *_ in samples_of(group)
+        )
 
     def add(self, group: list[Rollout]) -> bool:
         """Add the samples of a finished group that have a reward. Returns False if the group cannot be trained on. A
         sample that ended with an error never counts. The group continues without it if two others have a reward."""
         scored = [rollout for rollout in group if rollout.reward is not None and rollout.finish_reason != "error"]
         failed = [rollout for rollout in group if _has_failed(rollout)]
-        if failed and len(scored) < min(LEAST_MEMBERS, len(group)):
+        if failed and len(samples_of(scored)) < min(LEAST_MEMBERS, len(samples_of(group))):
             self.dropped.num_failed_groups += 1
             return False
         if errors := [rollout.request_id for rollout in failed if rollout.finish_reason == "error"]:
@@ -222,11 +225,11 @@ def _totals_with(batch: PackedBatch, others: Sequence[Rollout]) -> StepTotals:
     group_tokens = batch.totals.group_tokens.clone()
     for rollout in others:
         if rollout.group_id in places:
-            group_tokens[places[rollout.group_id]] += len(rollout.token_ids)
+            group_tokens[places[rollout.group_id]] += rollout.num_drawn
     return replace(
         batch.totals,
-        num_tokens=batch.totals.num_tokens + sum(len(rollout.token_ids) for rollout in others),
-        num_sequences=batch.totals.num_sequences + len(others),
+        num_tokens=batch.totals.num_tokens + sum(rollout.num_drawn for rollout in others),
+        num_sequences=len(samples_of([*batch.rollouts, *others])),
         group_tokens=group_tokens,
         num_groups=len(places | dict.fromkeys(rollout.group_id for rollout in others)),
     )
@@ -239,11 +242,11 @@ def take_out_stale(
     remaining rollouts to bool[T], true for tokens that take part in the loss."""
     included: dict[int, np.ndarray] = {}
     for index, rollout in enumerate(rollouts):
-        length = len(rollout.token_ids)
+        length = rollout.num_drawn
         old = [(rule.action, rule.too_old(rollout, trainer_version, now_ns)) for rule in rules]
         rejected = any(action == "reject" and too_old.any() for action, too_old in old)
-        taking_part = ~np.any([too_old for _, too_old in old], axis=0) if old else np.ones(length, bool)
-        num_kept = 0 if rejected else int(taking_part.sum())
+        taking_part = ~np.any([too_old for _, too_old in old], axis=0) if old else np.ones(len(rollout.token_ids), bool)
+        num_kept = 0 if rejected else int((taking_part & rollout.drawn).sum())
         dropped.num_rollouts += 1
         dropped.num_tokens += length
         dropped.sum_lengths += length * length
@@ -292,4 +295,4 @@ def measure_taken(meter: StalenessMeter, scored: ScoredGroups, batch: PackedBatc
     if batch is not None:
         mask = batch.loss_mask if batch.included is None else batch.loss_mask & batch.included
         in_loss = batch.weight_versions[mask].cpu().numpy()
-    meter.taken(np.concatenate([rollout.weight_versions for rollout in rollouts]), in_loss)
+    meter.taken(np.concatenate([rollout.weight_versions[rollout.drawn] for rollout in rollouts]), in_loss)

@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from queue import SimpleQueue
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from inflight.core.arguments import named
 from inflight.core.rollout import Rollout
-from inflight.core.spans import span
+from inflight.core.workers import Workers
 from inflight.stream.held_groups import Group
 from inflight.training.data.score_processes import ProcessTimeout, ScoreProcesses
 
@@ -111,7 +110,7 @@ class Scorer(GroupScorer):
             raise ValueError("an async score function waits rather than computes: leave processes out")
         self._processes = ScoreProcesses(score, batched=batched, timeout_s=timeout_s) if processes else None
         self._function: Callable[..., Any] = self._processes or score
-        self._workers = _Workers()
+        self._workers = Workers("score")
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places: asyncio.Semaphore | None = None
@@ -200,41 +199,6 @@ class Scorer(GroupScorer):
             self.num_timeouts += 1
             logger.warning("a score took longer than %g s: its rollouts have no reward", self._timeout_s)
             return _TOO_LATE
-
-
-class _Workers:
-    """Daemon threads that call functions: a call that never returns does not prevent the process from ending."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], Any]] = SimpleQueue()
-        self._num_idle = 0
-
-    def start(self, function: Callable[..., Any], argument: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-        with self._lock:
-            if self._num_idle:
-                self._num_idle -= 1
-            else:
-                threading.Thread(target=self._work, name="inflight-score", daemon=True).start()
-        self._calls.put((future, function, argument))
-        return future
-
-    def _work(self) -> None:
-        while True:
-            future, function, argument = self._calls.get()
-            if future.set_running_or_notify_cancel():
-                try:
-                    with span("score"):
-                        result = function(argument)
-                    future.set_result(result)
-                except Exception as error:  # The trainer receives the exception.
-                    future.set_exception(error)
-                except BaseException as error:  # SystemExit would end the event loop instead
-                    future.set_exception(RuntimeError(f"the score function raised {error!r}"))
-            future = function = argument = result = None  # The thread keeps no reference while it waits.
-            with self._lock:
-                self._num_idle += 1
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -48,6 +48,7 @@ class StalenessRule:
             old |= trainer_version - rollout.weight_versions > self.max_version_lag
         if self.max_age_ms is not None:
             old |= now_ns - rollout.sampled_at_ns > self.max_age_ms * NS_PER_MS
+        old &= rollout.drawn
         return old if self.unit == "token" else np.full_like(old, old.any())
 
 

@@ -20,6 +20,7 @@ class StepTotals:
     num_tokens: float
     """Number of drawn tokens."""
     num_sequences: float
+    """Number of samples. The token sequences of an episode are one sample."""
     group_tokens: torch.Tensor
     """i64[G], drawn tokens of each group of samples of one prompt."""
     num_groups: float | None = None
@@ -43,7 +44,8 @@ def token_weights(
     *,
     max_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Return the weight of every token of a sequence, f32[S], from its drawn tokens i64[S] and its group i64[S].
+    """Return the weight of every token of a sequence, f32[S], from the drawn tokens of its sample i64[S] and its group
+    i64[S].
 
     token: 1 / N tokens of the step, as in DAPO (arXiv 2503.14476, eq. 8). sequence: 1 / (S · length), the mean over
     sequences of their means, as in GRPO (arXiv 2402.03300, eq. 3). group: 1 / (G · tokens of the group), the mean over

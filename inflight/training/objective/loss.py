@@ -46,6 +46,8 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
     All tensors are on one device."""
     rows, sequences, (logprobs, entropies) = batch.drawn, batch.sequence_ids[batch.drawn], scores
     lengths = torch.zeros_like(batch.groups).index_add(0, sequences, torch.ones_like(sequences))
+    if batch.sample_tokens is not None:
+        lengths = batch.sample_tokens
     of_sequences = token_weights(
         objective.aggregation, lengths, batch.groups, batch.totals, max_tokens=objective.max_tokens
     )

@@ -2,11 +2,14 @@
 sources say, by enumeration."""
 
 import math
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from made_batches import make_group
 
+from inflight.core.rollout import Rollout, Turn
 from inflight.training.data.advantages import (
     ADVANTAGES,
     group_advantages,
@@ -110,7 +113,7 @@ def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown advantages 'ppo'; choose grpo, dr_grpo, rloo, maxrl"):
         resolve_advantages("ppo")
     with pytest.raises(ValueError, match="unknown advantages 'ppo'"):
-        turn_advantages([], [], advantages="ppo")
+        turn_advantages("ppo")
     own = of_rewards(group_advantages)
     assert resolve_advantages(own) is own
 
@@ -128,10 +131,31 @@ DRAWN = [
 TURN_REWARDS = [[[0.5, 1.0], [0.0, 3.0], [1.0, 0.0, 2.0]], [[1.0], [0.0]]]
 
 
+def episode(mask: np.ndarray, rewards: list[float], sample: int) -> Rollout:
+    """A rollout with a turn for each run of drawn or given tokens. Drawn turns have these rewards in order."""
+    edges = [0, *(np.flatnonzero(np.diff(mask.astype(int))) + 1).tolist(), len(mask)]
+    given = iter(rewards)
+    turns = [
+        Turn(begin, end, bool(mask[begin]), next(given) if mask[begin] else None, began_ns=begin)
+        for begin, end in pairwise(edges)
+    ]
+    [rollout] = make_group(np.random.default_rng(0), 0, 1, 1)
+    ids = np.zeros(len(mask), np.int32)
+    return replace(rollout, sample=sample, token_ids=ids, turns=tuple(turns), reward=sum(rewards))
+
+
+def turn_values(rewards, drawn, name: str, discount: float = 1.0) -> list[np.ndarray]:
+    groups = [
+        [episode(mask, given, sample) for sample, (given, mask) in enumerate(zip(of_group, masks, strict=True))]
+        for of_group, masks in zip(rewards, drawn, strict=True)
+    ]
+    return list(turn_advantages(name, discount=discount)(groups))
+
+
 @pytest.mark.parametrize("discount", [1.0, 0.5])
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo"])
 def test_a_turn_gets_the_advantage_of_its_return_among_those_of_the_same_turn(name, discount):
-    ours = turn_advantages(TURN_REWARDS, DRAWN, advantages=name, discount=discount)
+    ours = turn_values(TURN_REWARDS, DRAWN, name, discount)
     assert [a.dtype for a in ours] == [np.float32] * 5
     expected = []
     for rewards, masks in zip(TURN_REWARDS, DRAWN, strict=True):
@@ -160,15 +184,45 @@ def test_a_turn_gets_the_advantage_of_its_return_among_those_of_the_same_turn(na
 
 
 def test_one_turn_is_the_advantage_of_the_sample_and_other_tokens_get_0():
-    [first, second] = turn_advantages([[[1.0], [0.0]]], [[np.array([0, 1, 1, 0], bool), np.array([1], bool)]])
+    [first, second] = turn_values([[[1.0], [0.0]]], [[np.array([0, 1, 1, 0], bool), np.array([1], bool)]], "grpo")
     high, low = group_advantages([[1.0, 0.0]])
     assert first.tolist() == pytest.approx([0, high, high, 0])
     assert second.tolist() == pytest.approx([low])
 
 
-def test_as_many_rewards_as_turns_are_asked_for():
-    with pytest.raises(ValueError, match="sample 1 of group 0 has 1 rewards and 2 turns"):
-        turn_advantages([[[1.0], [1.0]]], [[np.array([1], bool), np.array([1, 0, 1], bool)]])
+def test_turns_without_tokens_and_turns_next_to_each_other_are_turns():
+    masks = [np.array([1, 1, 1], bool), np.array([1], bool)]
+    first, second = (episode(mask, [0.0], sample) for sample, mask in enumerate(masks))
+    first.turns = (
+        Turn(0, 2, True, 1.0, began_ns=1),
+        Turn(2, 3, True, 0.5, began_ns=2),
+        Turn(3, 3, True, 3.0, began_ns=3),
+    )
+    second.turns = (
+        Turn(0, 1, True, 2.0, began_ns=1),
+        Turn(1, 1, True, None, began_ns=2),
+        Turn(1, 1, True, 1.0, began_ns=3),
+    )
+    values = turn_advantages("rloo")([[first, second]])
+    assert values[0].tolist() == [4.5 - 3, 4.5 - 3, 3.5 - 1]
+    assert values[1].tolist() == [3 - 4.5]
+
+
+def test_turns_of_several_sequences_of_an_episode_are_in_the_order_of_their_requests():
+    later, earlier, other = (episode(np.array([1, 1], bool), [0.0], sample) for sample in (0, 0, 1))
+    later.turns, earlier.turns = (Turn(0, 2, True, 1.0, began_ns=9),), (Turn(0, 2, True, 4.0, began_ns=5),)
+    other.turns = (Turn(0, 1, True, 1.0, began_ns=6), Turn(1, 2, True, 0.5, began_ns=7))
+    values = turn_advantages("rloo")([[later, other, earlier]])
+    assert [v.tolist() for v in values] == [[0.5, 0.5], [-3.5, -0.5], [3.5, 3.5]]
+
+
+def test_an_episode_counts_once_whatever_its_sequences():
+    group = [
+        episode(np.array([1], bool), [reward], sample) for sample, reward in ((0, 1.0), (0, 1.0), (1, 0.0), (0, 1.0))
+    ]
+    for name, function in ADVANTAGES.items():
+        high, low = function([[1.0, 0.0]])
+        assert resolve_advantages(name)([group]) == [high, high, low, high]
 
 
 def turn_gradients(name: str, n: int, p: float, q: float) -> tuple[list[float], list[float]]:
@@ -186,7 +240,7 @@ def turn_gradients(name: str, n: int, p: float, q: float) -> tuple[list[float], 
     expected = [0.0, 0.0]
     for group in product(outcomes, repeat=n):
         drawn = [np.array([True] + [False, True] * (len(rewards) - 1)) for rewards, _, _ in group]
-        advantages = turn_advantages([[rewards for rewards, _, _ in group]], [drawn], advantages=name)
+        advantages = turn_values([[rewards for rewards, _, _ in group]], [drawn], name)
         chance = math.prod(chance for _, chance, _ in group)
         for (rewards, _, slopes), values in zip(group, advantages, strict=True):
             for turn in range(len(rewards)):
@@ -210,5 +264,5 @@ def test_dr_grpo_weighs_turns_down_by_the_documented_factor(n, p):
 
 
 def test_a_lone_sample_of_several_turns_has_nothing_to_be_compared_with():
-    [values] = turn_advantages([[[1.0, 2.0]]], [[np.array([1, 0, 1], bool)]], advantages="rloo")
+    [values] = turn_values([[[1.0, 2.0]]], [[np.array([1, 0, 1], bool)]], "rloo")
     assert values.tolist() == [0, 0, 0]

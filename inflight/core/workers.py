@@ -1,0 +1,46 @@
+"""Daemon threads that call functions: a call that never returns does not prevent the process from ending."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+from inflight.core.spans import span
+
+
+class Workers:
+    """Calls functions in daemon threads, as many as calls are in progress. name: of the threads and of their spans."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._lock = threading.Lock()
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
+        self._num_idle = 0
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        """Start a call. Returns a future of its result."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._num_idle:
+                self._num_idle -= 1
+            else:
+                threading.Thread(target=self._work, name=f"inflight-{self._name}", daemon=True).start()
+        self._calls.put((future, function, arguments))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            future, function, arguments = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    with span(self._name):
+                        result = function(*arguments)
+                    future.set_result(result)
+                except Exception as error:  # The caller receives the exception.
+                    future.set_exception(error)
+                except BaseException as error:  # SystemExit would end the event loop instead
+                    future.set_exception(RuntimeError(f"the {self._name} function raised {error!r}"))
+            future = function = arguments = result = None  # The thread keeps no reference while it waits.
+            with self._lock:
+                self._num_idle += 1

@@ -1,0 +1,1 @@
+"""Episodes: several turns of a policy with tools or an environment, trained on as one sample."""

@@ -1,0 +1,462 @@
+"""Runs episodes next to training, and returns them as groups of rollouts."""
+
+import asyncio
+import copy
+import logging
+import math
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from inflight.chat.conversation import Conversation
+from inflight.core.arguments import named
+from inflight.core.errors import InflightError
+from inflight.core.messages import Prompt
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.core.workers import Workers
+from inflight.engine.loop.sequence import sample_seed
+from inflight.episodes.limits import TIMEOUTS, AtEnd, EpisodeEnd, Limits
+from inflight.episodes.session import Session
+from inflight.fleet.engine import Engine
+from inflight.observability.staleness_meter import StalenessMeter
+from inflight.stream.assignments import EPISODE
+from inflight.training.data.rollout_stream import RolloutStream
+
+logger = logging.getLogger(__name__)
+
+Reward = float | Mapping[str, float] | None
+RolloutFunction = Callable[[Session, Any], Coroutine[Any, Any, Reward]]
+"""An async function of a session and of the row that was submitted. It returns the reward, which is added to the last
+turn; several named parts, which are added up; or None, if `Session.reward` has set the rewards."""
+
+_CHECK_S = 0.25
+_BLOCKED_S = 1.0
+_CLOSE_S = 5.0
+
+
+@named()
+class Episodes:
+    """An engine whose prompts are rows of tasks, and whose samples are episodes. `grpo`, `engine.stream.batches` and
+    loops of your own use it like the engine itself.
+
+        async def rollout(session, row):
+            messages = [{"role": "user", "content": row["question"]}]
+            reply = await session.chat(messages)
+            messages += [reply.message, {"role": "user", "content": "Are you sure?"}]
+            reply = await session.chat(messages)
+            return float(row["answer"] in reply.content)
+
+        episodes = inflight.Episodes(engine, rollout)
+        for report in inflight.grpo(episodes, publisher, model, optimizer, rows, config=config):
+            ...
+
+    Each row becomes a group of `SamplingParams.n` episodes. All episodes run in one event loop, in a thread of their
+    own, while the trainer computes and weights change. Each turn is drawn by the newest weights, token by token. What
+    fails is logged, counted in `counts`, and never raised into training.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rollout: RolloutFunction,
+        *,
+        limits: Limits | None = None,
+        adapter: str | None = None,
+        prefix_across_versions: int = 8,
+        min_share: float = 0.75,
+        retries: Mapping[type[Exception], int] | None = None,
+        max_running: int = 0,
+    ):
+        """adapter: the LoRA adapter that draws all turns. prefix_across_versions: maximum version lag of the keys and
+        values of earlier turns that a turn reuses (`SamplingParams.prefix_across_versions`). min_share: a group with a
+        smaller share of episodes with a reward is left out; the others continue without those that have none. retries:
+        maximum number of further attempts after an exception of a class. max_running: maximum number of episodes in
+        progress; 0: no bound. Raises ValueError for numbers out of range."""
+        if not asyncio.iscoroutinefunction(rollout) and not asyncio.iscoroutinefunction(
+            getattr(rollout, "__call__", None)  # noqa: B004  an object can be called as a coroutine function
+        ):
+            raise TypeError(f"rollout must be an async function of a session and a row, got {rollout!r}")
+        if not 0 <= min_share <= 1:
+            raise ValueError(f"min_share must be in [0, 1], got {min_share}")
+        if prefix_across_versions < 0 or max_running < 0:
+            raise ValueError(
+                "prefix_across_versions and max_running must be at least 0, got "
+                f"{prefix_across_versions} and {max_running}"
+            )
+        self.engine, self.limits = engine, limits or Limits()
+        self._rollout, self._adapter, self._across = rollout, adapter, prefix_across_versions
+        self._min_share, self._retries, self._max_running = min_share, dict(retries or {}), max_running
+        self.workers = Workers("call")
+        self.counts: Counter[str] = Counter()
+        """Number of episodes by the reason of their end ("completed", "max_turns", "error: ValueError", …); of
+        "attempts", "turns", "drawn tokens", "prompt tokens", "reused prompt tokens", "conversations rendered again",
+        and "calls that timed out"."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """Time that episodes spent in "turns", "calls" and "rendering", added up over episodes."""
+        self._conversation: Conversation | None = None
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._places: asyncio.Semaphore | None = None
+        self._groups: dict[int, asyncio.Task[None]] = {}
+        """Maps the ids of groups in progress to their tasks. Only the event loop changes it."""
+        self._is_closed = False
+
+    # ---- the parts of an engine that training loops use ---------------------------------------------------------
+
+    @property
+    def stream(self) -> RolloutStream:
+        """The stream of the engine, which returns groups of episodes like any other."""
+        return self.engine.stream
+
+    @property
+    def staleness(self) -> StalenessMeter:
+        """The staleness of the engine's tokens."""
+        return self.engine.staleness
+
+    @property
+    def members(self) -> list[Any]:
+        """The generators of the engine."""
+        return self.engine.members
+
+    def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
+        """As `Engine.wait_for_version`."""
+        self.engine.wait_for_version(version, timeout_s=timeout_s)
+
+    def prompt_lengths(self, prompts: Sequence[Any]) -> list[int]:
+        """Return an upper bound of the tokens of an episode's sequences for each row: the context of the engine."""
+        return [self.engine.info.max_context - 1] * len(prompts)
+
+    @named()
+    def submit(
+        self,
+        rows: Iterable[Any],
+        params: SamplingParams | None = None,
+        *,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        version: int | None = None,
+        train: bool = True,
+    ) -> list[int]:
+        """Start `params.n` episodes for each row. Returns the ids of their groups, as `Engine.submit` does.
+
+        rows: passed to the rollout function as they are. params: of every turn; max_tokens is of one turn. metadata:
+        one mapping per row; its rollouts carry it. train: as in `Engine.submit`. Raises ValueError for `version`: each
+        token of an episode is drawn by the newest weights.
+        """
+        if version is not None:
+            raise ValueError(
+                'episodes cannot be pinned to a version: no slot keeps it between two turns; use schedule="inflight" '
+                'or "sync"'
+            )
+        rows, params = list(rows), params or SamplingParams()
+        if metadata is not None and len(metadata) != len(rows):
+            raise ValueError(f"{len(rows)} rows need as many metadata, got {len(metadata)}")
+        loop, ids = self._running_loop(), []
+        self.engine.stream  # noqa: B018  it reads the frames of the turns
+        for index, row in enumerate(rows):
+            given = dict(metadata[index]) if metadata else {}
+            record = self.stream.ledger.open(Prompt([], params, given), reserved=not train)
+            assert record.prompt is not None
+            group = _Group(record.group_id, row, given, params, record.prompt.params.seed or 0)
+            loop.call_soon_threadsafe(self._start, group)
+            ids.append(record.group_id)
+        return ids
+
+    def cancel(self, group_ids: Sequence[int] | None = None) -> None:
+        """End the episodes of these groups (None: of all). They arrive with finish_reason "cancelled"."""
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._cancel, None if group_ids is None else set(group_ids))
+
+    def close(self) -> None:
+        """Cancel all episodes, and end the thread. The engine stays open. Safe to call twice."""
+        self.cancel()
+        with self._lock:
+            self._is_closed, loop, thread = True, self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(lambda: loop.create_task(self._stop()))
+        thread.join(2 * _CLOSE_S)
+        if thread.is_alive():
+            logger.warning("an episode blocks the event loop of episodes, which could not be ended")
+
+    def __enter__(self) -> "Episodes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- for sessions -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return copy.deepcopy(self.engine.tokenizer)  # A tokenizer is not safe to use from several threads.
+
+    @property
+    def conversation(self) -> Conversation:
+        """Renders chat messages. Raises InflightError if the model has no chat template."""
+        if self._conversation is None:
+            if self._tokenizer is None:
+                raise InflightError("the model has no tokenizer: draw turns with session.complete(token_ids)")
+            self._conversation = Conversation(self._tokenizer)
+        return self._conversation
+
+    def count(self, what: str) -> None:
+        """Add 1 to one of the `counts`."""
+        self.counts[what] += 1
+
+    def text(self, token_ids: np.ndarray, params: SamplingParams) -> str:
+        """Decode tokens, without a tokenizer to ""."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=params.skip_special_tokens)
+
+    async def draw(self, token_ids: list[int], params: SamplingParams, group_id: int, sample: int) -> Rollout:
+        """Draw the turn after these tokens."""
+        if params.prefix_across_versions is None:
+            params = msgspec.structs.replace(params, prefix_across_versions=self._across)
+        [[turn]] = await self.engine.agenerate(
+            [token_ids], params, metadata=[{EPISODE: [group_id, sample]}], adapter=self._adapter
+        )
+        self.counts["turns"] += 1
+        self.counts["drawn tokens"] += len(turn.token_ids)
+        self.counts["prompt tokens"] += len(token_ids)
+        self.counts["reused prompt tokens"] += turn.prefix_tokens
+        return turn
+
+    # ---- the event loop -----------------------------------------------------------------------------------------
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._is_closed:
+                raise InflightError("these episodes were closed")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._places = asyncio.Semaphore(self._max_running or 1 << 30)
+                self._thread = threading.Thread(target=_run, args=(self._loop,), name="inflight-episodes", daemon=True)
+                self._thread.start()
+            return self._loop
+
+    def _start(self, group: "_Group") -> None:
+        self._groups[group.id] = task = asyncio.get_running_loop().create_task(self._run_group(group))
+        task.add_done_callback(lambda _: self._groups.pop(group.id, None))
+
+    def _cancel(self, group_ids: set[int] | None) -> None:
+        for group_id, task in self._groups.items():
+            if group_ids is None or group_id in group_ids:
+                task.cancel()
+
+    async def _stop(self) -> None:
+        """Cancel all groups, and stop the event loop when they have ended."""
+        self._cancel(None)
+        if self._groups:
+            await asyncio.wait(self._groups.values(), timeout=_CLOSE_S)
+        asyncio.get_running_loop().stop()
+
+    async def _run_group(self, group: "_Group") -> None:
+        """Run the episodes of a row, and pass their rollouts to the ledger."""
+        samples = range(group.params.n)
+        running = [asyncio.ensure_future(self._run_episode(group, sample)) for sample in samples]
+        try:
+            await asyncio.wait(running)
+        except asyncio.CancelledError:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=self.limits.cleanup_s + _CHECK_S)
+        episodes = [self._result(group, sample, task) for sample, task in zip(samples, running, strict=True)]
+        num_scored = sum(episode[0].reward is not None for episode in episodes)
+        rollouts = [rollout for episode in episodes for rollout in episode]
+        if 0 < num_scored < math.ceil(self._min_share * group.params.n):
+            self.count("groups with too few episodes")
+            for rollout in rollouts:
+                rollout.reward, rollout.finish_reason = None, "cancelled"
+        self.stream.ledger.fill(group.id, rollouts)
+
+    def _result(self, group: "_Group", sample: int, task: "asyncio.Future[list[Rollout]]") -> list[Rollout]:
+        """Return the rollouts of an episode. The trainer waits for its group, so that it always gets one."""
+        if not task.done() or task.cancelled():
+            return [group.nothing(sample, "cancelled")]
+        if (error := task.exception()) is not None:
+            self.count("error: internal")
+            logger.error("an episode could not be recorded", exc_info=error)
+            return [group.nothing(sample, "error")]
+        return task.result()
+
+    async def _run_episode(self, group: "_Group", sample: int) -> list[Rollout]:
+        """Run one episode, again after exceptions that allow it. Returns its rollouts, at least one."""
+        assert self._places is not None
+        attempts: Counter[type[Exception]] = Counter()
+        async with self._places:
+            while True:
+                self.count("attempts")
+                session = Session(
+                    self,
+                    group.params,
+                    self.limits,
+                    metadata=group.metadata,
+                    group_id=group.id,
+                    sample=sample,
+                    seed=sample_seed(group.seed, sample),
+                )
+                reason, value, error = await self._attempt(session, group.row)
+                self.counts["conversations rendered again"] += session.num_rendered_again
+                for stage, seconds in session.seconds.items():
+                    self.seconds[stage] += seconds
+                if error is not None and (kind := self._retried(error, attempts)) is not None:
+                    attempts[kind] += 1
+                    self.count(f"retries: {type(error).__name__}")
+                    continue
+                reward, parts, reason = self._settle(session, value, reason)
+                self.count(reason)
+                rollouts = session.rollouts(_finish_reason(session, reason, reward), reward, parts)
+                return rollouts or [group.nothing(sample, "error" if reward is None else "stop")]
+
+    def _retried(self, error: Exception, attempts: Counter[type[Exception]]) -> type[Exception] | None:
+        """Return the class of `retries` that allows another attempt after this exception, or None."""
+        kinds = (kind for kind in self._retries if isinstance(error, kind) and attempts[kind] < self._retries[kind])
+        return next(kinds, None)
+
+    async def _attempt(self, session: Session, row: Any) -> tuple[str, Reward, Exception | None]:
+        """Run the rollout function once. Returns the reason of its end, its result, and its exception."""
+        task = asyncio.ensure_future(self._rollout(session, row))
+        reason = "cancelled"
+        try:
+            await asyncio.wait([task], timeout=self.limits.episode_s)
+            reason = "episode_timeout"
+        except asyncio.CancelledError:
+            logger.debug("an episode of group %d is cancelled", session.group_id)
+        if not task.done():
+            await self._end(session, task, reason)
+            return reason, None, None
+        reason = session.ended or "completed"
+        session.close("closed")
+        if task.cancelled():
+            return "cancelled", None, None
+        failure = task.exception()
+        if isinstance(failure, EpisodeEnd):
+            return failure.reason, None, None
+        if failure is None:
+            return reason, task.result(), None
+        reason = f"error: {type(failure).__name__}"
+        self._log(failure, reason)
+        return reason, None, failure if isinstance(failure, Exception) else None
+
+    async def _end(self, session: Session, task: "asyncio.Future[Any]", reason: str) -> None:
+        """Cancel the task of an episode, and give it time to clean up."""
+        session.close(reason)
+        task.cancel()
+        await asyncio.wait([task], timeout=self.limits.cleanup_s)
+        if not task.done():
+            self.count("episodes left behind")
+            logger.warning(
+                "an episode of group %d did not end within %g s after its cancellation, and is left behind",
+                session.group_id,
+                self.limits.cleanup_s,
+            )
+        elif not task.cancelled():
+            task.exception()  # else asyncio logs that nobody has read it
+
+    def _settle(self, session: Session, value: Reward, reason: str) -> tuple[float | None, dict[str, float], str]:
+        """Return the reward of an ended episode, its named parts, and the reason of its end."""
+        parts: dict[str, float] = {}
+        is_limit = reason.startswith("max_") or reason == "context"
+        if reason == "completed" or (is_limit and value is not None):
+            try:
+                if isinstance(value, Mapping):
+                    parts = {str(name): float(part) for name, part in value.items()}
+                    value = sum(parts.values())
+                if value is not None:
+                    session.reward(value)
+            except (TypeError, ValueError) as error:
+                reason = "error: reward"
+                self._log(error, reason)
+                return None, {}, reason
+            return session.total_reward, parts, reason
+        at_end: AtEnd = "exclude"
+        if reason in TIMEOUTS:
+            at_end = self.limits.at_timeout
+        elif is_limit:
+            at_end = self.limits.at_limit
+        if at_end == "exclude" or not session.has_drawn:
+            return None, {}, reason
+        if at_end != "keep":
+            session.reward(at_end)
+        return session.total_reward or 0.0, {}, reason
+
+    def _log(self, error: BaseException, reason: str) -> None:
+        """Log the first exception of a kind with its traceback, and later ones in one line."""
+        if self.counts[reason] == 0:
+            logger.error("an episode has failed (%s); later ones of this kind are counted", reason, exc_info=error)
+        else:
+            logger.info("an episode has failed: %s: %s", reason, error)
+
+
+def _finish_reason(session: Session, reason: str, reward: float | None) -> str:
+    """Return "length" for an episode that was cut by a limit or in its last turn, "cancelled" for one that takes no
+    part in training, and "error" after an exception."""
+    if reason.startswith("error"):
+        return "error"
+    if reason != "completed":
+        return "cancelled" if reward is None else "length"
+    last = [segment.last_finish_reason for segment in session.segments if segment.num_turns]
+    return last[-1] if last else "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The episodes of one row."""
+
+    id: int
+    row: Any
+    metadata: Mapping[str, Any]
+    params: SamplingParams
+    seed: int
+
+    def nothing(self, sample: int, finish_reason: str) -> Rollout:
+        """Return the rollout of an episode that drew nothing."""
+        ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.int64)
+        return Rollout(
+            request_id=0,
+            group_id=self.id,
+            sample=sample,
+            params=self.params,
+            metadata=dict(self.metadata),
+            prompt_token_ids=ids,
+            token_ids=ids,
+            logprobs=np.zeros(0, np.float32),
+            weight_versions=numbers,
+            sampled_at_ns=numbers,
+            finish_reason=finish_reason,
+        )
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    watching = loop.create_task(_watch(loop))
+    loop.run_forever()
+    watching.cancel()
+    if tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+    loop.close()
+
+
+async def _watch(loop: asyncio.AbstractEventLoop) -> None:
+    """Warn when a rollout function has stopped the event loop."""
+    while True:
+        began = loop.time()
+        await asyncio.sleep(_CHECK_S)
+        if (late_s := loop.time() - began - _CHECK_S) > _BLOCKED_S:
+            logger.warning(
+                "a rollout function computed or waited for %.1f s without await and stopped all episodes; call such "
+                "functions with `await session.call(function, …)`",
+                late_s,
+            )

@@ -1,0 +1,172 @@
+"""A token sequence of an episode that grows turn by turn."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from inflight.core.rollout import Rollout, SamplingMask, Turn
+from inflight.core.sampling import SamplingParams
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a segment at which the conversation can continue: before a turn is drawn, or after it."""
+
+    length: int
+    """Number of tokens up to here."""
+    is_reply: bool
+    """True after a drawn turn."""
+    messages: tuple[Message, ...] | None = None
+    """The conversation up to here, as `comparable` returns it; None if its tokens were given without messages."""
+    tools: Any = None
+    """Schemas of the tools and variables of the template in the first prompt."""
+
+
+def comparable(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return copies of messages without empty fields, which clients leave out or add."""
+    plain: list[dict[str, Any]] = msgspec.to_builtins(list(messages))
+    return tuple({key: value for key, value in message.items() if value not in (None, "", [])} for message in plain)
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Tokens of one growing sequence: a first prompt, then drawn and given turns in alternation.
+
+    Drawn tokens stay as they were drawn. What a segment shares with its parent belongs to its prompt, so that each
+    drawn token is in one segment only.
+    """
+
+    prompt: list[int]
+    forked_from: tuple["Segment", int] | None = None
+    """The parent, and the number of its tokens after its prompt that the prompt of this segment repeats."""
+    token_ids: list[int] = field(default_factory=list)
+    """All tokens, the prompt included."""
+    marks: list[Mark] = field(default_factory=list)
+    is_busy: bool = False
+    """True while a turn of it is drawn."""
+    _parts: list[Rollout | int] = field(default_factory=list)
+    """Drawn turns, and lengths of given ones."""
+    _times: list[tuple[int, int]] = field(default_factory=list)
+    """For each drawn turn the times of its request and of its end."""
+    rewards: list[float | None] = field(default_factory=list)
+    """For each drawn turn its reward."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt)
+
+    @property
+    def num_turns(self) -> int:
+        """Number of drawn turns."""
+        return len(self._times)
+
+    @property
+    def last_finish_reason(self) -> str:
+        """The finish_reason of the last drawn turn; "" without one."""
+        return next((part.finish_reason for part in reversed(self._parts) if isinstance(part, Rollout)), "")
+
+    def give(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not draw."""
+        if token_ids:
+            self.token_ids += token_ids
+            self._parts.append(len(token_ids))
+
+    def draw(self, turn: Rollout, began_ns: int, ended_ns: int) -> None:
+        """Append a turn that an engine drew after all tokens so far."""
+        self.token_ids += turn.token_ids.tolist()
+        self._parts.append(turn)
+        self._times.append((began_ns, ended_ns))
+        self.rewards.append(None)
+
+    def rollout(
+        self, *, group_id: int, sample: int, params: SamplingParams, metadata: dict[str, Any], finish_reason: str
+    ) -> Rollout:
+        """Return the segment up to its last drawn token as a rollout without a reward. It needs a drawn turn."""
+        parts = self._parts[: max(i for i, part in enumerate(self._parts) if isinstance(part, Rollout)) + 1]
+        drawn = [part for part in parts if isinstance(part, Rollout)]
+        turns, begin, times, rewards = [], 0, iter(self._times), iter(self.rewards)
+        for part in parts:
+            if isinstance(part, int):
+                turns.append(Turn(begin, begin + part, False))
+            else:
+                (began, ended), reward, end = next(times), next(rewards), begin + len(part.token_ids)
+                prefix = part.prefix_tokens, part.prefix_version
+                turns.append(Turn(begin, end, True, reward, part.finish_reason, began, ended, *prefix))
+            begin = turns[-1].end
+        first, num_prompt = drawn[0], len(self.prompt)
+        return Rollout(
+            request_id=first.request_id,
+            group_id=group_id,
+            sample=sample,
+            params=params,
+            metadata=metadata,
+            prompt_token_ids=np.array(self.prompt, np.int32),
+            token_ids=np.array(self.token_ids[num_prompt : num_prompt + begin], np.int32),
+            logprobs=_joined(parts, [part.logprobs for part in drawn]),
+            weight_versions=_joined(parts, [part.weight_versions for part in drawn]),
+            sampled_at_ns=_joined(parts, [part.sampled_at_ns for part in drawn]),
+            finish_reason=finish_reason,
+            columns={name: _joined(parts, [part.columns[name] for part in drawn]) for name in first.columns},
+            sampling_mask=_joined_masks(parts),
+            routed_experts=_joined_experts(drawn),
+            turns=tuple(turns),
+            forked_from=self._origin(),
+            prefix_tokens=first.prefix_tokens,
+            prefix_version=first.prefix_version,
+            banned=first.banned,
+        )
+
+    def _origin(self) -> tuple[int, int] | None:
+        if self.forked_from is None:
+            return None
+        parent, length = self.forked_from
+        first = next((part for part in parent._parts if isinstance(part, Rollout)), None)
+        return None if first is None else (first.request_id, length)
+
+
+def _joined(parts: Sequence[Rollout | int], drawn: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate the columns [T, …] of drawn turns, with zeros for given tokens."""
+    columns = iter(drawn)
+    like = drawn[0]
+    return np.concatenate(
+        [np.zeros((part, *like.shape[1:]), like.dtype) if isinstance(part, int) else next(columns) for part in parts]
+    )
+
+
+def _joined_masks(parts: Sequence[Rollout | int]) -> SamplingMask | None:
+    """Join the sampling masks of drawn turns. Given tokens, and turns without a mask, have the whole vocabulary."""
+    masks = [None if isinstance(part, int) else part.sampling_mask for part in parts]
+    if not any(mask is not None for mask in masks):
+        return None
+    lengths = [part if isinstance(part, int) else len(part.token_ids) for part in parts]
+    counts = [
+        np.zeros(length, np.int64) if mask is None else np.diff(mask.offsets)
+        for mask, length in zip(masks, lengths, strict=True)
+    ]
+    cut_from = [
+        np.zeros(length, np.int32) if mask is None or mask.cut_from is None else mask.cut_from
+        for mask, length in zip(masks, lengths, strict=True)
+    ]
+    sizes = np.concatenate(cut_from)
+    return SamplingMask(
+        np.concatenate([np.empty(0, np.int32), *(mask.token_ids for mask in masks if mask is not None)]),
+        np.concatenate([np.zeros(1, np.int64), np.concatenate(counts).cumsum()]),
+        sizes if sizes.any() else None,
+    )
+
+
+def _joined_experts(drawn: Sequence[Rollout]) -> np.ndarray | None:
+    """Join the experts of turns: each token keeps the experts of the first turn whose pass computed it, since these
+    passes drew the tokens after it."""
+    rows: list[np.ndarray] = []
+    known = 0
+    for turn in drawn:
+        if turn.routed_experts is None:
+            return None
+        rows.append(turn.routed_experts[known:])
+        known = len(turn.routed_experts)
+    return np.concatenate(rows)

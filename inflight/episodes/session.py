@@ -1,0 +1,351 @@
+"""The handle of one episode: a rollout function draws turns with it, calls tools, and sets rewards."""
+
+import asyncio
+import inspect
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from time import perf_counter
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from inflight.chat.conversation import Conversation
+from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError, PromptTooLongError
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.core.workers import Workers
+from inflight.engine.loop.sequence import sample_seed
+from inflight.episodes.limits import EpisodeEnd, Limits
+from inflight.episodes.segment import Mark, Message, Segment, comparable
+from inflight.episodes.tools import Tool, schemas_of
+
+
+class Host(Protocol):
+    """The part of `Episodes` that sessions use."""
+
+    workers: Workers
+
+    @property
+    def conversation(self) -> Conversation: ...
+    def count(self, what: str) -> None: ...
+    def text(self, token_ids: np.ndarray, params: SamplingParams) -> str: ...
+    async def draw(self, token_ids: list[int], params: SamplingParams, group_id: int, sample: int) -> Rollout: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A drawn turn."""
+
+    message: dict[str, Any]
+    """The reply as a chat message: role, content, and if there are some, reasoning_content and tool_calls. Append it to
+    the messages of the next `chat`. Empty after `complete`."""
+    text: str
+    """The drawn tokens as text, special tokens as in `SamplingParams.skip_special_tokens`."""
+    token_ids: list[int]
+    """The drawn tokens."""
+    finish_reason: str
+    """stop | length"""
+    has_unreadable_call: bool = False
+    """True if the content contains the beginning of a tool call that cannot be read."""
+
+    @property
+    def content(self) -> str:
+        """The content of the message."""
+        return self.message.get("content") or ""
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The tool calls of the message, as in the API of OpenAI."""
+        return self.message.get("tool_calls") or []
+
+
+class Session:
+    """One episode in progress. Its methods raise EpisodeEnd at a limit, and after the end.
+
+    A conversation continues a token sequence exactly as it was drawn: each call of `chat` is compared with the earlier
+    ones, and only the new messages are rendered. Several conversations can be open at once, and calls can run at the
+    same time; two replies to the same messages are two branches with a common beginning.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        params: SamplingParams,
+        limits: Limits,
+        *,
+        metadata: Mapping[str, Any],
+        group_id: int,
+        sample: int,
+        seed: int,
+    ):
+        """seed: of the episode; the draws of each turn depend on it and on the number of the turn."""
+        self._host, self._limits, self._seed = host, limits, seed
+        self.params = params
+        """Sampling parameters of every turn."""
+        self.metadata = dict(metadata)
+        """Metadata of the episode's rollouts."""
+        self.group_id, self.sample = group_id, sample
+        self.segments: list[Segment] = []
+        """Token sequences, in the order of their beginnings."""
+        self.num_turns = self.num_tokens = self.num_calls = self.num_rendered_again = 0
+        """Numbers of turns, drawn tokens, calls, and conversations that began a new token sequence, because the
+        template could not continue them or their history was rewritten."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """Time spent in "turns", "calls" and "rendering"."""
+        self.ended: str | None = None
+        """The reason of the end, or None."""
+        self._last: tuple[Segment, int] | None = None
+        """The last drawn turn: its segment, and its index among the segment's drawn turns."""
+
+    # ---- turns --------------------------------------------------------------------------------------------------
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        max_tokens: int | None = None,
+        **template_kwargs: Any,
+    ) -> Reply:
+        """Draw the reply to chat messages: the whole conversation so far, with earlier replies as they were returned.
+
+        tools: functions with type hints and a docstring with "Args:", or schemas of the API of OpenAI. max_tokens: at
+        most `params.max_tokens`, its default. template_kwargs: variables of the chat template. Messages that do not
+        continue an earlier call, such as a history without its thoughts, begin a new token sequence. Raises EpisodeEnd,
+        and InvalidRequestError for messages that do not fit the chat template.
+        """
+        self._check_open()
+        if not messages or messages[-1].get("role") == "assistant":
+            raise ValueError("messages must end with a message that the policy answers, of a user or a tool")
+        schemas, asked = schemas_of(tools), comparable(messages)
+        setup = (schemas, template_kwargs)
+        began = perf_counter()
+        segment, given = self._continue_messages(messages, asked, setup)
+        self.seconds["rendering"] += perf_counter() - began
+        segment.give(given)
+        segment.marks.append(Mark(len(segment.token_ids), False, asked, setup))
+        prompt = list(segment.token_ids)
+        turn = await self._draw(segment, max_tokens)
+        began = perf_counter()
+        answer = self._host.conversation.read(prompt, turn.token_ids.tolist(), schemas)
+        self.seconds["rendering"] += perf_counter() - began
+        replied = (*asked, *comparable([answer.message]))
+        segment.marks.append(Mark(len(segment.token_ids), True, replied, setup))
+        is_unreadable = answer.calls == "unreadable"
+        return Reply(answer.message, turn.text, turn.token_ids.tolist(), turn.finish_reason, is_unreadable)
+
+    async def complete(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> Reply:
+        """Draw the tokens after these. If they begin with an earlier turn and everything before it, they continue its
+        token sequence. max_tokens: as in `chat`. Raises EpisodeEnd."""
+        self._check_open()
+        token_ids = [int(token) for token in token_ids]
+        segment, given = self._continue_tokens(token_ids)
+        segment.give(given)
+        segment.marks.append(Mark(len(segment.token_ids), False))
+        turn = await self._draw(segment, max_tokens)
+        segment.marks.append(Mark(len(segment.token_ids), True))
+        return Reply({}, turn.text, turn.token_ids.tolist(), turn.finish_reason)
+
+    # ---- rewards ------------------------------------------------------------------------------------------------
+
+    def reward(self, value: float) -> None:
+        """Add a reward to the last drawn turn. The reward of the episode is the sum over its turns. Raises ValueError
+        for a number that is not finite, and without a turn."""
+        value = float(value)
+        if not isfinite(value):
+            raise ValueError(f"a reward must be finite, got {value}")
+        if self._last is None:
+            raise ValueError("reward() adds to the last drawn turn, and no turn has been drawn")
+        segment, index = self._last
+        segment.rewards[index] = (segment.rewards[index] or 0.0) + value
+
+    @property
+    def total_reward(self) -> float | None:
+        """Sum of the rewards so far; None if there are none."""
+        given = [r for segment in self.segments for r in segment.rewards if r is not None]
+        return sum(given) if given else None
+
+    @property
+    def has_drawn(self) -> bool:
+        """True if a turn was drawn."""
+        return self._last is not None
+
+    # ---- tools --------------------------------------------------------------------------------------------------
+
+    async def call(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None, **keywords: Any
+    ) -> Any:
+        """Call a tool, a judge or a method of an environment, and return its result. A function that is not async runs
+        in a thread, so that it does not stop other episodes. timeout_s: None is `Limits.call_s`. Raises TimeoutError,
+        the exceptions of the function, and EpisodeEnd."""
+        self._check_open()
+        if 0 < self._limits.max_calls <= self.num_calls:
+            self._end("max_calls")
+        self.num_calls += 1
+        timeout_s = self._limits.call_s if timeout_s is None else timeout_s
+        began = perf_counter()
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  an object can be called as a coroutine function
+        )
+        if is_async:
+            call = asyncio.ensure_future(function(*arguments, **keywords))
+        else:
+            call = asyncio.wrap_future(self._host.workers.start(partial(function, *arguments, **keywords)))
+        try:
+            # A call that ignores its cancellation is left behind.
+            await asyncio.wait([call], timeout=timeout_s)
+            if not call.done():
+                self._host.count("calls that timed out")
+                name = getattr(function, "__name__", type(function).__name__)
+                raise TimeoutError(f"{name} did not return within {timeout_s:g} s")
+            return call.result()
+        finally:
+            call.cancel()
+            self.seconds["calls"] += perf_counter() - began
+
+    async def use_tools(self, reply: Reply, tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+        """Call the functions that a reply names, all at the same time, and return a tool message for each call. What a
+        call raises, and a call that fits no function, becomes the content of its message. Raises EpisodeEnd."""
+        by_name = {function.__name__: function for function in tools}
+
+        async def use(request: Mapping[str, Any]) -> dict[str, Any]:
+            name, arguments = request["function"]["name"], request["function"]["arguments"]
+            content: Any
+            if name not in by_name:
+                content = f"error: there is no tool {name!r}"
+            else:
+                try:
+                    keywords = json.loads(arguments) if isinstance(arguments, str) else arguments
+                    content = await self.call(by_name[name], **keywords)
+                except EpisodeEnd:
+                    raise
+                except Exception as error:
+                    content = f"error: {type(error).__name__}: {error}"
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+            return {"role": "tool", "name": name, "tool_call_id": request.get("id", ""), "content": text}
+
+        return list(await asyncio.gather(*map(use, reply.calls)))
+
+    # ---- for `Episodes` -----------------------------------------------------------------------------------------
+
+    def close(self, reason: str) -> None:
+        """Let every later call raise EpisodeEnd."""
+        self.ended = self.ended or reason
+
+    def rollouts(self, finish_reason: str, reward: float | None, parts: Mapping[str, float]) -> list[Rollout]:
+        """Return a rollout for each segment with a drawn turn."""
+        rollouts = [
+            segment.rollout(
+                group_id=self.group_id,
+                sample=self.sample,
+                params=self.params,
+                metadata=self.metadata,
+                finish_reason=finish_reason,
+            )
+            for segment in self.segments
+            if segment.num_turns
+        ]
+        for rollout in rollouts:
+            rollout.reward, rollout.rewards = reward, dict(parts)
+            rollout.prompt = self._host.text(rollout.prompt_token_ids, self.params)
+            rollout.text = self._host.text(rollout.token_ids, self.params)
+        return rollouts
+
+    # ---- helpers ------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self.ended is not None:
+            raise EpisodeEnd(self.ended)
+
+    def _end(self, reason: str) -> None:
+        self.close(reason)
+        raise EpisodeEnd(reason)
+
+    def _continue_messages(
+        self, messages: Sequence[Message], asked: tuple[Message, ...], setup: tuple[Any, dict[str, Any]]
+    ) -> tuple[Segment, list[int]]:
+        """Return the segment that these messages continue, and the given tokens to append to it. asked: the messages as
+        `comparable` returns them. setup: schemas of the tools, and variables of the template."""
+        conversation, (schemas, template_kwargs) = self._host.conversation, setup
+        found = [
+            (len(mark.messages), segment, mark)
+            for segment in self.segments
+            for mark in segment.marks
+            if mark.messages is not None and mark.messages == asked[: len(mark.messages)] and mark.tools == setup
+        ]
+        if found:
+            count, segment, mark = max(found, key=lambda each: each[0])
+            if count == len(asked):  # another reply to the same messages
+                return self._grown(segment, mark), []
+            if mark.is_reply:
+                tokens, new = segment.token_ids[: mark.length], messages[count:]
+                more = conversation.extend(tokens, messages[:count], new, schemas, **template_kwargs)
+                if more is not None:
+                    return self._grown(segment, mark), more
+            self.num_rendered_again += 1
+        return self._new(conversation.begin(messages, schemas, **template_kwargs)), []
+
+    def _continue_tokens(self, token_ids: list[int]) -> tuple[Segment, list[int]]:
+        """Return the segment that these tokens continue, and the given tokens to append to it."""
+        found = [
+            (mark.length, segment, mark)
+            for segment in self.segments
+            for mark in segment.marks
+            if mark.length <= len(token_ids) and segment.token_ids[: mark.length] == token_ids[: mark.length]
+        ]
+        if not found:
+            return self._new(token_ids), []
+        length, segment, mark = max(found, key=lambda each: each[0])
+        return self._grown(segment, mark), token_ids[length:]
+
+    def _grown(self, segment: Segment, mark: Mark) -> Segment:
+        """Return the segment itself if it ends at the mark and can grow; otherwise a new one that begins with its
+        tokens up to the mark."""
+        if mark is segment.marks[-1] and mark.is_reply and not segment.is_busy:
+            return segment
+        return self._new(segment.token_ids[: mark.length], (segment, mark.length - len(segment.prompt)))
+
+    def _new(self, prompt: list[int], forked_from: tuple[Segment, int] | None = None) -> Segment:
+        self.segments.append(Segment(prompt, forked_from))
+        return self.segments[-1]
+
+    async def _draw(self, segment: Segment, max_tokens: int | None) -> Rollout:
+        """Draw a turn after all tokens of the segment."""
+        limits, most = self._limits, min(max_tokens or self.params.max_tokens, self.params.max_tokens)
+        if 0 < limits.max_turns <= self.num_turns:
+            self._end("max_turns")
+        if limits.max_tokens:
+            most = min(most, limits.max_tokens - self.num_tokens)
+            if most <= 0:
+                self._end("max_tokens")
+        seed = sample_seed(self._seed, self.num_turns) & (2**63 - 1)
+        params = msgspec.structs.replace(self.params, n=1, seed=seed, max_tokens=most)
+        self.num_turns += 1
+        segment.is_busy, began_ns = True, now_ns()
+        try:
+            async with asyncio.timeout(limits.turn_s):
+                turn = await self._host.draw(segment.token_ids, params, self.group_id, self.sample)
+        except TimeoutError as error:
+            if not isinstance(error, InflightError):  # such as EngineHungError
+                self._end("turn_timeout")
+            raise
+        except PromptTooLongError:
+            self._end("context")
+            raise
+        finally:
+            segment.is_busy = False
+            self.seconds["turns"] += (now_ns() - began_ns) / 1e9
+        if turn.finish_reason == "cancelled":
+            self._end("cancelled")
+        if turn.finish_reason not in ("stop", "length"):
+            raise InflightError(f"a turn ended with {turn.finish_reason!r}")
+        segment.draw(turn, began_ns, now_ns())
+        self._last = segment, segment.num_turns - 1
+        self.num_tokens += len(turn.token_ids)
+        return turn
