@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from inflight.chat.encoding import Encoder
 from inflight.chat.readers import Read, ReplyReaders
 from inflight.chat.rendering import Message, Renderer, Tools, with_arguments
-from inflight.chat.reply_templates import call_opening, known_calls, thinking_marks
+from inflight.chat.reply_templates import call_opening, known_calls, own_template, thinking_marks
 from inflight.chat.suffixes import Suffixes, calls_of
 from inflight.chat.text import TextDecoder
 from inflight.core.continuation import Continuation
@@ -52,7 +52,7 @@ class Conversation:
         self._suffixes = Suffixes(self._renderer, self._encoder.control)
         self._decoder = TextDecoder(tokenizer)
         self._readers = ReplyReaders(self._decoder, split_reasoning=True)
-        self._opening = call_opening(tokenizer)
+        self._opening, self._has_template = call_opening(tokenizer), own_template(tokenizer) is not None
         vocabulary = tokenizer.get_vocab()
         named = {vocabulary[name] for name in _STOPS if name in vocabulary}
         own = {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if isinstance(token, int)}
@@ -107,7 +107,8 @@ class Conversation:
         if read.calls:
             message["tool_calls"] = [call.body for call in read.calls]
             return Answer(message, "read")
-        return Answer(message, "unreadable" if tools and self._opening.search(read.content) else "none")
+        begun = tools and self._opening.search(text if self._has_template else read.content)
+        return Answer(message, "unreadable" if begun else "none")
 
     def _parts(self, prompt: list[int], text: str, tools: Tools) -> Read:
         reader = self._readers.of(prompt, None, tools)
