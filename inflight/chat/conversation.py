@@ -126,6 +126,8 @@ class Conversation:
             return int(last == ids[0] and self._encoder.is_control(last))
         end, drawn = 0, 0
         for token in map(self._encoder.id_of, close):
+            if token not in ids[end:]:
+                break
             end = ids.index(token, end) + 1
             drawn = end if token == last else drawn
         return drawn or (end if last in self._stops else 0)

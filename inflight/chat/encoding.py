@@ -32,7 +32,7 @@ class Encoder:
         """Finds the special tokens in a text."""
         self._in_answers = _any_of(text for text in texts if text not in own_marks)
         contexts = [(context, self._plain(context)) for context in _CONTEXTS]
-        is_same = all(self._plain(f"{context}x") == [*ids, *self._plain("x")] for context, ids in contexts)
+        is_same = any(self._plain(f"{context}x") == [*ids, *self._plain("x")] for context, ids in contexts)
         self._contexts = [] if is_same else contexts
         """SentencePiece adds a space at the beginning of a text, but not inside of it."""
 

@@ -209,6 +209,36 @@ def test_a_close_of_two_tokens_is_completed(made):
         assert conversation.extend([65, stop], [USER, SAID], [NEXT]) == cut[2:]
 
 
+MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]
+{%- elif m.tool_calls is defined %}[TOOL_CALLS][{% for c in m.tool_calls %}
+{%- if c.id | length != 9 %}{{ raise_exception('short ids') }}{% endif %}{{ c.function | tojson }} {{ c.id }}
+{%- endfor %}]</s>{% elif m.role == 'assistant' %}{{ m.content }}</s>{% else %}[TOOL_RESULTS]{{ m.content }}
+{%- if m.tool_call_id | length != 9 %}{{ raise_exception('short ids') }}{% endif %} {{ m.tool_call_id }}[/TOOL_RESULTS]
+{%- endif %}{% endfor %}"""
+
+
+def test_ids_of_calls_are_shortened_for_templates_that_want_it():
+    tokenizer = byte_tokenizer_for(MISTRAL)
+    conversation = Conversation(tokenizer)
+    long, short = "chatcmpl-tool-0123456789", "a12345678"
+    for id in (long, short):
+        prompt = tokenizer.decode(conversation.begin([USER, call(id), result(id)], TOOLS))
+        more = tokenizer.decode(conversation.extend([65], [USER, call(id)], [result(id)], TOOLS))
+        assert prompt.endswith(more)
+        assert more.startswith("</s>[TOOL_RESULTS]Paris ")
+        assert (id in more) == (id == short)
+
+
+def test_contents_in_parts_are_one_text(made):
+    parts = [{"type": "text", "text": "Where"}, {"type": "text", "text": "is it?"}]
+    for name in ("qwen3", "smolvlm", "gemma3"):
+        conversation = made[name][1]
+        whole = conversation.begin([{"role": "user", "content": "Where\nis it?"}])
+        assert conversation.begin([{"role": "user", "content": parts}]) == whole
+        with pytest.raises(InvalidRequestError, match="not text"):
+            conversation.begin([{"role": "user", "content": [{"type": "image"}]}])
+
+
 def test_template_arguments_count_in_both(made):
     tokenizer, conversation = made["qwen3"]
     options = {"enable_thinking": False}
