@@ -72,7 +72,9 @@ class Suffixes:
     ) -> _Way | None:
         contents = [f"inflight-content-{index}-" for index in range(len(new))]
         probes = [{**message, "content": content} for message, content in zip(new, contents, strict=True)]
-        ways: list[_Way] = [self._difference, self._mark] if new[0].get("role") == "tool" else [self._mark]
+        ways: list[_Way] = [self._mark]
+        if new[0].get("role") == "tool":
+            ways = [self._difference, self._difference_without_thought, self._mark]
         for way in ways:
             suffix = _tried(way, calls, probes, tools, template_kwargs)
             if suffix is not None and re.search(".*".join(map(re.escape, contents)), suffix.text, re.DOTALL):
@@ -93,9 +95,21 @@ class Suffixes:
     def _difference(
         self, calls: Calls, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
     ) -> Suffix | None:
-        render = self._renderer.render
         # Without a thought, some templates write an empty one into the last message.
         call = {"role": "assistant", "reasoning_content": "t", "content": "", "tool_calls": _openai(calls, new, tools)}
+        return self._after_call(call, new, tools, template_kwargs)
+
+    def _difference_without_thought(
+        self, calls: Calls, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> Suffix | None:
+        # With a user after the results, some templates leave the thought out.
+        call = {"role": "assistant", "content": "", "tool_calls": _openai(calls, new, tools)}
+        return self._after_call(call, new, tools, template_kwargs)
+
+    def _after_call(
+        self, call: Message, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> Suffix | None:
+        render = self._renderer.render
         before = render([_QUESTION, call], tools, generate=False, **template_kwargs)
         whole = render([_QUESTION, call, *new], tools, generate=True, **template_kwargs)
         if not whole.startswith(before):

@@ -217,6 +217,25 @@ MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INS
 {%- endif %}{% endfor %}"""
 
 
+def test_a_template_that_ends_whole_conversations_continues_by_the_mark():
+    """A conversation that ends with a call is not the beginning of a longer one."""
+    template = """{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}{% if m.tool_calls %}(call){% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant: {% else %}<|endoftext|>{% endif %}"""
+    tokenizer = byte_tokenizer_for(template)
+    conversation = Conversation(tokenizer)
+    more = conversation.extend([65], [USER, call("c1")], [result("c1")], TOOLS)
+    assert tokenizer.decode(more) == "<|im_start|>tool: Paris<|im_start|>assistant: "
+    assert conversation.extend([65, tokenizer.eos_token_id], [USER, call("c1")], [result("c1")], TOOLS) == more
+
+
+def test_results_and_a_user_follow_together(made):
+    for name in sorted(set(STOCK) - NO_RESULTS):
+        tokenizer, conversation = made[name]
+        more = conversation.extend([65], [USER, call("c1")], [result("c1"), NEXT], TOOLS)
+        text = tokenizer.decode(more)
+        assert -1 < text.find("Paris") < text.find("And then?")
+
+
 def test_ids_of_calls_are_shortened_for_templates_that_want_it():
     tokenizer = byte_tokenizer_for(MISTRAL)
     conversation = Conversation(tokenizer)
