@@ -25,7 +25,7 @@ class Encoder:
     """Tokenizes text for one chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, own_marks: str):
-        """own_marks: text that contains the marks of thoughts and tool calls, which answers of the model keep."""
+        """own_marks: text that contains the marks of thoughts and tool calls. They stay special in answers."""
         self._tokenizer = tokenizer
         texts = _control_texts(tokenizer)
         self.control = _any_of(texts)
@@ -79,7 +79,7 @@ class Encoder:
 
 def _control_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Return the texts of special tokens, and of other added tokens that the chat template writes or that look like
-    special ones. Some vocabularies add runs of spaces or HTML tags, which are ordinary text."""
+    special ones. The other ones are ordinary text: some vocabularies add runs of spaces or HTML tags."""
     template, special = str(tokenizer.chat_template), special_ids(tokenizer)
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
     texts = {

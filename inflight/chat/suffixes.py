@@ -27,7 +27,8 @@ _FINAL_ENDS = ("<|return|>",)
 """Special tokens that end an answer only where no message follows. Another one ends it in a conversation."""
 _RESULT_BEGINS = ("<|tool_response>",)
 """Special tokens at which a model stops after a call, and with which the result begins."""
-
+_MOST_SHAPES = 1024
+"""Number of shapes of messages whose ways are kept."""
 
 Calls = Sequence[Mapping[str, Any]]
 """Tool calls: the id and the name of each."""
@@ -60,9 +61,12 @@ class Suffixes:
     ) -> Suffix | None:
         """Return the text that closes an answer, of the new messages, and of the beginning of the next answer. None if
         the template cannot be continued like this. calls: the calls of the answer."""
-        roles = tuple(str(message.get("role")) for message in new)
-        shape = (roles, len(calls), bool(tools), repr(template_kwargs))
+        fields = tuple((str(message.get("role")), *sorted(message)) for message in new)
+        shape = (fields, len(calls), bool(tools), repr(template_kwargs))
         if shape not in self._ways:
+            if len(self._ways) >= _MOST_SHAPES:
+                self._ways.clear()
+                self._closes.clear()
             self._ways[shape] = self._find_way(calls, new, tools, template_kwargs)
         way = self._ways[shape]
         return None if way is None else _tried(way, calls, new, tools, template_kwargs)

@@ -87,7 +87,7 @@ def test_every_template_continues_with_a_user(made, name):
         own = rendered(tokenizer, [USER, SAID, NEXT])
     except Exception:
         return
-    if own.startswith(f"{first}Here."):  # The template keeps what came before.
+    if own.startswith(f"{first}Here."):  # The template keeps earlier messages.
         assert whole == own
 
 
@@ -246,6 +246,19 @@ def test_ids_of_calls_are_shortened_for_templates_that_want_it():
         assert prompt.endswith(more)
         assert more.startswith("</s>[TOOL_RESULTS]Paris ")
         assert (id in more) == (id == short)
+
+
+def test_a_message_that_fails_does_not_decide_for_others(made):
+    conversation = Conversation(byte_tokenizer_for(MISTRAL))
+    assert conversation.extend([65], [USER, call("c1")], [{"role": "tool", "content": "Paris"}], TOOLS) is None
+    assert conversation.extend([65], [USER, call("c1")], [result("c1")], TOOLS)
+
+
+def test_a_text_like_the_mark_of_the_answer_is_not_mixed_up(made):
+    tokenizer, conversation = made["qwen3"]
+    new = {"role": "user", "content": "inflight-answer-4c1f"}
+    more = conversation.extend([65], [USER, SAID], [new])
+    assert more is None or tokenizer.decode(more).count(new["content"]) == 1
 
 
 def test_contents_in_parts_are_one_text(made):
