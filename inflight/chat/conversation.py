@@ -1,12 +1,8 @@
-"""Continue a conversation without tokenizing again what the model drew.
+"""Continue a conversation. Drawn tokens are never tokenized again.
 
-conversation = Conversation(tokenizer)
-ids = conversation.begin(messages, tools)
-# The model draws `drawn` after `ids`.
-answer = conversation.read(ids, drawn, tools)
-messages += [answer.message]
-more = conversation.extend(ids + drawn, messages, results, tools)
-# The next answer follows ids + drawn + more.
+`Conversation.begin` makes the first prompt, and the model draws an answer after it. `read` makes a message of the drawn
+tokens. `extend` makes the tokens between them and the next answer: the rest of the template's text after an answer, the
+new messages, and the beginning of the next answer.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,20 +15,20 @@ from transformers import PreTrainedTokenizerBase
 from inflight.chat.encoding import Encoder
 from inflight.chat.readers import Read, ReplyReaders
 from inflight.chat.rendering import Message, Renderer, Tools, with_arguments
-from inflight.chat.reply_templates import call_opening, known_calls, thinking_marks
+from inflight.chat.reply_templates import call_opening, known_calls, own_template, thinking_marks
 from inflight.chat.suffixes import Suffixes, calls_of
 from inflight.chat.text import TextDecoder
 from inflight.core.continuation import Continuation
 
 _STOPS = ("<|return|>", "<|call|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
-"""Names of tokens that end an answer beside the tokenizer's own."""
+"""Names of tokens that end an answer, in addition to the tokenizer's own."""
 _TAIL = 64
 """Number of last tokens of a prompt that contain the beginning of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model drew, as a message."""
+    """A drawn answer as a message."""
 
     message: dict[str, Any]
     """Has role and content; reasoning_content and tool_calls if there are some."""
@@ -52,7 +48,7 @@ class Conversation:
         self._suffixes = Suffixes(self._renderer, self._encoder.control)
         self._decoder = TextDecoder(tokenizer)
         self._readers = ReplyReaders(self._decoder, split_reasoning=True)
-        self._opening = call_opening(tokenizer)
+        self._opening, self._has_template = call_opening(tokenizer), own_template(tokenizer) is not None
         vocabulary = tokenizer.get_vocab()
         named = {vocabulary[name] for name in _STOPS if name in vocabulary}
         own = {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if isinstance(token, int)}
@@ -95,7 +91,7 @@ class Conversation:
         return ids[self._num_drawn(token_ids[-1], ids, suffix.close) :]
 
     def read(self, prompt_ids: Sequence[int], drawn_ids: Sequence[int], tools: Tools | None = None) -> Answer:
-        """Return the answer that these tokens are. Any tokens are an answer. prompt_ids: the tokens before."""
+        """Return the drawn tokens as an answer. It raises for no tokens. prompt_ids: the tokens before them."""
         prompt, ids = list(prompt_ids[-_TAIL:]), list(drawn_ids)
         if ids and (ids[-1] in self._stops or self._encoder.is_control(ids[-1], in_answers=True)):
             ids.pop()
@@ -107,7 +103,8 @@ class Conversation:
         if read.calls:
             message["tool_calls"] = [call.body for call in read.calls]
             return Answer(message, "read")
-        return Answer(message, "unreadable" if tools and self._opening.search(read.content) else "none")
+        begun = tools and self._opening.search(text if self._has_template else read.content)
+        return Answer(message, "unreadable" if begun else "none")
 
     def _parts(self, prompt: list[int], text: str, tools: Tools) -> Read:
         reader = self._readers.of(prompt, None, tools)
@@ -115,16 +112,18 @@ class Conversation:
             return Read(content=text)
         try:
             return reader().feed(text, last=True)
-        except Exception:  # A tokenizer can have a response template of its own, with any patterns.
+        except Exception:  # The tokenizer's response template can contain any patterns.
             return Read(content=text)
 
     def _num_drawn(self, last: int, ids: Sequence[int], close: Sequence[str]) -> int:
         """Return the number of leading ids that the last drawn token replaces. close: the special tokens among the ids
         that end the answer."""
         if not close:  # The answer can end with the token that begins the next message.
-            return int(last == ids[0] and self._encoder.is_control(last))
+            return int(ids[:1] == [last] and self._encoder.is_control(last))
         end, drawn = 0, 0
         for token in map(self._encoder.id_of, close):
+            if token not in ids[end:]:
+                break
             end = ids.index(token, end) + 1
             drawn = end if token == last else drawn
         return drawn or (end if last in self._stops else 0)

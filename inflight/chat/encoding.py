@@ -25,14 +25,14 @@ class Encoder:
     """Tokenizes text for one chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, own_marks: str):
-        """own_marks: text that contains the marks of thoughts and tool calls, which answers of the model keep."""
+        """own_marks: text that contains the marks of thoughts and tool calls. They stay special in answers."""
         self._tokenizer = tokenizer
         texts = _control_texts(tokenizer)
         self.control = _any_of(texts)
         """Finds the special tokens in a text."""
         self._in_answers = _any_of(text for text in texts if text not in own_marks)
         contexts = [(context, self._plain(context)) for context in _CONTEXTS]
-        is_same = all(self._plain(f"{context}x") == [*ids, *self._plain("x")] for context, ids in contexts)
+        is_same = any(self._plain(f"{context}x") == [*ids, *self._plain("x")] for context, ids in contexts)
         self._contexts = [] if is_same else contexts
         """SentencePiece adds a space at the beginning of a text, but not inside of it."""
 
@@ -79,7 +79,7 @@ class Encoder:
 
 def _control_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Return the texts of special tokens, and of other added tokens that the chat template writes or that look like
-    special ones. Some vocabularies add runs of spaces or HTML tags, which are ordinary text."""
+    special ones. The other ones are ordinary text: some vocabularies add runs of spaces or HTML tags."""
     template, special = str(tokenizer.chat_template), special_ids(tokenizer)
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
     texts = {

@@ -1,7 +1,9 @@
 """Render messages with a tokenizer's chat template, in the form that the template understands."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,16 +17,28 @@ Tools = Sequence[Mapping[str, Any]]
 _PROBE = "inflight-probe"
 
 
+@dataclass(frozen=True, slots=True)
+class _CallForm:
+    """The form of tool calls that a template understands."""
+
+    text_arguments: bool = False
+    """Arguments are JSON text instead of a mapping."""
+    short_ids: bool = False
+    """Ids have nine letters and digits."""
+
+
+_CALL_FORMS = (_CallForm(), _CallForm(text_arguments=True), _CallForm(short_ids=True))
+
+
 class Renderer:
-    """Renders messages. Templates differ in the form of contents (text, or a list of parts) and of the arguments of
-    calls (a mapping, or text)."""
+    """Renders messages. Templates differ in the form of contents (text, or a list of parts) and of tool calls."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         if tokenizer.chat_template is None:
             raise InvalidRequestError("the tokenizer has no chat template")
         self._tokenizer = tokenizer
-        self._as_parts = self._as_text = False
-        """Contents are lists of parts. Arguments are text."""
+        self._as_parts, self._form = False, _CALL_FORMS[0]
+        """Contents are lists of parts; the form of the last calls that were rendered."""
         self._as_parts = not self._shows_content() and self._shows_parts()
 
     def render(
@@ -32,52 +46,59 @@ class Renderer:
     ) -> str:
         """Return the text of a conversation. generate: the beginning of an answer follows. Raises InvalidRequestError
         if it does not fit the template."""
-        try:
-            return self._rendered(messages, tools, generate, template_kwargs)
-        except Exception as error:  # A template can raise anything.
-            if self._as_text or not any(message.get("tool_calls") for message in messages):
-                raise InvalidRequestError(f"the messages do not fit the chat template: {error}") from error
-        self._as_text = True
-        try:
-            return self._rendered(messages, tools, generate, template_kwargs)
-        except Exception as error:
-            self._as_text = False
-            raise InvalidRequestError(f"the messages do not fit the chat template: {error}") from error
+        forms, failure = [self._form], None
+        if any("tool_calls" in message or "tool_call_id" in message for message in messages):
+            forms += [form for form in _CALL_FORMS if form != self._form]
+        for form in forms:
+            try:
+                text = self._rendered(messages, tools, generate, form, template_kwargs)
+            except Exception as error:  # A template can raise anything.
+                failure = failure or error
+            else:
+                self._form = form
+                return text
+        raise InvalidRequestError(f"the messages do not fit the chat template: {failure}") from failure
 
     def _rendered(
-        self, messages: Sequence[Message], tools: Tools | None, generate: bool, template_kwargs: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        generate: bool,
+        form: _CallForm,
+        template_kwargs: Mapping[str, Any],
     ) -> str:
-        plain: Any = [self._plain(message) for message in messages]
+        plain: Any = [self._plain(message, form) for message in messages]
         given: Any = list(tools) if tools else None
         rendered = self._tokenizer.apply_chat_template(
             plain, tools=given, add_generation_prompt=generate, tokenize=False, **template_kwargs
         )
         return str(rendered)
 
-    def _plain(self, message: Message) -> dict[str, Any]:
+    def _plain(self, message: Message, form: _CallForm) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
         content = plain.setdefault("content", "")
+        if isinstance(content, (list, tuple)):
+            # Templates join parts in different ways, so that two texts could become one special token.
+            content = plain["content"] = "\n".join(map(_text_of, content))
         if self._as_parts and isinstance(content, str):
             plain["content"] = [{"type": "text", "text": content}]
-        elif not self._as_parts and isinstance(content, (list, tuple)):
-            plain["content"] = "\n".join(map(_text_of, content))
         if calls := plain.get("tool_calls"):
-            plain["tool_calls"] = [with_arguments(call, as_text=self._as_text) for call in calls]
+            plain["tool_calls"] = [with_arguments(call, as_text=form.text_arguments) for call in calls]
+            if form.short_ids:
+                plain["tool_calls"] = [{**call, "id": _short(call.get("id"))} for call in plain["tool_calls"]]
+        if form.short_ids and "tool_call_id" in plain:
+            plain["tool_call_id"] = _short(plain["tool_call_id"])
         return plain
 
     def _shows_content(self) -> bool:
         try:
-            return _PROBE in self._rendered([{"role": "user", "content": _PROBE}], None, True, {})
+            return _PROBE in self._rendered([{"role": "user", "content": _PROBE}], None, True, self._form, {})
         except Exception:
             return False
 
     def _shows_parts(self) -> bool:
-        parts = [{"type": "text", "text": _PROBE}]
         self._as_parts = True
-        try:
-            return _PROBE in self._rendered([{"role": "user", "content": parts}], None, True, {})
-        except Exception:
-            return False
+        return self._shows_content()
 
 
 def with_arguments(call: Any, *, as_text: bool = False) -> Any:
@@ -102,4 +123,14 @@ def _decoded(arguments: str) -> Any:
 
 
 def _text_of(part: Any) -> str:
-    return part if isinstance(part, str) else str(part["text"])
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        raise ValueError("a content has a part that is not text")
+    return text
+
+
+def _short(id: Any) -> str:
+    """Return an id of nine letters and digits; one that is like this stays."""
+    text = str(id)
+    is_short = len(text) == 9 and text.isascii() and text.isalnum()
+    return text if is_short else hashlib.sha256(text.encode(errors="replace")).hexdigest()[:9]

@@ -146,12 +146,13 @@ def known_calls(tokenizer: PreTrainedTokenizerBase | None) -> Fields:
 
 
 def call_opening(tokenizer: PreTrainedTokenizerBase | None) -> re.Pattern[str]:
-    """Return a pattern that finds the beginning of a tool call in a content, whether or not the call can be read."""
+    """Return a pattern that finds the beginning of a tool call, whether or not the call can be read: in the content of
+    a reply, or in its whole text if the tokenizer has a response template."""
     own = own_template(tokenizer)
     if own is not None:
         fields = [field for name, field in own["fields"].items() if name.startswith(CALLS)]
         literal = [re.escape(field["open"]) for field in fields if isinstance(field.get("open"), str)]
-        return re.compile("|".join([*literal, r"commentary\s+to=", r"\bto=functions\."]))
+        return re.compile("|".join([*literal, r"<\|channel\|>commentary\s+to=", r"<\|start\|>assistant\s+to="]))
     text = _chat_template(tokenizer)
     mark = next((mark for mark in _FORMATS if mark in text or mark in text.lower()), None)
     if mark is None:

@@ -27,7 +27,8 @@ _FINAL_ENDS = ("<|return|>",)
 """Special tokens that end an answer only where no message follows. Another one ends it in a conversation."""
 _RESULT_BEGINS = ("<|tool_response>",)
 """Special tokens at which a model stops after a call, and with which the result begins."""
-
+_MOST_SHAPES = 1024
+"""Number of shapes of messages whose ways are kept."""
 
 Calls = Sequence[Mapping[str, Any]]
 """Tool calls: the id and the name of each."""
@@ -60,9 +61,12 @@ class Suffixes:
     ) -> Suffix | None:
         """Return the text that closes an answer, of the new messages, and of the beginning of the next answer. None if
         the template cannot be continued like this. calls: the calls of the answer."""
-        roles = tuple(str(message.get("role")) for message in new)
-        shape = (roles, len(calls), bool(tools), repr(template_kwargs))
+        fields = tuple((str(message.get("role")), *sorted(message)) for message in new)
+        shape = (fields, len(calls), bool(tools), repr(template_kwargs))
         if shape not in self._ways:
+            if len(self._ways) >= _MOST_SHAPES:
+                self._ways.clear()
+                self._closes.clear()
             self._ways[shape] = self._find_way(calls, new, tools, template_kwargs)
         way = self._ways[shape]
         return None if way is None else _tried(way, calls, new, tools, template_kwargs)
@@ -72,7 +76,9 @@ class Suffixes:
     ) -> _Way | None:
         contents = [f"inflight-content-{index}-" for index in range(len(new))]
         probes = [{**message, "content": content} for message, content in zip(new, contents, strict=True)]
-        ways: list[_Way] = [self._difference, self._mark] if new[0].get("role") == "tool" else [self._mark]
+        ways: list[_Way] = [self._mark]
+        if new[0].get("role") == "tool":
+            ways = [self._difference, self._difference_without_thought, self._mark]
         for way in ways:
             suffix = _tried(way, calls, probes, tools, template_kwargs)
             if suffix is not None and re.search(".*".join(map(re.escape, contents)), suffix.text, re.DOTALL):
@@ -93,9 +99,21 @@ class Suffixes:
     def _difference(
         self, calls: Calls, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
     ) -> Suffix | None:
-        render = self._renderer.render
         # Without a thought, some templates write an empty one into the last message.
         call = {"role": "assistant", "reasoning_content": "t", "content": "", "tool_calls": _openai(calls, new, tools)}
+        return self._after_call(call, new, tools, template_kwargs)
+
+    def _difference_without_thought(
+        self, calls: Calls, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> Suffix | None:
+        # With a user after the results, some templates leave the thought out.
+        call = {"role": "assistant", "content": "", "tool_calls": _openai(calls, new, tools)}
+        return self._after_call(call, new, tools, template_kwargs)
+
+    def _after_call(
+        self, call: Message, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
+    ) -> Suffix | None:
+        render = self._renderer.render
         before = render([_QUESTION, call], tools, generate=False, **template_kwargs)
         whole = render([_QUESTION, call, *new], tools, generate=True, **template_kwargs)
         if not whole.startswith(before):

@@ -23,6 +23,8 @@ class TextDecoder:
         self._inside = Continuation(partial(self.decode, skip_special_tokens=False), inside)
         self.token = lru_cache(maxsize=1 << 16)(self._token)
         """The text of one token in the middle of a text. Special tokens have text, too."""
+        self.special_besides = lru_cache(maxsize=16)(self._special_besides)
+        """Returns a pattern for the texts of special tokens that are not in the argument."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self.tokenizer is None:
@@ -33,8 +35,7 @@ class TextDecoder:
         """Return the text of the last tokens of a prompt, with special ones."""
         return self.decode(ids[-_END_TOKENS:], skip_special_tokens=False)
 
-    def special_besides(self, marks: str) -> re.Pattern[str]:
-        """Return a pattern for the texts of special tokens that are not in `marks`."""
+    def _special_besides(self, marks: str) -> re.Pattern[str]:
         texts = {self.token(token) for token in special_ids(self.tokenizer)} - {""}
         others = sorted((text for text in texts if text not in marks), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, others)) if others else r"(?!)")

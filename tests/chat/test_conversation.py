@@ -87,7 +87,7 @@ def test_every_template_continues_with_a_user(made, name):
         own = rendered(tokenizer, [USER, SAID, NEXT])
     except Exception:
         return
-    if own.startswith(f"{first}Here."):  # The template keeps what came before.
+    if own.startswith(f"{first}Here."):  # The template keeps earlier messages.
         assert whole == own
 
 
@@ -207,6 +207,68 @@ def test_a_close_of_two_tokens_is_completed(made):
     assert conversation.extend([65, response], [USER, SAID], [NEXT]) == cut[1:]
     for stop in (turn, other):
         assert conversation.extend([65, stop], [USER, SAID], [NEXT]) == cut[2:]
+
+
+MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]
+{%- elif m.tool_calls is defined %}[TOOL_CALLS][{% for c in m.tool_calls %}
+{%- if c.id | length != 9 %}{{ raise_exception('short ids') }}{% endif %}{{ c.function | tojson }} {{ c.id }}
+{%- endfor %}]</s>{% elif m.role == 'assistant' %}{{ m.content }}</s>{% else %}[TOOL_RESULTS]{{ m.content }}
+{%- if m.tool_call_id | length != 9 %}{{ raise_exception('short ids') }}{% endif %} {{ m.tool_call_id }}[/TOOL_RESULTS]
+{%- endif %}{% endfor %}"""
+
+
+def test_a_template_that_ends_whole_conversations_continues_by_the_mark():
+    """A conversation that ends with a call is not the beginning of a longer one."""
+    template = """{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}{% if m.tool_calls %}(call){% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant: {% else %}<|endoftext|>{% endif %}"""
+    tokenizer = byte_tokenizer_for(template)
+    conversation = Conversation(tokenizer)
+    more = conversation.extend([65], [USER, call("c1")], [result("c1")], TOOLS)
+    assert tokenizer.decode(more) == "<|im_start|>tool: Paris<|im_start|>assistant: "
+    assert conversation.extend([65, tokenizer.eos_token_id], [USER, call("c1")], [result("c1")], TOOLS) == more
+
+
+def test_results_and_a_user_follow_together(made):
+    for name in sorted(set(STOCK) - NO_RESULTS):
+        tokenizer, conversation = made[name]
+        more = conversation.extend([65], [USER, call("c1")], [result("c1"), NEXT], TOOLS)
+        text = tokenizer.decode(more)
+        assert -1 < text.find("Paris") < text.find("And then?")
+
+
+def test_ids_of_calls_are_shortened_for_templates_that_want_it():
+    tokenizer = byte_tokenizer_for(MISTRAL)
+    conversation = Conversation(tokenizer)
+    long, short = "chatcmpl-tool-0123456789", "a12345678"
+    for id in (long, short):
+        prompt = tokenizer.decode(conversation.begin([USER, call(id), result(id)], TOOLS))
+        more = tokenizer.decode(conversation.extend([65], [USER, call(id)], [result(id)], TOOLS))
+        assert prompt.endswith(more)
+        assert more.startswith("</s>[TOOL_RESULTS]Paris ")
+        assert (id in more) == (id == short)
+
+
+def test_a_message_that_fails_does_not_decide_for_others(made):
+    conversation = Conversation(byte_tokenizer_for(MISTRAL))
+    assert conversation.extend([65], [USER, call("c1")], [{"role": "tool", "content": "Paris"}], TOOLS) is None
+    assert conversation.extend([65], [USER, call("c1")], [result("c1")], TOOLS)
+
+
+def test_a_text_like_the_mark_of_the_answer_is_not_mixed_up(made):
+    tokenizer, conversation = made["qwen3"]
+    new = {"role": "user", "content": "inflight-answer-4c1f"}
+    more = conversation.extend([65], [USER, SAID], [new])
+    assert more is None or tokenizer.decode(more).count(new["content"]) == 1
+
+
+def test_contents_in_parts_are_one_text(made):
+    parts = [{"type": "text", "text": "Where"}, {"type": "text", "text": "is it?"}]
+    for name in ("qwen3", "smolvlm", "gemma3"):
+        conversation = made[name][1]
+        whole = conversation.begin([{"role": "user", "content": "Where\nis it?"}])
+        assert conversation.begin([{"role": "user", "content": parts}]) == whole
+        with pytest.raises(InvalidRequestError, match="not text"):
+            conversation.begin([{"role": "user", "content": [{"type": "image"}]}])
 
 
 def test_template_arguments_count_in_both(made):
