@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("inflight")
 
-_MAGIC = b"inflight run 2\n"
+_MAGIC = b"inflight run 3\n"
 _DIGEST_BYTES = 16
 
 
@@ -41,6 +41,7 @@ class _Group(msgspec.Struct, frozen=True):
     prompt: Prompt
     forked_from: tuple[int, int] | None
     rollouts: list[RolloutHeader]
+    is_open: bool = False
 
 
 class _Clock(msgspec.Struct, frozen=True):
@@ -174,7 +175,9 @@ def _describe(engine: Engine) -> tuple[_EngineState, list[Arrays]]:
     described = _EngineState(
         fingerprint=engine.info.layout.fingerprint,
         published=engine.staleness.published_times,
-        groups=[_Group(g.ids, g.reserved, g.prompt, g.origin, [header_of(r) for r in g.rollouts]) for g in saved],
+        groups=[
+            _Group(g.ids, g.reserved, g.prompt, g.origin, [header_of(r) for r in g.rollouts], g.is_open) for g in saved
+        ],
         next_ids=next_ids,
     )
     return described, [arrays_of(rollout) for group in saved for rollout in group.rollouts]
@@ -185,10 +188,11 @@ def _saved_groups(engine: _EngineState, arrays: Sequence[Arrays], shift_ns: int)
 
     def rollout_of(header: RolloutHeader) -> Rollout:
         rollout = make_rollout(header, next(of_rollouts))
-        return replace(rollout, sampled_at_ns=rollout.sampled_at_ns + shift_ns)
+        turns = tuple(turn.shifted(shift_ns) for turn in rollout.turns)
+        return replace(rollout, sampled_at_ns=rollout.sampled_at_ns + shift_ns, turns=turns)
 
     return [
-        SavedGroup(g.ids, g.reserved, g.prompt, g.forked_from, [rollout_of(header) for header in g.rollouts])
+        SavedGroup(g.ids, g.reserved, g.prompt, g.forked_from, [rollout_of(header) for header in g.rollouts], g.is_open)
         for g in engine.groups
     ]
 

@@ -92,6 +92,11 @@ class Turn(msgspec.Struct, frozen=True):
     prefix_version: int | None = None
     """The oldest version that computed some of these keys and values; None if none were reused."""
 
+    def shifted(self, ns: int) -> "Turn":
+        """Return the turn with its times moved by this number of ns."""
+        moved = {"began_ns": self.began_ns + ns, "ended_ns": self.ended_ns + ns}
+        return msgspec.structs.replace(self, **moved) if self.drawn else self
+
 
 @dataclass(slots=True)
 class Rollout:

@@ -7,7 +7,7 @@ import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,10 +23,10 @@ from inflight.core.sampling import SamplingParams
 from inflight.core.workers import Workers
 from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.limits import TIMEOUTS, AtEnd, EpisodeEnd, Limits
-from inflight.episodes.session import Session
+from inflight.episodes.session import Place, Session
 from inflight.fleet.engine import Engine
 from inflight.observability.staleness_meter import StalenessMeter
-from inflight.stream.assignments import EPISODE
+from inflight.stream.group_table import GroupRecord
 from inflight.training.data.rollout_stream import RolloutStream
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ RolloutFunction = Callable[[Session, Any], Coroutine[Any, Any, Reward]]
 """An async function of a session and of the row that was submitted. It returns the reward, which is added to the last
 turn; several named parts, which are added up; or None, if `Session.reward` has set the rewards."""
 
+EPISODE = "inflight.episode"
+"""Key of the place of a turn in the metadata of its group."""
 _CHECK_S = 0.25
 _BLOCKED_S = 1.0
 _CLOSE_S = 5.0
@@ -101,6 +103,10 @@ class Episodes:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time that episodes spent in "turns", "calls" and "rendering", added up over episodes."""
         self._conversation: Conversation | None = None
+        self._drawn: dict[Place, Rollout] = {}
+        """Turns of a saved run that were drawn."""
+        self._drawing: dict[Place, int] = {}
+        """Maps turns of a saved run that were being drawn to their groups."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -162,12 +168,33 @@ class Episodes:
         self.engine.stream  # noqa: B018  it reads the frames of the turns
         for index, row in enumerate(rows):
             given = dict(metadata[index]) if metadata else {}
-            record = self.stream.ledger.open(Prompt([], params, given), reserved=not train)
-            assert record.prompt is not None
-            group = _Group(record.group_id, row, given, params, record.prompt.params.seed or 0)
-            loop.call_soon_threadsafe(self._start, group)
+            task = {"row": row, "metadata": given}
+            record = self.stream.ledger.open(Prompt([], params, task), reserved=not train)
+            loop.call_soon_threadsafe(self._start, _Group.of(record))
             ids.append(record.group_id)
         return ids
+
+    def continue_saved(self) -> list[int]:
+        """Start the episodes that were in progress when a run was saved, after `Run.load`. Returns the ids of their
+        groups. `grpo` calls it.
+
+        The rollout function is called again, and gets the turns that were drawn without drawing them again, as long as
+        it asks for the same ones. Turns in progress continue from their tokens. Tools are called again.
+        """
+        loop, started = self._running_loop(), []
+        ledger = self.stream.ledger
+        with ledger.table.lock:
+            records = list(ledger.table.records.values())
+        for record in records:
+            metadata = record.prompt.metadata if record.prompt is not None else {}
+            if EPISODE in metadata and record.is_wanted:
+                self._drawing[Place(*metadata[EPISODE])] = record.group_id
+        for record in ledger.open_groups:
+            if record.group_id not in self._groups:
+                self._drawn |= {Place(*turn.metadata[EPISODE]): turn for turn in record.rollouts}
+                loop.call_soon_threadsafe(self._start, _Group.of(record))
+                started.append(record.group_id)
+        return started
 
     def cancel(self, group_ids: Sequence[int] | None = None) -> None:
         """End the episodes of these groups (None: of all). They arrive with finish_reason "cancelled"."""
@@ -219,17 +246,32 @@ class Episodes:
             return ""
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=params.skip_special_tokens)
 
-    async def draw(self, token_ids: list[int], params: SamplingParams, group_id: int, sample: int) -> Rollout:
-        """Draw the turn after these tokens."""
-        if params.prefix_across_versions is None:
-            params = msgspec.structs.replace(params, prefix_across_versions=self._across)
-        [[turn]] = await self.engine.agenerate(
-            [token_ids], params, metadata=[{EPISODE: [group_id, sample]}], adapter=self._adapter
-        )
+    async def draw(self, token_ids: list[int], params: SamplingParams, place: Place, num_routed: int) -> Rollout:
+        """Return the turn after these tokens, with the experts of new tokens only and without its prompt: a turn that
+        was drawn before the run was saved, one that is still drawn, or a new one."""
+        if (known := self._drawn.pop(place, None)) is not None:
+            self.count("turns drawn before")
+            return known
+        if (group_id := self._drawing.pop(place, None)) is not None:
+            self.count("turns continued")
+            [[turn]] = await self.stream.acollect([group_id])
+        else:
+            if params.prefix_across_versions is None:
+                params = msgspec.structs.replace(params, prefix_across_versions=self._across)
+            [[turn]] = await self.engine.agenerate(
+                [token_ids], params, metadata=[{EPISODE: list(place)}], adapter=self._adapter
+            )
         self.counts["turns"] += 1
         self.counts["drawn tokens"] += len(turn.token_ids)
         self.counts["prompt tokens"] += len(token_ids)
         self.counts["reused prompt tokens"] += turn.prefix_tokens
+        experts = None if turn.routed_experts is None else turn.routed_experts[num_routed:]
+        # Prompts of all turns of a long conversation would take memory that grows with its square.
+        prompt = turn.prompt_token_ids[:0]
+        turn = replace(turn, prompt_token_ids=prompt, routed_experts=experts, prompt="")
+        if turn.finish_reason in ("stop", "length"):
+            noted = replace(turn, group_id=place.group_id, sample=place.sample, metadata={EPISODE: list(place)})
+            self.stream.ledger.note_turn(noted)
         return turn
 
     # ---- the event loop -----------------------------------------------------------------------------------------
@@ -253,6 +295,13 @@ class Episodes:
         for group_id, task in self._groups.items():
             if group_ids is None or group_id in group_ids:
                 task.cancel()
+
+    def _forget_saved_turns(self, group_id: int) -> None:
+        """Forget turns of a saved run that no episode of this group has asked for."""
+        for place in [place for place in self._drawn if place.group_id == group_id]:
+            del self._drawn[place]
+        if unclaimed := [place for place in self._drawing if place.group_id == group_id]:
+            self.engine.abandon([self._drawing.pop(place) for place in unclaimed])
 
     async def _stop(self) -> None:
         """Cancel all groups, and stop the event loop when they have ended."""
@@ -278,6 +327,7 @@ class Episodes:
             self.count("groups with too few episodes")
             for rollout in rollouts:
                 rollout.reward, rollout.finish_reason = None, "cancelled"
+        self._forget_saved_turns(group.id)
         self.stream.ledger.fill(group.id, rollouts)
 
     def _result(self, group: "_Group", sample: int, task: "asyncio.Future[list[Rollout]]") -> list[Rollout]:
@@ -313,6 +363,7 @@ class Episodes:
                 if error is not None and (kind := self._retried(error, attempts)) is not None:
                     attempts[kind] += 1
                     self.count(f"retries: {type(error).__name__}")
+                    self.stream.ledger.forget_turns(group.id, sample)
                     continue
                 reward, parts, reason = self._settle(session, value, reason)
                 self.count(reason)
@@ -419,6 +470,14 @@ class _Group:
     metadata: Mapping[str, Any]
     params: SamplingParams
     seed: int
+
+    @classmethod
+    def of(cls, record: GroupRecord) -> "_Group":
+        """Return the group of an open record."""
+        prompt = record.prompt
+        assert prompt is not None
+        task, seed = prompt.metadata, prompt.params.seed or 0
+        return cls(record.group_id, task["row"], task["metadata"], prompt.params, seed)
 
     def nothing(self, sample: int, finish_reason: str) -> Rollout:
         """Return the rollout of an episode that drew nothing."""

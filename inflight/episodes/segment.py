@@ -55,6 +55,8 @@ class Segment:
     """For each drawn turn the times of its request and of its end."""
     rewards: list[float | None] = field(default_factory=list)
     """For each drawn turn its reward."""
+    num_routed: int = 0
+    """Number of leading tokens whose experts are in the drawn turns."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt)
@@ -76,8 +78,9 @@ class Segment:
             self._parts.append(len(token_ids))
 
     def draw(self, turn: Rollout, began_ns: int, ended_ns: int) -> None:
-        """Append a turn that an engine drew after all tokens so far."""
+        """Append a turn that an engine drew after all tokens so far. Its prompt can be empty."""
         self.token_ids += turn.token_ids.tolist()
+        self.num_routed += 0 if turn.routed_experts is None else len(turn.routed_experts)
         self._parts.append(turn)
         self._times.append((began_ns, ended_ns))
         self.rewards.append(None)
@@ -160,13 +163,6 @@ def _joined_masks(parts: Sequence[Rollout | int]) -> SamplingMask | None:
 
 
 def _joined_experts(drawn: Sequence[Rollout]) -> np.ndarray | None:
-    """Join the experts of turns: each token keeps the experts of the first turn whose pass computed it, since these
-    passes drew the tokens after it."""
-    rows: list[np.ndarray] = []
-    known = 0
-    for turn in drawn:
-        if turn.routed_experts is None:
-            return None
-        rows.append(turn.routed_experts[known:])
-        known = len(turn.routed_experts)
-    return np.concatenate(rows)
+    """Join the experts of turns, which have those of new tokens only; None if a turn has none."""
+    experts = [turn.routed_experts for turn in drawn if turn.routed_experts is not None]
+    return np.concatenate(experts) if len(experts) == len(drawn) else None

@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from math import isfinite
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -26,6 +27,17 @@ from inflight.episodes.segment import Mark, Message, Segment, comparable
 from inflight.episodes.tools import Tool, schemas_of
 
 
+class Place(NamedTuple):
+    """The place of a turn in a run."""
+
+    group_id: int
+    sample: int
+    number: int
+    """Number of the turn among the turns of its episode, in the order of their requests."""
+    digest: str
+    """Digest of all tokens before the turn."""
+
+
 class Host(Protocol):
     """The part of `Episodes` that sessions use."""
 
@@ -35,7 +47,7 @@ class Host(Protocol):
     def conversation(self) -> Conversation: ...
     def count(self, what: str) -> None: ...
     def text(self, token_ids: np.ndarray, params: SamplingParams) -> str: ...
-    async def draw(self, token_ids: list[int], params: SamplingParams, group_id: int, sample: int) -> Rollout: ...
+    async def draw(self, token_ids: list[int], params: SamplingParams, place: "Place", num_routed: int) -> Rollout: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,11 +338,13 @@ class Session:
                 self._end("max_tokens")
         seed = sample_seed(self._seed, self.num_turns) & (2**63 - 1)
         params = msgspec.structs.replace(self.params, n=1, seed=seed, max_tokens=most)
+        digest = blake2b(np.array(segment.token_ids, np.int32).tobytes(), digest_size=16).hexdigest()
+        place = Place(self.group_id, self.sample, self.num_turns, digest)
         self.num_turns += 1
         segment.is_busy, began_ns = True, now_ns()
         try:
             async with asyncio.timeout(limits.turn_s):
-                turn = await self._host.draw(segment.token_ids, params, self.group_id, self.sample)
+                turn = await self._host.draw(segment.token_ids, params, place, segment.num_routed)
         except TimeoutError as error:
             if not isinstance(error, InflightError):  # such as EngineHungError
                 self._end("turn_timeout")

@@ -12,9 +12,6 @@ from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
 from inflight.stream.held_groups import Group, SavedGroup
 from inflight.stream.training_queue import TrainingQueue
 
-EPISODE = "inflight.episode"
-"""Key in the metadata of the turns of episodes. The value is (group id, sample) of the episode."""
-
 
 class Assignments:
     """The engines of groups. A group whose engine has ended is unassigned until another engine continues it."""
@@ -97,19 +94,15 @@ class Assignments:
             record.prompt = msgspec.structs.replace(record.prompt, version=version)
 
     def snapshot(self) -> list[SavedGroup]:
-        """Return all outstanding groups with their samples so far, in the order in which `next` returns them. Episodes
-        in progress and their turns are left out."""
+        """Return all outstanding groups with their samples so far, in the order in which `next` returns them."""
         with self._table.lock:
             lent = sorted(group_id for group_id, record in self._table.records.items() if record.state is State.LENT)
             in_order = dict.fromkeys([*lent, *self._table.ready, *sorted(self._table.records)])
             records = [self._table.records[group_id] for group_id in in_order]
             return [
-                SavedGroup(r.ids, r.owner is Owner.CALLER, r.prompt, r.origin, self._arrived(r))
+                SavedGroup(r.ids, r.owner is Owner.CALLER, r.prompt, r.origin, self._arrived(r), r.state is State.OPEN)
                 for r in records
-                if r.is_wanted
-                and r.prompt is not None
-                and r.state is not State.OPEN
-                and EPISODE not in r.prompt.metadata
+                if r.is_wanted and r.prompt is not None
             ]
 
     def restore(self, groups: Sequence[SavedGroup], next_ids: Ids) -> None:
@@ -122,7 +115,9 @@ class Assignments:
                 owner = Owner.CALLER if group.reserved else Owner.TRAINING
                 record = GroupRecord(group.ids.group_id, owner, prompt=group.prompt, ids=group.ids, origin=group.origin)
                 self._table.records[record.group_id] = record
-                if not group.is_finished:
+                if group.is_open:
+                    record.state, record.rollouts = State.OPEN, group.rollouts
+                elif not group.is_finished:
                     if group.rollouts:
                         self._table.assembler.restore(group.start, group.rollouts)
                     record.version = max(
@@ -134,7 +129,7 @@ class Assignments:
         self._queue.offer(offered)
 
     def _arrived(self, record: GroupRecord) -> Group:
-        if record.is_finished:
-            return record.rollouts
+        if record.is_finished or record.state is State.OPEN:
+            return list(record.rollouts)
         group = self._table.assembler.groups.get(record.group_id)
         return [*group.finished, *group.partial()] if group is not None else []

@@ -22,11 +22,15 @@ class SavedGroup:
     origin: tuple[int, int] | None
     """The request that it is forked from, and the number of tokens of that request."""
     rollouts: Group
-    """Its samples; the finish_reason of an unfinished one is ""."""
+    """Its samples; the finish_reason of an unfinished one is "". The drawn turns of episodes in progress."""
+    is_open: bool = False
+    """It is a group of episodes in progress."""
 
     @property
     def is_finished(self) -> bool:
         """True if all of its samples have ended."""
+        if self.is_open:
+            return False
         ended = [rollout for rollout in self.rollouts if rollout.finish_reason]
         return len(samples_of(ended)) == self.prompt.params.n
 

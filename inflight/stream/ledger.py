@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from inflight.core.messages import Prompt
+from inflight.core.rollout import Rollout
 from inflight.stream.assignments import Assignments
 from inflight.stream.frame_intake import FrameIntake
 from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
@@ -89,6 +90,26 @@ class Ledger:
             record = self.engines.begin(prompt, None)
             record.state, record.owner = State.OPEN, Owner.CALLER if reserved else Owner.TRAINING
             return record
+
+    def note_turn(self, turn: Rollout) -> None:
+        """Note a turn of an episode in progress, for `snapshot`. Its group_id and its sample are the episode's."""
+        with self.table.lock:
+            record = self.table.records.get(turn.group_id)
+            if record is not None and record.state is State.OPEN:
+                record.rollouts.append(turn)
+
+    def forget_turns(self, group_id: int, sample: int) -> None:
+        """Forget the noted turns of an episode, which begins again."""
+        with self.table.lock:
+            record = self.table.records.get(group_id)
+            if record is not None and record.state is State.OPEN:
+                record.rollouts = [turn for turn in record.rollouts if turn.sample != sample]
+
+    @property
+    def open_groups(self) -> list[GroupRecord]:
+        """Groups of episodes in progress."""
+        with self.table.lock:
+            return [record for record in self.table.records.values() if record.state is State.OPEN]
 
     def fill(self, group_id: int, rollouts: Group) -> bool:
         """End a group of episodes with these rollouts, at least one. Returns False if the group was discarded."""

@@ -98,6 +98,8 @@ class Admission:
             in_flight=in_flight,
             num_submitted=num_submitted,
         )
+        if (continue_saved := getattr(engine, "continue_saved", None)) is not None:
+            continue_saved()
         self._background = ExitStack()
         self.lead: LeadState = self.submitter.lead.state
         """State of the lead controller when the last groups were taken."""
