@@ -1,16 +1,13 @@
 """Named spans of time. A trace lists them, a run recorder sums them, and otherwise they cost almost nothing."""
 
 import threading
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
-
-Item = TypeVar("Item")
 
 
 class Thread(msgspec.Struct):
@@ -65,18 +62,6 @@ def note(name: str, began_ns: int, **details: Any) -> None:
     spans = _spans
     if spans is not None:
         spans.append(Span(name, _this_thread(), began_ns, now_ns(), details))
-
-
-def spanned(name: str, items: Iterable[Item]) -> Iterator[Item]:
-    """Yield the items, with a span for the wait for each."""
-    source = iter(items)
-    while True:
-        with span(name):
-            try:
-                item = next(source)
-            except StopIteration:
-                return
-        yield item
 
 
 def start_noting() -> None:

@@ -143,7 +143,7 @@ class Episodes:
     @named()
     def submit(
         self,
-        rows: Iterable[Any],
+        prompts: Iterable[Any],
         params: SamplingParams | None = None,
         *,
         metadata: Sequence[Mapping[str, Any]] | None = None,
@@ -152,7 +152,7 @@ class Episodes:
     ) -> list[int]:
         """Start `params.n` episodes for each row. Returns the ids of their groups, as `Engine.submit` does.
 
-        rows: passed to the rollout function as they are. params: of every turn; max_tokens is of one turn. metadata:
+        prompts: rows, passed to the rollout function as they are. params: of every turn; max_tokens is of one turn. metadata:
         one mapping per row; its rollouts carry it. train: as in `Engine.submit`. Raises ValueError for `version`: each
         token of an episode is drawn by the newest weights.
         """
@@ -161,7 +161,7 @@ class Episodes:
                 'episodes cannot be pinned to a version: no slot keeps it between two turns; use schedule="inflight" '
                 'or "sync"'
             )
-        rows, params = list(rows), params or SamplingParams()
+        rows, params = list(prompts), params or SamplingParams()
         if metadata is not None and len(metadata) != len(rows):
             raise ValueError(f"{len(rows)} rows need as many metadata, got {len(metadata)}")
         loop, ids = self._running_loop(), []

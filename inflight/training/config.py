@@ -6,7 +6,7 @@ from typing import Literal
 
 from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams
-from inflight.training.data.advantages import Advantages, resolve_advantages
+from inflight.training.data.advantages import OF_EACH_GROUP, Advantages, resolve_advantages
 from inflight.training.data.lead_state import check_ahead
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
 from inflight.training.objective.objective import Objective, resolve
@@ -75,6 +75,9 @@ class GRPOConfig:
     mask_truncated: bool = False
     """Leave rollouts that ended at `max_tokens` out of the loss (overlong filtering of DAPO, arXiv 2503.14476, §3.4).
     They still count in the averages of the loss, and their rewards in the advantages of the others."""
+    train_as_they_finish: bool = False
+    """Compute the gradients of the groups that have finished while the step waits for others. The optimizer takes one
+    step for all of them, with the gradient of the whole batch (docs/training.md#train-on-groups-as-they-finish)."""
     schedule: str | Schedule = "inflight"
     """Name, "module:name", or `Schedule` (docs/extending.md#a-schedule-of-training). inflight: the generator never
     stops. sync: generate, train, publish, and wait until the weights are live. one_step_off: the engine draws a whole
@@ -94,6 +97,7 @@ class GRPOConfig:
         object.__setattr__(self, "schedule", resolve_schedule(self.schedule))
         self._check_sampling()
         self._check_learning()
+        self._check_parts()
         if 0 < self.micro_batch_tokens <= self.sampling.max_tokens:
             raise ValueError(
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must hold a prompt and an answer of "
@@ -132,6 +136,26 @@ class GRPOConfig:
             raise ValueError(
                 f"replace_uniform_groups takes groups of equal rewards out of a step, and with {name} there is "
                 "something to learn from them: leave one of the two out"
+            )
+
+    def _check_parts(self) -> None:
+        """Raise ValueError if training on parts of a step is wanted, and another option needs all of its groups."""
+        if not self.train_as_they_finish:
+            return
+        reason = None
+        if not (isinstance(self.advantages, str) and self.advantages in OF_EACH_GROUP):
+            known = ", ".join(sorted(OF_EACH_GROUP))
+            reason = f"advantages {self.advantages!r} are computed from all groups of a step: take one of {known}"
+        elif self.updates_per_batch > 1:
+            reason = f"updates_per_batch={self.updates_per_batch} goes over all groups of a step several times: set 1"
+        elif self.probe_every:
+            reason = f"probe_every={self.probe_every} measures the batch before it is trained on: set 0"
+        elif resolve(self.objective).ranks_tokens:
+            reason = "the objective has a trust region that ranks the tokens of all groups of a step: take another"
+        if reason is not None:
+            raise ValueError(
+                f"train_as_they_finish begins to train before all groups of a step have finished, and {reason}, or "
+                "leave train_as_they_finish out"
             )
 
     @property

@@ -18,10 +18,11 @@ from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.decoders import convert
 from inflight.core.errors import InflightError
-from inflight.core.spans import span, spanned
+from inflight.core.spans import span
 from inflight.core.waiting import telling
 from inflight.observability.loggers import JsonLines, Logger
 from inflight.training.config import GRPOConfig
+from inflight.training.data.batch import PackedBatch
 from inflight.training.data.lead_state import LeadState
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
@@ -42,7 +43,7 @@ from inflight.training.schedules import (
     WeightPublisher,
     resolve_schedule,
 )
-from inflight.training.step import Update, check_finite, train_step
+from inflight.training.step import StepGradient, Update, check_finite, train_step
 
 __all__ = ["Example", "GRPOConfig", "StepReport", "grpo", "train_step"]
 
@@ -117,11 +118,13 @@ def grpo(
             in_flight=set(progress.in_flight),
             num_submitted=progress.num_submitted,
         )
+        if config.train_as_they_finish:
+            admission.while_incomplete = trainer.compute
         step = begin = progress.step
         with nullcontext() if evaluation is None else closing(evaluation):
             _begin_evaluation(engine, publisher, evaluation, progress)
-            with admission:
-                source = spanned("wait for rollouts", resolve_schedule(config.schedule).run(admission))
+            with admission, closing(trainer):
+                source = resolve_schedule(config.schedule).run(admission)
                 for step, scored in enumerate(islice(source, max(0, config.steps - begin)), begin + 1):
                     report = trainer.take(step, scored, admission.lead)
                     if evaluation is not None:
@@ -160,6 +163,21 @@ class GRPOProgress(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
+class _Step:
+    """The groups of the present step that the trainer has computed on."""
+
+    gradient: StepGradient
+    taken: ScoredGroups | None = None
+    """The groups of the step, as `Admission.take` returns them; None before the first part."""
+    scored: ScoredGroups = field(default_factory=ScoredGroups)
+    """The groups, with the rewards that their advantages are computed from, and the counts of what was omitted when
+    they were packed."""
+    batches: list[PackedBatch] = field(default_factory=list)
+    """A batch for each part of which something is in the loss."""
+    sum_reward_kl: float = 0.0
+
+
+@dataclass(slots=True)
 class _Trainer:
     """Takes the optimizer steps, and publishes after each."""
 
@@ -174,6 +192,7 @@ class _Trainer:
     dropped: Dropped = field(init=False)
     num_skipped: int = field(init=False)
     probe: VersionProbe | None = field(init=False)
+    present: _Step = field(init=False)
     nothing_to_learn: NothingToLearn = field(init=False, default_factory=NothingToLearn)
 
     def __post_init__(self) -> None:
@@ -181,40 +200,68 @@ class _Trainer:
         self.probe = VersionProbe(self.model) if self.config.probe_every else None
         if self.probe is not None:
             self.probe.remember(self.engine.staleness.trainer_version)
+        self.present = self._empty_step()
 
-    def take(self, step: int, scored: ScoredGroups, lead: LeadState) -> StepReport:
-        """Train on the groups of a step, and publish."""
-        config, probe, meter = self.config, self.probe, self.engine.staleness
-        charged, reward_kl = scored, None
+    def compute(self, scored: ScoredGroups, *, is_whole: bool = False) -> None:
+        """Add the gradients of the groups of the present step that were not there in the last call. is_whole: no more
+        groups follow. Raises InflightError if the groups are not those of the last call and further ones."""
+        config, present, meter = self.config, self.present, self.engine.staleness
+        if present.taken is not None and present.taken is not scored:
+            raise InflightError(
+                "train_as_they_finish has computed on groups of one step, and the schedule goes on with others: a "
+                "schedule yields what `take` has returned before it takes again; leave train_as_they_finish out"
+            )
+        new = part = ScoredGroups(scored.groups[len(present.scored.groups) :])
+        if not new.groups:
+            return
+        present.taken = scored
         if config.reward_kl_weight and self.score_reference is not None:
             with span("reference"):
-                charged, reward_kl = charge_kl(scored, self.score_reference, config)
-        batch = charged.pack(
+                part, reward_kl = charge_kl(new, self.score_reference, config)
+            present.sum_reward_kl += reward_kl * len(part.rollouts)
+        batch = part.pack(
             trainer_version=meter.trainer_version,
             staleness=config.staleness,
             advantages=config.advantages,
             skip_uniform=config.skips_uniform_groups,
             mask_truncated=config.mask_truncated,
         )
-        measure_taken(meter, scored, batch)
-        self.dropped += charged.dropped
+        measure_taken(meter, new, batch)
+        present.scored.groups += part.groups
+        present.scored.dropped += part.dropped
+        present.scored.has_advantage |= part.has_advantage
+        if batch is None:
+            assert part.totals is not None
+            present.gradient.count(part.totals)
+            return
+        batch.observers = self.engine.stream.observers
+        present.batches.append(batch)
+        present.gradient.add(batch, share=1.0 if is_whole else len(scored.groups) / config.groups_per_step)
+
+    def take(self, step: int, scored: ScoredGroups, lead: LeadState) -> StepReport:
+        """Train on the groups of a step, and publish."""
+        config, probe, meter, present = self.config, self.probe, self.engine.staleness, self.present
+        self.compute(scored, is_whole=True)
+        measure_taken(meter, ScoredGroups(replaced=scored.replaced), None)
+        self.dropped += scored.dropped + present.scored.dropped
         if resolve(config.objective).is_about_rewards_alone:
-            self.nothing_to_learn.note(charged)
+            self.nothing_to_learn.note(present.scored)
         update, staleness, causes = Update(), None, None
-        if batch is not None:
-            batch.observers = self.engine.stream.observers
+        if present.batches:
             if probe is not None and step % config.probe_every == 0:
                 with bf16_on_gpu(self.model, config.autocast):
-                    causes = probe.causes(batch)
-            update = train_step(self.model, self.optimizer, batch, config, score_reference=self.score_reference)
+                    causes = probe.causes(present.batches[0])
+            update = present.gradient.step()
             self.num_skipped += update.num_skipped
             if self.lr_scheduler is not None and update.num_skipped < config.updates_per_batch:
                 self.lr_scheduler.step()
-            staleness = measure_consumed(meter, batch)
+            staleness = measure_consumed(meter, *present.batches)
+        self.present = self._empty_step()
         check_finite(self.model, trainable=True)
         version = self.publisher.publish()
         if probe is not None:
             probe.remember(meter.trainer_version)
+        has_reward_kl = config.reward_kl_weight and self.score_reference is not None
         return StepReport(
             step=step,
             version=version,
@@ -224,7 +271,7 @@ class _Trainer:
             stats=update.stats,
             grad_norm=update.grad_norm,
             num_skipped=self.num_skipped,
-            reward_kl=reward_kl,
+            reward_kl=present.sum_reward_kl / len(scored.rollouts) if has_reward_kl else None,
             staleness=staleness,
             causes=causes,
             lead=lead,
@@ -232,6 +279,15 @@ class _Trainer:
             finished_ns=now_ns(),
             groups=scored.groups,
         )
+
+    def close(self) -> None:
+        """Drop the gradients of a step that was not taken."""
+        if self.present.batches:
+            self.optimizer.zero_grad()
+            self.present = self._empty_step()
+
+    def _empty_step(self) -> _Step:
+        return _Step(StepGradient(self.model, self.optimizer, self.config, score_reference=self.score_reference))
 
     def progress(self, step: int, admission: Admission, evaluating: list[int]) -> GRPOProgress:
         """Return the progress of the run after a step."""

@@ -11,16 +11,19 @@ Letters are batches, numbers the weight versions that draw them:
                    trainer      [A  ][B  ][C  ]
 
 When the prompts end, the groups in flight are still taken: the last batch can be smaller. While a batch is taken,
-further prompts replace groups that cannot be trained on and, if configured, groups of equal rewards.
+further prompts replace groups that cannot be trained on and, if configured, groups of equal rewards. If configured, the
+trainer computes on the groups that a step has so far while it waits for others (`Admission.while_incomplete`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from inflight.core.by_name import resolve_by_name
 from inflight.core.errors import InflightError
+from inflight.core.spans import span
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.data.lead_state import LeadState
 from inflight.training.data.rollout_stream import RolloutStream
@@ -30,6 +33,8 @@ from inflight.training.data.submitter import Example, PromptEngine, Submitter, a
 
 __all__ = ["SCHEDULES", "Admission", "Example", "RolloutEngine", "Schedule", "WeightPublisher", "as_example"]
 
+_WAIT = "wait for rollouts"
+"""Span of the time in which the trainer neither trains nor publishes."""
 LIVE_S = 3600.0
 """Time that a publisher waits for a slot, because an evaluation can keep it."""
 
@@ -101,23 +106,33 @@ class Admission:
         if (continue_saved := getattr(engine, "continue_saved", None)) is not None:
             continue_saved()
         self._background = ExitStack()
+        self.while_incomplete: Callable[[ScoredGroups], None] | None = None
+        """Called by `take` before it waits, with the groups of the step so far: each call has those of the call before,
+        in the same order, and perhaps more. None: `take` only waits."""
         self.lead: LeadState = self.submitter.lead.state
         """State of the lead controller when the last groups were taken."""
 
     def fill(self, version: int | None = None) -> None:
         """Submit the prompts that are allowed in flight, or until the prompts end. version: the version that draws all
         of their tokens; None: each token is drawn by the newest."""
-        self.submitter.fill(version)
+        with span(_WAIT):
+            self.submitter.fill(version)
 
     def take(self, version: int | None = None) -> ScoredGroups:
         """Return the next groups that can be trained on, with rewards: the groups of one step, or fewer if the prompts
         have ended. version: the version with which the groups were submitted; it also draws replacements. Raises
         InflightError if more groups than a step has cannot be trained on, and the exceptions of the stream."""
+        with ExitStack() as waiting:
+            waiting.enter_context(span(_WAIT))
+            return self._take(version, waiting)
+
+    def _take(self, version: int | None, waiting: ExitStack) -> ScoredGroups:
         scored, count, submitter = ScoredGroups(), self._config.groups_per_step, self.submitter
+        before_waiting = None if self.while_incomplete is None else partial(self._compute, scored, waiting)
         submitter.ask()
         while len(scored.groups) < count:
             num_accepted = submitter.num_accepted
-            group = next(self.engine.stream.groups(score=self._score), None)
+            group = next(self.engine.stream.groups(score=self._score, before_waiting=before_waiting), None)
             if group is None:
                 if submitter.has_more(num_accepted):
                     continue
@@ -140,10 +155,19 @@ class Admission:
         scored.dropped.num_unfit_examples, submitter.num_unfit = submitter.num_unfit, 0
         return scored
 
+    def _compute(self, scored: ScoredGroups, waiting: ExitStack) -> None:
+        """Have the trainer compute on the groups of an incomplete step. waiting: holds the span of the wait."""
+        assert self.while_incomplete is not None
+        waiting.close()
+        with self.submitter.computing():
+            self.while_incomplete(scored)
+        waiting.enter_context(span(_WAIT))
+
     def wait_until_live(self) -> int:
         """Wait until a slot holds the newest published version. Returns the version, for pinned prompts."""
         version = self.publisher.version
-        self.engine.wait_for_version(version, timeout_s=LIVE_S)
+        with span(_WAIT):
+            self.engine.wait_for_version(version, timeout_s=LIVE_S)
         return version
 
     def __enter__(self) -> "Admission":

@@ -2,9 +2,7 @@
 
 import logging
 import math
-from dataclasses import dataclass
-from functools import reduce
-from operator import add
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from inflight.core.spans import span
 from inflight.training.config import GRPOConfig
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import bf16_on_gpu, token_logprobs
+from inflight.training.objective.aggregation import StepTotals, divisor
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import resolve
 from inflight.training.objective.statistics import LossStats
@@ -45,43 +44,109 @@ def train_step(
 ) -> Update:
     """Take the optimizer steps on one batch. A batch on the CPU is moved in micro-batches. score_reference: computes
     the reference log-probabilities of the KL penalty, if the objective has one and the batch does not contain them."""
-    parts = batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]
-    if resolve(config.objective).proximal == "recomputed":
-        with torch.no_grad(), bf16_on_gpu(model, config.autocast):
-            scored = [token_logprobs(model, part) for part in parts]
-        parts = [part.with_column("proximal_logprobs", logprobs) for part, logprobs in zip(parts, scored, strict=True)]
-    has_penalty = resolve(config.objective).kl_weight
-    if has_penalty and score_reference is not None and batch.reference_logprobs is None:
-        with span("reference"):
-            parts = [part.with_column("reference_logprobs", score_reference(part)) for part in parts]
-    update = Update()
-    for index in range(config.updates_per_batch):
+    gradient = StepGradient(model, optimizer, config, score_reference=score_reference)
+    gradient.add(batch)
+    return gradient.step()
+
+
+class StepGradient:
+    """The gradient of one optimizer step, of a batch that arrives in one or several parts.
+
+    A token of the step weighs 1 / N times a factor of its own group, with N the tokens, sequences or groups of the step
+    (`divisor`). N is known once all parts have arrived. Until then each part is divided by an estimate of N. `step`
+    multiplies the sum of the gradients by estimate / N before it clips.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: GRPOConfig,
+        *,
+        score_reference: ReferenceScorer | None = None,
+    ):
+        self._model, self._optimizer, self._config = model, optimizer, config
+        self._score_reference, self._objective = score_reference, resolve(config.objective)
+        self._count, self._estimate = 0.0, 0.0
+        """N of the parts so far, and the estimate of the N of the step (0: there is none yet)."""
+        self._parts: list[tuple[PackedBatch, float]] = []
+        """Micro-batches for further steps on the same batch, each with the weight of its loss."""
+        self._stats: LossStats | None = None
+        self._is_lost = False
+        """A loss was not finite."""
+
+    def count(self, totals: StepTotals) -> None:
+        """Count a part of the step of which nothing is in the loss."""
+        self._count += divisor(self._objective.aggregation, totals)
+
+    def add(self, batch: PackedBatch, *, share: float = 1.0) -> None:
+        """Add the gradient of a part. share: the expected share of the step that has arrived with this part; 1 if it is
+        the only one. It decides the estimate of N, which the result does not depend on, except for rounding."""
+        config = self._config
+        self.count(batch.totals)
+        self._estimate = self._estimate or self._count / share or 1.0
+        weight = divisor(self._objective.aggregation, batch.totals) / self._estimate
+        parts = batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]
+        if self._objective.proximal == "recomputed":
+            with torch.no_grad(), bf16_on_gpu(self._model, config.autocast):
+                scored = [token_logprobs(self._model, part) for part in parts]
+            parts = [part.with_column("proximal_logprobs", own) for part, own in zip(parts, scored, strict=True)]
+        if self._objective.kl_weight and self._score_reference is not None and batch.reference_logprobs is None:
+            with span("reference"):
+                parts = [part.with_column("reference_logprobs", self._score_reference(part)) for part in parts]
+        if config.updates_per_batch > 1:
+            self._parts += [(part, weight) for part in parts]
+        for part in parts:
+            self._backward(part, weight)
+
+    def step(self) -> Update:
+        """Take the optimizer steps. A step of which a loss or the gradient is not finite is not taken."""
+        update, scale = Update(), self._estimate / (self._count or 1.0)
+        for index in range(self._config.updates_per_batch):
+            if index:
+                self._stats, self._is_lost = None, False
+                for part, weight in self._parts:
+                    self._backward(part, weight)
+            if self._is_lost or self._stats is None:
+                update.num_skipped += 1
+                continue
+            with span("optimizer step"):
+                scale_gradients(self._optimizer, scale)
+                norm = clip_and_step(self._optimizer, max_grad_norm=self._config.max_grad_norm)
+            update.num_skipped += not math.isfinite(norm)
+            if update.grad_norm is None:
+                update.grad_norm = norm
+            if index == 0:
+                update.stats = replace(self._stats, loss=self._stats.loss * scale)
+        return update
+
+    def _backward(self, part: PackedBatch, weight: float) -> None:
+        """Add the gradient of a micro-batch, unless the loss of an earlier one was not finite."""
+        if self._is_lost:
+            return
         try:
-            stats = _backward(model, parts, config)
+            with span("forward", tokens=part.num_drawn), bf16_on_gpu(self._model, self._config.autocast):
+                loss, stats = policy_loss(self._model, part, objective=self._objective)
         except NonFiniteLossError as error:
-            optimizer.zero_grad()
-            update.num_skipped += 1
+            self._optimizer.zero_grad()
+            self._is_lost = True
             logger.warning("an optimizer step was skipped: %s", error)
-            continue
-        with span("optimizer step"):
-            norm = clip_and_step(optimizer, max_grad_norm=config.max_grad_norm)
-        update.num_skipped += not math.isfinite(norm)
-        if update.grad_norm is None:
-            update.grad_norm = norm
-        update.stats = stats if index == 0 else update.stats
-    return update
-
-
-def _backward(model: nn.Module, parts: list[PackedBatch], config: GRPOConfig) -> LossStats:
-    """Add up the gradients of a non-empty list of micro-batches. Returns their statistics."""
-    of_parts: list[LossStats] = []
-    for part in parts:
-        with span("forward", tokens=part.num_drawn), bf16_on_gpu(model, config.autocast):
-            loss, stats = policy_loss(model, part, objective=config.objective)
+            return
         with span("backward"):
-            loss.backward()
-        of_parts.append(stats)
-    return reduce(add, of_parts)
+            (loss * weight).backward()
+        stats = replace(stats, loss=stats.loss * weight)
+        self._stats = stats if self._stats is None else self._stats + stats
+
+
+@torch.no_grad()
+def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply the gradients of the optimizer's parameters."""
+    if factor == 1:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.0) -> float:

@@ -1,5 +1,6 @@
 """Three schedules of generating and training: which weights draw what, in which order."""
 
+import time
 from collections import deque
 from contextlib import closing
 from copy import deepcopy
@@ -90,12 +91,13 @@ class Journal:
         self.events.append(("submit", len(ids), version))
         return ids
 
-    def groups(self, group_ids=None, *, score=None):
+    def groups(self, group_ids=None, *, score=None, before_waiting=None):
         while self.outstanding:
             group_id = self.outstanding.pop(0)
             reason = "error" if group_id in self._bad_groups else "stop"
             rewards = (1.0, 1.0) if group_id in self._uniform_groups else (0.0, 1.0)
-            yield [SimpleNamespace(group_id=group_id, finish_reason=reason, reward=reward) for reward in rewards]
+            plain = {"group_id": group_id, "finish_reason": reason, "turns": ()}
+            yield [SimpleNamespace(reward=reward, **plain) for reward in rewards]
 
     def wait_for_version(self, version, *, timeout_s):
         assert timeout_s >= 3600  # an evaluation may keep the slot for long
@@ -358,3 +360,25 @@ def test_grpo_ends_with_its_prompts_and_begins_with_weights_that_were_just_publi
         reports = list(grpo(engine, publisher, model, optimizer, examples, lambda r: r.token_ids.sum() % 3, config))
     assert [report.num_tokens for report in reports] == [20, 20, 10]
     assert not engine.stream.outstanding
+
+
+def test_a_real_engine_trains_on_groups_while_others_are_scored(engine):
+    def score(rollout):
+        time.sleep(0.05 * (rollout.prompt_token_ids[0] % 4))
+        return float(rollout.sample)
+
+    model, heard = make_model("qwen3"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sampling = inflight.SamplingParams(n=2, max_tokens=5, ignore_eos=True)
+    config = GRPOConfig(steps=3, groups_per_step=8, sampling=sampling, train_as_they_finish=True)
+    examples = (Example([index % 50, 3], {}) for index in count())
+    engine.stream.observers.append(lambda batch, *_: heard.append(batch.num_sequences))
+    try:
+        with engine.publisher(model) as publisher:
+            reports = list(grpo(engine, publisher, model, optimizer, examples, score, config))
+    finally:
+        engine.stream.observers.clear()
+    assert [report.stats.num_tokens for report in reports] == [80] * 3
+    assert [len(report.staleness.token_age_ms) for report in reports] == [80] * 3
+    assert sum(heard) == 48
+    assert len(heard) > 3

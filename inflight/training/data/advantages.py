@@ -78,6 +78,8 @@ ADVANTAGES: dict[str, RewardAdvantages] = {
     "reinforce++_baseline": partial(reinforce_advantages, baseline=True),
 }
 """Advantages by name."""
+OF_EACH_GROUP = frozenset({"grpo", "dr_grpo", "rloo", "maxrl"})
+"""Names of the advantages that do not depend on the other groups of a batch."""
 
 
 def resolve_advantages(advantages: str | Advantages) -> Advantages:

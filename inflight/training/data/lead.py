@@ -25,6 +25,10 @@ share the engine. A bound ends this growth: samples are added only while they ma
 If the engines are fastest with all rows, a further batch is allowed to queue; it draws no tokens there and so does not
 age. One batch is always allowed; without it the trainer would wait forever.
 
+A trainer that computes on the first groups of a step does not wait for the others meanwhile. Each part of a step has a
+`needed` of its own: its last group is needed at a + p, where p is the time of the parts before it. The largest is the
+`needed` of the step. The time of all parts counts as time of the step, as if the trainer had begun that much earlier.
+
 All times are in seconds of any clock that only moves forward. Nothing here reads a clock or waits.
 """
 
@@ -82,14 +86,19 @@ class LeadController:
         self._steps: deque[_Step] = deque(maxlen=_REMEMBERED_STEPS)
         self._asked: float | None = None
         """When the trainer asked for the groups that it waits for; None while it trains."""
+        self._computes_since: float | None = None
+        """When it began to compute on some of them; None while it waits or trains."""
+        self._computed_s, self._needed_s = 0.0, -inf
+        """Seconds that it has computed on parts of the present step, and the lead with which it would not have waited
+        for them."""
         self._began: float | None = None
-        """When the trainer last had the groups of a step."""
+        """When the trainer last had the groups of a step, less the time that it had computed on parts of it."""
         self._num_taken = 0
         """Groups taken for the present step."""
         self._missing = groups_per_step
         """Usable groups that the present step still needs."""
         self._train_s = nan
-        """Seconds of the last step, from the arrival of its groups to the next request."""
+        """Seconds of the last step, from the arrival of its groups to the next request, and on parts of it before."""
         self._usual_train_s, self._mean_wait_s, self._batch = nan, 0.0, groups_per_step
         """Of the last steps: the median time from groups to request (one long step, as with an evaluation, predicts
         nothing), the mean wait, and the groups that a step takes, including failed and replaced groups."""
@@ -121,6 +130,7 @@ class LeadController:
             if self._began is not None:
                 self._train_s = now - self._began
             self._asked, self._num_taken, self._missing = now, 0, self._per_step
+            self._computed_s, self._needed_s = 0.0, -inf
 
     def take(self, missing: int | None = None) -> None:
         """Note that the trainer takes a group, and still needs this number for its step."""
@@ -135,17 +145,31 @@ class LeadController:
         """Note that the step needs this number of groups, since one that was taken does not count."""
         self._missing = missing
 
+    def compute(self, now: float) -> None:
+        """Note that the trainer computes on the groups that it has taken, instead of waiting for the others."""
+        if self._asked is not None:
+            self._needed_s = max(self._needed_s, self._needed(self._asked))  # An unknown one, NaN, changes nothing.
+            self._computes_since = now
+
+    def wait(self, now: float) -> None:
+        """Note that the trainer waits again for the groups of its step."""
+        if self._computes_since is not None:
+            self._computed_s += now - self._computes_since
+            self._computes_since = None
+
     def begin(self, now: float) -> None:
         """Note that the trainer has the groups of its step, and trains."""
         if self._asked is None:
             return
-        start, due, ready = nan, nan, nan
+        self.wait(now)
+        needed_s = max(self._needed(self._asked), self._needed_s)  # NaN if the first is.
         for _ in range(min(self._num_taken, len(self._starts))):
-            start, due = self._starts.popleft()
-            ready = self._readies.popleft() if self._readies else nan
-        error_s = 0.0 if isnan(due) else due - self._asked
-        self._steps.append(_Step(ready - start + error_s, now - self._asked, self._train_s, self._num_taken))
-        self._asked, self._began = None, now
+            self._starts.popleft()
+            if self._readies:
+                self._readies.popleft()
+        began = now - self._computed_s
+        self._steps.append(_Step(needed_s, max(0.0, began - self._asked), self._train_s, self._num_taken))
+        self._asked, self._began = None, began
         self._solve()
 
     def allowed(self, now: float) -> int:
@@ -162,7 +186,8 @@ class LeadController:
             return inf
         start = self._due(self.in_flight, now) - self._lead
         # While the trainer waits, its next request is predicted from the current time, so that this start is never due.
-        return now if start <= now else inf if self._asked is not None else start
+        is_waiting = self._asked is not None and self._computes_since is None
+        return now if start <= now else inf if is_waiting else start
 
     @property
     def state(self) -> LeadState:
@@ -186,6 +211,14 @@ class LeadController:
             room = min(room, max(self._batch - self._num_unready, self._spare_groups()))
         return room
 
+    def _needed(self, asked: float) -> float:
+        """Return the lead with which the trainer would not have waited for the last group taken; NaN if unknown."""
+        last = min(self._num_taken, len(self._starts)) - 1
+        if not 0 <= last < len(self._readies):
+            return nan
+        start, due = self._starts[last]
+        return self._readies[last] - start + (0.0 if isnan(due) else due - asked) - self._computed_s
+
     def _due(self, position: int, now: float) -> float:
         """Return the time at which the trainer will need the group with this position among the groups in flight."""
         if not self._is_measured:
@@ -197,7 +230,8 @@ class LeadController:
             missing = ceil(self._missing * self._batch / self._per_step)
             if position < missing:
                 return self._asked
-            position, due = position - missing, now + self._usual_train_s
+            begins = (now if self._computes_since is None else self._computes_since) - self._computed_s
+            position, due = position - missing, begins + self._usual_train_s
         return due + position // self._batch * (self._usual_train_s + self._mean_wait_s)
 
     def _solve(self) -> None:

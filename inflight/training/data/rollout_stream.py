@@ -2,7 +2,7 @@
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from math import ceil
@@ -108,7 +108,11 @@ class RolloutStream:
         return self.ledger.outstanding
 
     def groups(
-        self, group_ids: Collection[int] | None = None, *, score: Score | GroupScorer | None = None
+        self,
+        group_ids: Collection[int] | None = None,
+        *,
+        score: Score | GroupScorer | None = None,
+        before_waiting: Callable[[], None] | None = None,
     ) -> Iterator[Group]:
         """Yield every finished group, its samples in order, until no group is outstanding.
 
@@ -117,12 +121,15 @@ class RolloutStream:
         score: samples that ended by themselves have their rewards (None for a sample that has none, and for all of a
         group of which too many were cancelled). Groups arrive in the order in which they are scored. Exceptions of the
         function are raised here; the group is scored again when it is requested again.
+        before_waiting: called each time before this waits for a group.
         Raises EngineDiedError, EngineHungError, JournalError when a journal cannot be written, or FrameError or
         StreamGapError when frames were lost. Then the samples of every group that was in flight have the finish_reason
         "error" when `groups` is called again.
         """
         for answer in self._groups(group_ids, score):
             if isinstance(answer, Future):
+                if before_waiting is not None and not answer.done():
+                    before_waiting()
                 answer.result()
             else:
                 yield answer

@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from math import isnan, nan
 from statistics import fmean
 
 import numpy as np
+import torch
 
 from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout, samples_of
@@ -114,6 +115,8 @@ class ScoredGroups:
     """Uniform-reward groups that were replaced."""
     has_advantage: bool = False
     """True if an advantage of the last packed batch is not 0."""
+    totals: StepTotals | None = None
+    """Totals of the last packed batch, also if nothing was left to pack."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -190,6 +193,7 @@ class ScoredGroups:
         included = take_out_stale(rollouts, staleness, trainer_version, taken_ns := now_ns(), self.dropped)
         without_gradient = self._without_gradient(values, skip_uniform, mask_truncated) & included.keys()
         kept = [index for index in included if index not in without_gradient]
+        self.totals = _totals_of([rollouts[index] for index in included], [rollouts[index] for index in kept])
         if not kept:
             return None
         batch = pack(
@@ -199,7 +203,7 @@ class ScoredGroups:
             trainer_version=trainer_version,
         )
         batch.taken_ns = taken_ns
-        batch.totals = _totals_with(batch, [rollouts[index] for index in sorted(without_gradient)])
+        batch.totals = self.totals
         return batch
 
     def _without_gradient(
@@ -219,19 +223,18 @@ class ScoredGroups:
         return found
 
 
-def _totals_with(batch: PackedBatch, others: Sequence[Rollout]) -> StepTotals:
-    """Return the totals of a batch, including rollouts that are not in it."""
-    places = {group_id: place for place, group_id in enumerate(dict.fromkeys(r.group_id for r in batch.rollouts))}
-    group_tokens = batch.totals.group_tokens.clone()
-    for rollout in others:
+def _totals_of(counted: Sequence[Rollout], packed: Sequence[Rollout]) -> StepTotals:
+    """Return the totals of the rollouts that count in the averages of the loss, some of which are packed."""
+    places = {group_id: place for place, group_id in enumerate(dict.fromkeys(r.group_id for r in packed))}
+    group_tokens = torch.zeros(len(places), dtype=torch.int64)
+    for rollout in counted:
         if rollout.group_id in places:
             group_tokens[places[rollout.group_id]] += rollout.num_drawn
-    return replace(
-        batch.totals,
-        num_tokens=batch.totals.num_tokens + sum(rollout.num_drawn for rollout in others),
-        num_sequences=len(samples_of([*batch.rollouts, *others])),
+    return StepTotals(
+        num_tokens=sum(rollout.num_drawn for rollout in counted),
+        num_sequences=len(samples_of(counted)),
         group_tokens=group_tokens,
-        num_groups=len(places | dict.fromkeys(rollout.group_id for rollout in others)),
+        num_groups=len({rollout.group_id for rollout in counted}),
     )
 
 
@@ -266,23 +269,33 @@ def _has_failed(rollout: Rollout) -> bool:
     return not is_finished and (rollout.reward is None or rollout.finish_reason == "error")
 
 
-def measure_consumed(meter: StalenessMeter, batch: PackedBatch) -> TokenStaleness:
-    """Report to the meter that an optimizer step has just consumed this batch. Returns the staleness of its drawn
-    tokens. `trainer_version` must be known."""
-    assert batch.trainer_version is not None
+def measure_consumed(meter: StalenessMeter, *parts: PackedBatch) -> TokenStaleness:
+    """Report to the meter that an optimizer step has just consumed a batch, in one or several parts. Returns the
+    staleness of its drawn tokens. `trainer_version` must be known."""
+    assert parts[0].trainer_version is not None
+    columns = [_consumed_columns(part) for part in parts]
+    versions, sampled_at_ns, in_loss, group_wait_ns = map(np.concatenate, zip(*columns, strict=True))
+    return meter.consume(
+        versions,
+        sampled_at_ns,
+        consumed_ns=now_ns(),
+        trainer_version=parts[0].trainer_version,
+        in_loss=in_loss,
+        group_wait_ns=group_wait_ns,
+    )
+
+
+def _consumed_columns(batch: PackedBatch) -> tuple[np.ndarray, ...]:
+    """Return of each drawn token of a batch its version, its time, whether it is in the loss, and the time that its
+    group waited for the trainer."""
     drawn = batch.loss_mask
     sampled_at_ns = batch.sampled_at_ns[drawn].cpu().numpy()
     groups = batch.groups[batch.sequence_ids[drawn]].cpu().numpy()
     group_end_ns = np.zeros(len(batch.totals.group_tokens), np.int64)
     np.maximum.at(group_end_ns, groups, sampled_at_ns)
-    return meter.consume(
-        batch.weight_versions[drawn].cpu().numpy(),
-        sampled_at_ns,
-        consumed_ns=now_ns(),
-        trainer_version=batch.trainer_version,
-        in_loss=None if batch.included is None else batch.included[drawn].cpu().numpy(),
-        group_wait_ns=np.maximum(batch.taken_ns - group_end_ns, 0)[groups],
-    )
+    in_loss = drawn if batch.included is None else batch.included
+    waits_ns = np.maximum(batch.taken_ns - group_end_ns, 0)[groups]
+    return batch.weight_versions[drawn].cpu().numpy(), sampled_at_ns, in_loss[drawn].cpu().numpy(), waits_ns
 
 
 def measure_taken(meter: StalenessMeter, scored: ScoredGroups, batch: PackedBatch | None) -> None:

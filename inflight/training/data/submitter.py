@@ -61,8 +61,9 @@ class Submitter:
     """Takes examples, and submits their prompts.
 
     The trainer's thread takes the examples from their iterator, at most one batch before they are submitted. It calls
-    `ask`, then `took` for every group, then `begin`, for each step. Inside `in_background()` another thread submits
-    prompts while the trainer computes, when the controller starts them.
+    `ask`, then `took` for every group, then `begin`, for each step, and uses `computing` when it trains on a part of
+    one. Inside `in_background()` another thread submits prompts while the trainer computes, when the controller starts
+    them.
 
     Examples that the engine refuses, such as a prompt longer than its context, are skipped, counted and logged by their
     index. If it refuses all of the first ones, its error is raised.
@@ -192,6 +193,17 @@ class Submitter:
                 self.lead.take(missing)
             else:
                 self._taken_early.add(group_id)
+            self._changed.notify()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Do not count the time of the block as a wait: the trainer computes on groups of its step that it has."""
+        with self._changed:
+            self.lead.compute(_now_s())
+            self._changed.notify()
+        yield
+        with self._changed:
+            self.lead.wait(_now_s())
             self._changed.notify()
 
     def begin(self) -> LeadState:

@@ -36,6 +36,16 @@ class StepTotals:
         return StepTotals(tokens, sequences, self.group_tokens, groups)
 
 
+def divisor(kind: Aggregation, totals: StepTotals) -> float:
+    """Return N, the number of tokens, sequences or groups that divides all weights of `token_weights`. The N of a step
+    is the sum over its parts; the rest of a weight depends only on the token's own group."""
+    if kind == "token":
+        return totals.num_tokens
+    if kind == "group":
+        return totals.num_groups or len(totals.group_tokens)
+    return totals.num_sequences
+
+
 def token_weights(
     kind: Aggregation,
     lengths: torch.Tensor,
@@ -44,7 +54,7 @@ def token_weights(
     *,
     max_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Return the weight of every token of a sequence, f32[S], from the drawn tokens of its sample i64[S] and its group
+    """Return the weight of every token of a sequence, f64[S], from the drawn tokens of its sample i64[S] and its group
     i64[S].
 
     token: 1 / N tokens of the step, as in DAPO (arXiv 2503.14476, eq. 8). sequence: 1 / (S · length), the mean over
@@ -53,11 +63,12 @@ def token_weights(
     bias towards short right and long wrong answers (Dr. GRPO, arXiv 2503.20783, §3.1); it needs `max_tokens`, the
     length that the generator allows.
     """
+    whole = divisor(kind, totals)
     if kind == "token":
-        return torch.full_like(lengths, 1 / max(totals.num_tokens, 1), dtype=torch.float32)
+        return torch.full_like(lengths, 1 / max(whole, 1), dtype=torch.float64)
     if kind == "sequence":
-        return 1 / (totals.num_sequences * lengths.clamp(min=1).float())
+        return 1 / (whole * lengths.clamp(min=1).double())
     if kind == "group":
-        return 1 / ((totals.num_groups or len(totals.group_tokens)) * totals.group_tokens[groups].clamp(min=1).float())
+        return 1 / (whole * totals.group_tokens[groups].clamp(min=1).double())
     assert max_tokens, "Objective refuses other settings"
-    return torch.full_like(lengths, 1 / (totals.num_sequences * max_tokens), dtype=torch.float32)
+    return torch.full_like(lengths, 1 / (whole * max_tokens), dtype=torch.float64)

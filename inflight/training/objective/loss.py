@@ -58,7 +58,7 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
     with torch.enable_grad():
         leaf = logprobs.detach().requires_grad_()
         tokens = _drawn_tokens(objective, batch, rows, sequences, leaf)
-        weights = of_sequences[sequences]
+        weights = of_sequences[sequences].to(leaf.dtype)
         value, gradient = _differentiated(objective.policy_terms(tokens), weights, leaf)
         num_clipped = kl_sum = None
         if (without_bounds := objective.terms_without_bounds(tokens)) is not None:

@@ -115,6 +115,12 @@ class Objective:
         """True if a token without an advantage adds nothing to the loss."""
         return not (self.kl_weight or self.drift_weight or self.entropy_weight)
 
+    @property
+    def ranks_tokens(self) -> bool:
+        """True if a trust region ranks the tokens of a batch, so that a token's loss depends on other sequences."""
+        plain = [region.func if isinstance(region, partial) else region for region in self.trust_regions]
+        return regions.m2po_mask in plain or regions.second_moment_mask in plain
+
     def policy_terms(self, tokens: DrawnTokens) -> torch.Tensor:
         """Return the policy terms w_t · m_t · L_t, f[n] with gradient to `tokens.logprobs`."""
         terms = self.correction(tokens) * self.surrogate(tokens)

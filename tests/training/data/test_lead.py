@@ -251,7 +251,9 @@ def test_no_world_deadlocks(world, ahead):
     assert trainer.lead.in_flight >= 0
 
 
-EVENTS = st.lists(st.sampled_from(["start", "ready", "take", "ask", "begin", "refuse", "wait", "replace"]), max_size=60)
+EVENTS = st.lists(
+    st.sampled_from(["start", "ready", "take", "ask", "begin", "refuse", "wait", "replace", "compute"]), max_size=60
+)
 
 
 @pytest.mark.medium
@@ -283,6 +285,11 @@ def test_no_schedule_of_events_deadlocks(events, per_step, most_groups):
             lead.withdraw(count)
         elif event == "replace":
             lead.need(per_step)
+        elif event == "compute":
+            lead.compute(now)
+            now += 0.5
+            assert lead.next_start(now) >= now
+            lead.wait(now)
         now += 1.0 if event == "wait" else 0.01
         assert lead.next_start(now) >= now
     lead.ask(now)
@@ -297,3 +304,74 @@ def test_no_schedule_of_events_deadlocks(events, per_step, most_groups):
             ready -= 1
         lead.take(missing - 1)
     lead.begin(now)
+
+
+def drive_in_parts(lead, draw_s, *, group_s, rest_s, steps):
+    """Run a trainer that computes `group_s` for each group, on the groups that are ready as soon as it would wait, and
+    `rest_s` at the end of a step. draw_s: called for the time until a started group is ready. Returns the waits."""
+    pending, ready, now, waits = [], 0, 0.0, []
+
+    def advance(until):
+        """Start groups, and let them finish, until a time; None: until one is ready."""
+        nonlocal now, ready
+        while until is None or now < until:
+            count = lead.allowed(now)
+            lead.start(count, now)
+            pending.extend(now + draw_s() for _ in range(count))
+            pending.sort()
+            event = max(now, min([*pending[:1], lead.next_start(now)]))
+            if until is not None and event > until:
+                now = until
+                break
+            now = event
+            while pending and pending[0] <= now:
+                pending.pop(0)
+                lead.ready(now)
+                ready += 1
+            if until is None and ready:
+                break
+
+    for _ in range(steps):
+        lead.ask(now)
+        taken, new, wait = 0, 0, 0.0
+        while taken < 4:
+            was = now
+            if ready:
+                ready, taken, new = ready - 1, taken + 1, new + 1
+                lead.take(4 - taken)
+            elif new:
+                lead.compute(now)
+                advance(now + new * group_s)
+                lead.wait(now)
+                new = 0
+            else:
+                advance(None)
+                wait += now - was
+        lead.begin(now)
+        waits.append(wait)
+        advance(now + new * group_s + rest_s)
+    return waits
+
+
+@pytest.mark.parametrize("ahead", [0, 1, "auto"])
+def test_the_time_of_parts_is_time_of_the_step_and_no_wait(ahead):
+    random, lead = Random(0), LeadController(4, ahead=ahead)
+    waits = drive_in_parts(lead, lambda: random.uniform(0.1, 3.0), group_s=0.3, rest_s=0.1, steps=12)
+    assert [step.wait_s for step in lead._steps] == pytest.approx(waits)
+    assert [step.train_s for step in lead._steps][1:] == pytest.approx([4 * 0.3 + 0.1] * 11)
+    weights = [0.9**age for age in range(11)][::-1]
+    mean_wait_s = sum(w * wait for w, wait in zip(weights, waits[1:], strict=True)) / sum(weights)
+    assert lead.state.wait_share == pytest.approx(mean_wait_s / (mean_wait_s + 1.3))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rest_s", [0.1, 1.5])
+def test_a_trainer_in_parts_hardly_waits_either_and_its_groups_start_later(rest_s, seed):
+    """Its lead is at most that of a trainer that begins with the last group of a step."""
+    random = Random(seed)
+    draw_s = lambda: random.uniform(0.2, 2.0)  # noqa: E731
+    lead, whole = LeadController(4), LeadController(4)
+    waits = drive_in_parts(lead, draw_s, group_s=0.5, rest_s=rest_s, steps=200)
+    drive(whole, 0.0, train_s=2.0 + rest_s, draw_s=2.0, steps=200)
+    assert sum(waits[-100:]) <= WAIT_SHARE * (100 * (2.0 + rest_s) + sum(waits[-100:]))
+    assert lead.state.seconds <= whole.state.seconds

@@ -16,6 +16,20 @@ def test_groups_end_when_all_that_was_submitted_was_handed_out(wire):
     assert list(wire.stream.groups()) == []
 
 
+def test_a_caller_is_told_before_it_waits_and_only_then(wire):
+    def send_the_rest():
+        calls.append(len(taken))
+        wire.send(make_frame(0, 1, finishes=ends(0)))
+
+    calls, taken = [], []
+    wire.stream.ledger.expect([0, 1])
+    wire.send(make_frame(2, 0, groups=starts(0, 1), finishes=ends(1)))
+    wire.stream.collect([1])
+    for group in wire.stream.groups(before_waiting=send_the_rest):
+        taken.append(group[0].group_id)
+    assert (calls, taken) == ([0], [0])
+
+
 def test_collect_leaves_other_groups_to_the_stream(wire):
     wire.stream.ledger.expect([0, 1, 2])
     wire.send(make_frame(3, 0, groups=starts(0, 1, 2), finishes=ends(2, 0, 1)))
