@@ -29,6 +29,7 @@ _HOME = {
         "inflight.run": "Run",
         "inflight.training.data.advantages": "group_advantages turn_advantages",
         "inflight.training.data.batch": "PackedBatch pack",
+        "inflight.training.data.trees": "tree_advantages",
         "inflight.training.config": "GRPOConfig",
         "inflight.training.grpo": "grpo",
         "inflight.training.recording": "RunRecorder",
@@ -87,6 +88,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.training.data.scored_groups import ScoredGroups as ScoredGroups
     from inflight.training.data.scoring import Scorer as Scorer
     from inflight.training.data.staleness_filter import StalenessRule as StalenessRule
+    from inflight.training.data.trees import tree_advantages as tree_advantages
     from inflight.training.evaluation import Evaluation as Evaluation
     from inflight.training.grpo import grpo as grpo
     from inflight.training.model.forward import score_tokens as score_tokens

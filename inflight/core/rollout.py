@@ -82,7 +82,7 @@ class Turn(msgspec.Struct, frozen=True):
     reward: float | None = None
     """The reward of a drawn turn, or None."""
     finish_reason: str = ""
-    """Of a drawn turn: stop | length."""
+    """Of a drawn turn: stop | length, or stopped if a function that watched it ended it."""
     began_ns: int = 0
     """CLOCK_MONOTONIC when the turn was requested; 0 for given tokens."""
     ended_ns: int = 0

@@ -2,13 +2,14 @@
 
 import asyncio
 import copy
+import inspect
 import logging
 import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -23,7 +24,8 @@ from inflight.core.sampling import SamplingParams
 from inflight.core.workers import Workers
 from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.limits import TIMEOUTS, AtEnd, EpisodeEnd, Limits
-from inflight.episodes.session import Place, Session
+from inflight.episodes.session import Place, Session, Watch
+from inflight.episodes.watching import FrameBell
 from inflight.fleet.engine import Engine
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.group_table import GroupRecord
@@ -103,6 +105,7 @@ class Episodes:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time that episodes spent in "turns", "calls" and "rendering", added up over episodes."""
         self._conversation: Conversation | None = None
+        self._bell: FrameBell | None = None
         self._drawn: dict[Place, Rollout] = {}
         """Turns of a saved run that were drawn."""
         self._drawing: dict[Place, int] = {}
@@ -152,9 +155,9 @@ class Episodes:
     ) -> list[int]:
         """Start `params.n` episodes for each row. Returns the ids of their groups, as `Engine.submit` does.
 
-        prompts: rows, passed to the rollout function as they are. params: of every turn; max_tokens is of one turn. metadata:
-        one mapping per row; its rollouts carry it. train: as in `Engine.submit`. Raises ValueError for `version`: each
-        token of an episode is drawn by the newest weights.
+        prompts: rows, passed to the rollout function as they are. params: of every turn; max_tokens is of one turn.
+        metadata: one mapping per row; its rollouts carry it. train: as in `Engine.submit`. Raises ValueError for
+        `version`: each token of an episode is drawn by the newest weights.
         """
         if version is not None:
             raise ValueError(
@@ -246,7 +249,15 @@ class Episodes:
             return ""
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=params.skip_special_tokens)
 
-    async def draw(self, token_ids: list[int], params: SamplingParams, place: Place, num_routed: int) -> Rollout:
+    async def draw(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        place: Place,
+        num_routed: int,
+        watch: Watch | None,
+        every: int,
+    ) -> Rollout:
         """Return the turn after these tokens, with the experts of new tokens only and without its prompt: a turn that
         was drawn before the run was saved, one that is still drawn, or a new one."""
         if (known := self._drawn.pop(place, None)) is not None:
@@ -254,13 +265,16 @@ class Episodes:
             return known
         if (group_id := self._drawing.pop(place, None)) is not None:
             self.count("turns continued")
-            [[turn]] = await self.stream.acollect([group_id])
         else:
             if params.prefix_across_versions is None:
                 params = msgspec.structs.replace(params, prefix_across_versions=self._across)
-            [[turn]] = await self.engine.agenerate(
-                [token_ids], params, metadata=[{EPISODE: list(place)}], adapter=self._adapter
-            )
+            metadata = [{EPISODE: list(place)}]
+            [group_id] = await self.engine.asubmit([token_ids], params, metadata=metadata, adapter=self._adapter)
+        try:
+            turn = await self._collect(group_id, watch, every)
+        except BaseException:
+            self.engine.abandon([group_id])
+            raise
         self.counts["turns"] += 1
         self.counts["drawn tokens"] += len(turn.token_ids)
         self.counts["prompt tokens"] += len(token_ids)
@@ -269,10 +283,32 @@ class Episodes:
         # Prompts of all turns of a long conversation would take memory that grows with its square.
         prompt = turn.prompt_token_ids[:0]
         turn = replace(turn, prompt_token_ids=prompt, routed_experts=experts, prompt="")
-        if turn.finish_reason in ("stop", "length"):
+        if turn.finish_reason in ("stop", "length", "stopped"):
             noted = replace(turn, group_id=place.group_id, sample=place.sample, metadata={EPISODE: list(place)})
             self.stream.ledger.note_turn(noted)
         return turn
+
+    async def _collect(self, group_id: int, watch: Watch | None, every: int) -> Rollout:
+        """Return a turn when it has ended. watch: as in `Session.chat`."""
+        if watch is None:
+            [[turn]] = await self.stream.acollect([group_id])
+            return turn
+        if self._bell is None:
+            self._bell = FrameBell(self.stream.ledger)
+        final, stopped = asyncio.ensure_future(self.stream.acollect([group_id])), False
+        try:
+            async for part in self._bell.parts(group_id, final, max(1, every)):
+                verdict: Any = watch(part)
+                stopped = (await verdict) if inspect.isawaitable(verdict) else verdict
+                if stopped:
+                    self.count("turns stopped")
+                    cancelled = self.workers.start(partial(self.engine.cancel, request_ids=[part.request_id]))
+                    await asyncio.wrap_future(cancelled)
+                    break
+            [[turn]] = await final
+        finally:
+            final.cancel()
+        return replace(turn, finish_reason="stopped") if stopped and turn.finish_reason == "cancelled" else turn
 
     # ---- the event loop -----------------------------------------------------------------------------------------
 

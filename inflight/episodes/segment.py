@@ -21,9 +21,9 @@ class Mark:
     """Number of tokens up to here."""
     is_reply: bool
     """True after a drawn turn."""
-    messages: tuple[Message, ...] | None = None
-    """The conversation up to here, as `comparable` returns it; None if its tokens were given without messages."""
-    tools: Any = None
+    messages: tuple[Message, ...]
+    """The conversation up to here, as `comparable` returns it."""
+    tools: Any
     """Schemas of the tools and variables of the template in the first prompt."""
 
 
@@ -65,6 +65,11 @@ class Segment:
     def num_turns(self) -> int:
         """Number of drawn turns."""
         return len(self._times)
+
+    @property
+    def ends_with_reply(self) -> bool:
+        """True if its last tokens are a drawn turn."""
+        return bool(self._parts) and isinstance(self._parts[-1], Rollout)
 
     @property
     def last_finish_reason(self) -> str:

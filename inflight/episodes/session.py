@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -25,6 +25,9 @@ from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.limits import EpisodeEnd, Limits
 from inflight.episodes.segment import Mark, Message, Segment, comparable
 from inflight.episodes.tools import Tool, schemas_of
+
+Watch = Callable[[Rollout], bool | None] | Callable[[Rollout], Awaitable[bool | None]]
+"""A function of an unfinished turn that returns True to end it."""
 
 
 class Place(NamedTuple):
@@ -47,7 +50,15 @@ class Host(Protocol):
     def conversation(self) -> Conversation: ...
     def count(self, what: str) -> None: ...
     def text(self, token_ids: np.ndarray, params: SamplingParams) -> str: ...
-    async def draw(self, token_ids: list[int], params: SamplingParams, place: "Place", num_routed: int) -> Rollout: ...
+    async def draw(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        place: "Place",
+        num_routed: int,
+        watch: Watch | None,
+        every: int,
+    ) -> Rollout: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,9 @@ class Reply:
     token_ids: list[int]
     """The drawn tokens."""
     finish_reason: str
-    """stop | length"""
+    """stop | length, or stopped by `watch`"""
+    place: tuple[Segment, int]
+    """Its segment, and its index among the drawn turns of the segment."""
     has_unreadable_call: bool = False
     """True if the content contains the beginning of a tool call that cannot be read."""
 
@@ -123,14 +136,18 @@ class Session:
         *,
         tools: Sequence[Tool] | None = None,
         max_tokens: int | None = None,
+        watch: Watch | None = None,
+        every: int = 32,
         **template_kwargs: Any,
     ) -> Reply:
         """Draw the reply to chat messages: the whole conversation so far, with earlier replies as they were returned.
 
         tools: functions with type hints and a docstring with "Args:", or schemas of the API of OpenAI. max_tokens: at
-        most `params.max_tokens`, its default. template_kwargs: variables of the chat template. Messages that do not
-        continue an earlier call, such as a history without its thoughts, begin a new token sequence. Raises EpisodeEnd,
-        and InvalidRequestError for messages that do not fit the chat template.
+        most `params.max_tokens`, its default. watch: a function that is called with the unfinished turn, a Rollout,
+        after each further `every` tokens; if it returns True, the turn ends there. It can be async; drawing continues
+        in the meantime. template_kwargs: variables of the chat template. Messages that do not continue an earlier call,
+        such as a history without its thoughts, begin a new token sequence. Raises EpisodeEnd, and InvalidRequestError
+        for messages that do not fit the chat template.
         """
         self._check_open()
         if not messages or messages[-1].get("role") == "assistant":
@@ -143,38 +160,50 @@ class Session:
         segment.give(given)
         segment.marks.append(Mark(len(segment.token_ids), False, asked, setup))
         prompt = list(segment.token_ids)
-        turn = await self._draw(segment, max_tokens)
+        turn = await self._draw(segment, max_tokens, watch, every)
         began = perf_counter()
         answer = self._host.conversation.read(prompt, turn.token_ids.tolist(), schemas)
         self.seconds["rendering"] += perf_counter() - began
         replied = (*asked, *comparable([answer.message]))
         segment.marks.append(Mark(len(segment.token_ids), True, replied, setup))
-        is_unreadable = answer.calls == "unreadable"
-        return Reply(answer.message, turn.text, turn.token_ids.tolist(), turn.finish_reason, is_unreadable)
+        ids, place, is_unreadable = (
+            turn.token_ids.tolist(),
+            (segment, segment.num_turns - 1),
+            answer.calls == "unreadable",
+        )
+        return Reply(answer.message, turn.text, ids, turn.finish_reason, place, is_unreadable)
 
-    async def complete(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> Reply:
+    async def complete(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        watch: Watch | None = None,
+        every: int = 32,
+    ) -> Reply:
         """Draw the tokens after these. If they begin with an earlier turn and everything before it, they continue its
-        token sequence. max_tokens: as in `chat`. Raises EpisodeEnd."""
+        token sequence. If they leave an earlier sequence at some token, also within a turn, they are a branch from
+        there. The other arguments are as in `chat`. Raises EpisodeEnd."""
         self._check_open()
         token_ids = [int(token) for token in token_ids]
         segment, given = self._continue_tokens(token_ids)
         segment.give(given)
-        segment.marks.append(Mark(len(segment.token_ids), False))
-        turn = await self._draw(segment, max_tokens)
-        segment.marks.append(Mark(len(segment.token_ids), True))
-        return Reply({}, turn.text, turn.token_ids.tolist(), turn.finish_reason)
+        turn = await self._draw(segment, max_tokens, watch, every)
+        place = segment, segment.num_turns - 1
+        return Reply({}, turn.text, turn.token_ids.tolist(), turn.finish_reason, place)
 
     # ---- rewards ------------------------------------------------------------------------------------------------
 
-    def reward(self, value: float) -> None:
-        """Add a reward to the last drawn turn. The reward of the episode is the sum over its turns. Raises ValueError
-        for a number that is not finite, and without a turn."""
+    def reward(self, value: float, reply: Reply | None = None) -> None:
+        """Add a reward to a drawn turn. The reward of the episode is the sum over its turns. reply: of the turn; None:
+        the turn that was drawn last. Raises ValueError for a number that is not finite, and without a turn."""
         value = float(value)
         if not isfinite(value):
             raise ValueError(f"a reward must be finite, got {value}")
-        if self._last is None:
+        place = self._last if reply is None else reply.place
+        if place is None:
             raise ValueError("reward() adds to the last drawn turn, and no turn has been drawn")
-        segment, index = self._last
+        segment, index = place
         segment.rewards[index] = (segment.rewards[index] or 0.0) + value
 
     @property
@@ -289,7 +318,7 @@ class Session:
             (len(mark.messages), segment, mark)
             for segment in self.segments
             for mark in segment.marks
-            if mark.messages is not None and mark.messages == asked[: len(mark.messages)] and mark.tools == setup
+            if mark.messages == asked[: len(mark.messages)] and mark.tools == setup
         ]
         if found:
             count, segment, mark = max(found, key=lambda each: each[0])
@@ -304,22 +333,20 @@ class Session:
         return self._new(conversation.begin(messages, schemas, **template_kwargs)), []
 
     def _continue_tokens(self, token_ids: list[int]) -> tuple[Segment, list[int]]:
-        """Return the segment that these tokens continue, and the given tokens to append to it."""
-        found = [
-            (mark.length, segment, mark)
-            for segment in self.segments
-            for mark in segment.marks
-            if mark.length <= len(token_ids) and segment.token_ids[: mark.length] == token_ids[: mark.length]
-        ]
-        if not found:
+        """Return the segment that these tokens continue, and the given tokens to append to it. Tokens that leave a
+        segment in its middle, also within a drawn turn, begin a branch there."""
+        found = [(_common(segment.token_ids, token_ids), segment) for segment in self.segments]
+        shared, segment = max(found, key=lambda each: each[0], default=(0, None))
+        if segment is None or shared < len(segment.prompt):
             return self._new(token_ids), []
-        length, segment, mark = max(found, key=lambda each: each[0])
-        return self._grown(segment, mark), token_ids[length:]
+        if shared == len(segment.token_ids) and segment.ends_with_reply and not segment.is_busy:
+            return segment, token_ids[shared:]
+        return self._new(token_ids[:shared], (segment, shared - len(segment.prompt))), token_ids[shared:]
 
     def _grown(self, segment: Segment, mark: Mark) -> Segment:
         """Return the segment itself if it ends at the mark and can grow; otherwise a new one that begins with its
         tokens up to the mark."""
-        if mark is segment.marks[-1] and mark.is_reply and not segment.is_busy:
+        if mark.length == len(segment.token_ids) and segment.ends_with_reply and not segment.is_busy:
             return segment
         return self._new(segment.token_ids[: mark.length], (segment, mark.length - len(segment.prompt)))
 
@@ -327,7 +354,7 @@ class Session:
         self.segments.append(Segment(prompt, forked_from))
         return self.segments[-1]
 
-    async def _draw(self, segment: Segment, max_tokens: int | None) -> Rollout:
+    async def _draw(self, segment: Segment, max_tokens: int | None, watch: Watch | None, every: int) -> Rollout:
         """Draw a turn after all tokens of the segment."""
         limits, most = self._limits, min(max_tokens or self.params.max_tokens, self.params.max_tokens)
         if 0 < limits.max_turns <= self.num_turns:
@@ -344,7 +371,7 @@ class Session:
         segment.is_busy, began_ns = True, now_ns()
         try:
             async with asyncio.timeout(limits.turn_s):
-                turn = await self._host.draw(segment.token_ids, params, place, segment.num_routed)
+                turn = await self._host.draw(segment.token_ids, params, place, segment.num_routed, watch, every)
         except TimeoutError as error:
             if not isinstance(error, InflightError):  # such as EngineHungError
                 self._end("turn_timeout")
@@ -357,9 +384,17 @@ class Session:
             self.seconds["turns"] += (now_ns() - began_ns) / 1e9
         if turn.finish_reason == "cancelled":
             self._end("cancelled")
-        if turn.finish_reason not in ("stop", "length"):
+        if turn.finish_reason not in ("stop", "length", "stopped"):
             raise InflightError(f"a turn ended with {turn.finish_reason!r}")
         segment.draw(turn, began_ns, now_ns())
         self._last = segment, segment.num_turns - 1
         self.num_tokens += len(turn.token_ids)
         return turn
+
+
+def _common(ours: list[int], theirs: list[int]) -> int:
+    """Return the number of leading tokens that two lists have in common."""
+    least = min(len(ours), len(theirs))
+    if ours[:least] == theirs[:least]:
+        return least
+    return next(index for index, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)

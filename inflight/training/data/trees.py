@@ -1,0 +1,182 @@
+"""Advantages of episodes that branch: the token sequences of a sample form trees by `Rollout.forked_from`.
+
+A leaf is the end of a token sequence. Its return is the sum of the rewards of the turns on its path from the first
+prompt. L(t) is the set of leaves whose paths contain token t, and V(t) the mean of their returns. Every drawn token is
+in one sequence, so that it is trained once, also if many leaves are below it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from statistics import fmean, pstdev
+
+import numpy as np
+
+from inflight.core.rollout import Rollout, Turn
+from inflight.training.data.advantages import Advantages
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A range of one token sequence whose tokens have the same leaves below them."""
+
+    rollout: int
+    """Index of the rollout in its group."""
+    begin: int
+    end: int
+    parent: "_Node | None"
+    leaves: list[int] = field(default_factory=list)
+    """Indices of the rollouts whose ends are below."""
+
+    @property
+    def path(self) -> "list[_Node]":
+        """The nodes from the root to this node."""
+        return [*(self.parent.path if self.parent is not None else []), self]
+
+
+def tree_advantages(kind: str = "rloo") -> Advantages:
+    """Return a function for `advantages=` that credits the tokens of a tree, f32[tokens] for each rollout.
+
+    "rloo": |L(t)| · (V(t) − mean return of the group's leaves that are not below t). Its expectation is the gradient of
+    the sum of the leaves' returns, if the places of branches do not depend on what is drawn after them. 0 for a token
+    with all leaves below it.
+    "treerl": ((V(t) − V(root)) + (V(t) − V(parent of the node of t))) / √|L(t)| (TreeRL, arXiv 2506.11902); the root
+    has all leaves of the group.
+    "tree_grpo": of a leaf, its return normalised over the group, and then over its tree, the leaves of its
+    sample (Tree-GRPO, arXiv 2509.21240); a token gets the mean over L(t).
+    "treepo": of a leaf, Σ_d |G_d| · (return − mean return of G_d) / Σ_d |G_d| over the sets G_d of at least two leaves
+    below its ancestors and below the root (TreePO, arXiv 2508.17445, without its normalisation over the batch); a token
+    gets the mean over L(t).
+    Raises ValueError for an unknown kind.
+    """
+    if kind not in _KINDS:
+        raise ValueError(f"unknown tree advantages {kind!r}; choose {', '.join(_KINDS)}")
+
+    def advantages(groups: Sequence[Sequence[Rollout]]) -> list[np.ndarray]:
+        return [column for group in groups for column in _of_group(group, _KINDS[kind])]
+
+    return advantages
+
+
+def _of_group(group: Sequence[Rollout], value_of: "Value") -> list[np.ndarray]:
+    columns = [np.zeros(len(rollout.token_ids), np.float32) for rollout in group]
+    nodes = _nodes(group)
+    forest = _Forest(nodes, _returns(group), [rollout.sample for rollout in group])
+    for node in nodes:
+        columns[node.rollout][node.begin : node.end] = value_of(node, forest)
+    for rollout, column in zip(group, columns, strict=True):
+        column[~rollout.drawn] = 0
+    return columns
+
+
+def _nodes(group: Sequence[Rollout]) -> list[_Node]:
+    """Return the nodes of all trees of a group, parents before children."""
+    origins = [_origin(group, index) for index in range(len(group))]
+    cuts: list[set[int]] = [set() for _ in group]
+    for origin in origins:
+        if origin is not None:
+            cuts[origin[0]].add(origin[1])
+    last_below: dict[tuple[int, int], _Node | None] = {}  # (rollout, cut) → the node that ends there
+    nodes: list[_Node] = []
+    waiting = list(range(len(group)))
+    while waiting:
+        index = next((i for i in waiting if (origin := origins[i]) is None or origin[0] not in waiting), waiting[0])
+        waiting.remove(index)
+        rollout, origin = group[index], origins[index]
+        parent = None if origin is None else last_below.get(origin)
+        last_below[index, 0] = parent
+        begin = 0
+        for end in sorted({*cuts[index], len(rollout.token_ids)}):
+            if end > begin:
+                parent = _Node(index, begin, end, parent)
+                nodes.append(parent)
+                begin = end
+            last_below[index, end] = parent
+        for node in parent.path if parent is not None else []:
+            node.leaves.append(index)
+    return nodes
+
+
+def _returns(group: Sequence[Rollout]) -> dict[int, float]:
+    """Return the return of each leaf. A turn counts for the leaves whose paths contain all of it."""
+    returns: dict[int, float] = {}
+    for index, rollout in enumerate(group):
+        total, place, end, seen = 0.0, index, len(rollout.token_ids), {index}
+        while True:
+            current = group[place]
+            turns = current.turns or (Turn(0, len(current.token_ids), True, current.reward),)
+            total += sum(turn.reward or 0.0 for turn in turns if turn.drawn and turn.end <= end)
+            origin = _origin(group, place)
+            if origin is None or origin[0] in seen:
+                break
+            place, end = origin
+            seen.add(place)
+        returns[index] = total
+    return returns
+
+
+def _origin(group: Sequence[Rollout], index: int) -> tuple[int, int] | None:
+    """Return the index of the rollout that a rollout is forked from, and the number of its tokens; None for a root."""
+    rollout = group[index]
+    if rollout.forked_from is None:
+        return None
+    request_id, count = rollout.forked_from
+    places = (i for i, r in enumerate(group) if (r.sample, r.request_id) == (rollout.sample, request_id))
+    place = next(places, None)
+    return None if place is None else (place, count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forest:
+    """The trees of a group."""
+
+    nodes: Sequence[_Node]
+    returns: dict[int, float]
+    """Maps the leaves to their returns."""
+    samples: Sequence[int]
+    """The sample of each leaf; each sample is a tree."""
+
+    def mean(self, leaves: Iterable[int]) -> float:
+        """Return the mean return of some leaves."""
+        return fmean(self.returns[leaf] for leaf in leaves)
+
+
+Value = Callable[[_Node, _Forest], float]
+"""A function of a node and the trees of its group."""
+
+
+def _rloo(node: _Node, forest: _Forest) -> float:
+    others = [leaf for leaf in forest.returns if leaf not in node.leaves]
+    return len(node.leaves) * (forest.mean(node.leaves) - forest.mean(others)) if others else 0.0
+
+
+def _treerl(node: _Node, forest: _Forest) -> float:
+    root, value = forest.mean(forest.returns), forest.mean(node.leaves)
+    parent = root if node.parent is None else forest.mean(node.parent.leaves)
+    return ((value - root) + (value - parent)) / sqrt(len(node.leaves))
+
+
+def _tree_grpo(node: _Node, forest: _Forest) -> float:
+    of_group, sample = _normalised(forest.returns), forest.samples[node.leaves[0]]
+    of_tree = _normalised({leaf: value for leaf, value in of_group.items() if forest.samples[leaf] == sample})
+    return fmean(of_tree[leaf] for leaf in node.leaves)
+
+
+def _normalised(values: dict[int, float]) -> dict[int, float]:
+    mean, deviation = fmean(values.values()), pstdev(values.values())
+    return {leaf: (value - mean) / (deviation + 1e-6) for leaf, value in values.items()}
+
+
+def _treepo(node: _Node, forest: _Forest) -> float:
+    ends = {n.rollout: n for n in forest.nodes}
+
+    def of_leaf(leaf: int) -> float:
+        sets = {frozenset(forest.returns), *(frozenset(n.leaves) for n in ends[leaf].path)}
+        sets = {each for each in sets if len(each) > 1}
+        terms = [len(each) * (forest.returns[leaf] - forest.mean(each)) for each in sets]
+        return sum(terms) / sum(map(len, sets)) if sets else 0.0
+
+    return fmean(of_leaf(leaf) for leaf in node.leaves)
+
+
+_KINDS: dict[str, Value] = {"rloo": _rloo, "treerl": _treerl, "tree_grpo": _tree_grpo, "treepo": _treepo}

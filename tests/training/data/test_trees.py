@@ -1,0 +1,184 @@
+"""Advantages of branching episodes are their formulas, restated over explicit paths, and "rloo" is unbiased."""
+
+import math
+from dataclasses import replace
+from itertools import product
+from statistics import fmean, pstdev
+
+import numpy as np
+import pytest
+from made_batches import make_group
+
+import inflight
+from inflight.core.rollout import Rollout, Turn
+
+KINDS = ["rloo", "treerl", "tree_grpo", "treepo"]
+
+
+def sequence(request: int, sample: int, turns: list[tuple[int, bool, float | None]], forked_from=None) -> Rollout:
+    """turns: (number of tokens, drawn, reward)."""
+    [rollout] = make_group(np.random.default_rng(0), 0, 1, 1)
+    made, begin = [], 0
+    for length, drawn, reward in turns:
+        made.append(Turn(begin, begin + length, drawn, reward))
+        begin += length
+    ids = np.zeros(begin, np.int32)
+    return replace(
+        rollout,
+        request_id=request,
+        sample=sample,
+        token_ids=ids,
+        turns=tuple(made),
+        forked_from=forked_from,
+        reward=0.0,
+    )
+
+
+def random_group(rng: np.random.Generator) -> list[Rollout]:
+    group: list[Rollout] = []
+    for sample in range(int(rng.integers(1, 4))):
+        own: list[Rollout] = []
+        for _ in range(int(rng.integers(1, 6))):
+            turns = [
+                (int(rng.integers(0, 5)), bool(rng.random() < 0.7), float(rng.integers(-2, 3)))
+                for _ in range(int(rng.integers(1, 4)))
+            ]
+            turns.append((int(rng.integers(1, 4)), True, float(rng.normal())))
+            origin = None
+            if own:
+                parent = own[int(rng.integers(len(own)))]
+                origin = (parent.request_id, int(rng.integers(0, len(parent.token_ids) + 1)))
+            own.append(sequence(len(group) + len(own) + 1, sample, turns, origin))
+        group += own
+    rng.shuffle(group)
+    return group
+
+
+def paths(group: list[Rollout]) -> list[list[tuple[int, int]]]:
+    """For each leaf the tokens (rollout, index) from the first prompt to its end."""
+    place = {rollout.request_id: index for index, rollout in enumerate(group)}
+
+    def up_to(index: int, end: int) -> list[tuple[int, int]]:
+        rollout = group[index]
+        before = [] if rollout.forked_from is None else up_to(place[rollout.forked_from[0]], rollout.forked_from[1])
+        return before + [(index, token) for token in range(end)]
+
+    return [up_to(index, len(rollout.token_ids)) for index, rollout in enumerate(group)]
+
+
+def restated(kind: str, group: list[Rollout]) -> list[list[float]]:
+    every = paths(group)
+    returns = []
+    for leaf, path in enumerate(every):
+        last: dict[int, int] = {}
+        for index, token in path:
+            last[index] = token + 1
+        # Rollouts of which the path contains no token can still have empty turns at their beginning.
+        index = leaf
+        while group[index].forked_from is not None:
+            parent = next(i for i, r in enumerate(group) if r.request_id == group[index].forked_from[0])
+            last.setdefault(parent, 0)
+            index = parent
+        last.setdefault(leaf, 0)
+        returns.append(sum(t.reward for i, end in last.items() for t in group[i].turns if t.drawn and t.end <= end))
+    mean, deviation = fmean(returns), pstdev(returns)
+    out = []
+    for index, rollout in enumerate(group):
+        row = []
+        for token, drawn in enumerate(rollout.drawn):
+            if not drawn:
+                row.append(0.0)
+                continue
+            below = [leaf for leaf, path in enumerate(every) if (index, token) in path]
+            value = fmean(returns[leaf] for leaf in below)
+            if kind == "rloo":
+                others = [r for leaf, r in enumerate(returns) if leaf not in below]
+                row.append(len(below) * (value - fmean(others)) if others else 0.0)
+            elif kind == "treerl":
+                path = every[below[0]]
+                before = path[: path.index((index, token))]
+                larger = [{leaf for leaf, other in enumerate(every) if place in other} for place in reversed(before)]
+                # A new node begins where a branch leaves, also if the same leaves are below.
+                boundary = _parent(group, every, index, token)
+                parent = mean if boundary is None else fmean(returns[leaf] for leaf in boundary)
+                assert all(set(below) <= each for each in larger)
+                row.append(((value - mean) + (value - parent)) / math.sqrt(len(below)))
+            elif kind == "tree_grpo":
+                normal = [(r - mean) / (deviation + 1e-6) for r in returns]
+                tree = [n for n, other in zip(normal, group, strict=True) if other.sample == rollout.sample]
+                row.append(fmean((normal[leaf] - fmean(tree)) / (pstdev(tree) + 1e-6) for leaf in below))
+            else:
+                found = []
+                for leaf in below:
+                    sets = {frozenset(range(len(group)))} | {
+                        frozenset(other for other, path in enumerate(every) if place in path) for place in every[leaf]
+                    }
+                    sets = {each for each in sets if len(each) > 1}
+                    terms = [len(each) * (returns[leaf] - fmean(returns[other] for other in each)) for each in sets]
+                    found.append(sum(terms) / sum(map(len, sets)) if sets else 0.0)
+                row.append(fmean(found))
+        out.append(row)
+    return out
+
+
+def _parent(group, every, index, token):
+    """The leaves below the node before the node of a token: nodes end where a branch leaves and at the end."""
+    cuts = {r.forked_from[1] for r in group if r.forked_from and r.forked_from[0] == group[index].request_id}
+    begin = max((cut for cut in cuts if 0 < cut <= token), default=0)
+    leaf = next(leaf for leaf, path in enumerate(every) if (index, token) in path)
+    path = every[leaf]
+    place = path.index((index, begin))
+    if place == 0:
+        return None
+    return [leaf for leaf, other in enumerate(every) if path[place - 1] in other]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_trees_get_the_formulas(kind):
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        groups = [random_group(rng), random_group(rng)]
+        found = inflight.tree_advantages(kind)(groups)
+        expected = [row for group in groups for row in restated(kind, group)]
+        for column, row in zip(found, expected, strict=True):
+            assert column.dtype == np.float32
+            assert column.tolist() == pytest.approx(row, rel=1e-4, abs=1e-5)
+
+
+def test_rloo_is_the_gradient_of_the_leaves_by_enumeration():
+    """Two episodes: a first token, then two branches of one token each. Every outcome is weighed by its chance."""
+    p, q = 0.3, {0: 0.6, 1: 0.2}
+    reward = {(0, 0): 0.2, (0, 1): 1.0, (1, 0): -0.5, (1, 1): 2.0}
+
+    def chance(a, b):
+        return (p if a else 1 - p) * (q[a] if b else 1 - q[a])
+
+    exact = np.zeros(3)
+    for a, b in product((0, 1), repeat=2):
+        slope = np.array([a - p, (b - q[0]) * (a == 0), (b - q[1]) * (a == 1)])
+        exact += 4 * chance(a, b) * reward[a, b] * slope
+    expected = {kind: np.zeros(3) for kind in ("rloo", "treerl")}
+    for outcome in product((0, 1), repeat=6):
+        group, weight, slopes = [], 1.0, []
+        for sample, (a, b, c) in enumerate((outcome[:3], outcome[3:])):
+            weight *= (p if a else 1 - p) * math.prod(q[a] if x else 1 - q[a] for x in (b, c))
+            first = sequence(2 * sample, sample, [(1, True, None), (1, True, reward[a, b])])
+            group += [first, sequence(2 * sample + 1, sample, [(1, True, reward[a, c])], (2 * sample, 1))]
+            of = [np.array([0, (x - q[0]) * (a == 0), (x - q[1]) * (a == 1)]) for x in (b, c)]
+            slopes += [[np.array([a - p, 0, 0]), of[0]], [of[1]]]
+        for kind, total in expected.items():
+            for column, of_tokens in zip(inflight.tree_advantages(kind)([group]), slopes, strict=True):
+                for value, slope in zip(column.tolist(), of_tokens, strict=True):
+                    total += weight * value * slope
+    assert expected["rloo"] == pytest.approx(exact, rel=1e-5)
+    assert expected["treerl"] != pytest.approx(exact, rel=1e-2)
+
+
+def test_samples_without_branches_are_compared_as_a_group():
+    group = [sequence(i, i, [(2, True, float(r)), (1, False, None)]) for i, r in enumerate((1, 0, 2))]
+    found = inflight.tree_advantages("rloo")([group])
+    assert [column.tolist() for column in found] == [[0, 0, 0], [-1.5, -1.5, 0], [1.5, 1.5, 0]]
+    plain = [replace(rollout, turns=(), reward=float(i)) for i, rollout in enumerate(group)]
+    assert [c.tolist() for c in inflight.tree_advantages("rloo")([plain])] == [[-1.5] * 3, [0.0] * 3, [1.5] * 3]
+    with pytest.raises(ValueError, match="unknown tree advantages 'mcts'"):
+        inflight.tree_advantages("mcts")
