@@ -92,8 +92,8 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     """Share prefix-cache blocks only with prompts of the same salt, of at most 256 characters."""
     prefix_across_versions: int | None = None
     """Maximum version lag of a prefix that this prompt reuses. None: `EngineOptions.prefix_across_versions`. Prompts
-    with a lag above 0 share prefixes only with each other. Engines that reuse no older prefixes, such as those with
-    kv_on_swap="recompute", compute the prompt again."""
+    with a lag above 0 share prefixes only with each other. Engines that reuse no older prefixes, for example because
+    of kv_on_swap="recompute", compute the prompt again."""
     columns: tuple[str, ...] = ()
     """Names of custom columns (`EngineOptions.columns`) to record for each token in `Rollout.columns`."""
 

@@ -48,7 +48,7 @@ _CLOSE_S = 5.0
 @named()
 class Episodes:
     """An engine whose prompts are rows of tasks, and whose samples are episodes. `grpo`, `engine.stream.batches` and
-    loops of your own use it like the engine itself.
+    custom loops use it like the engine itself.
 
         async def rollout(session, row):
             messages = [{"role": "user", "content": row["question"]}]
@@ -444,7 +444,7 @@ class Episodes:
         if not task.done():
             self.count("episodes left behind")
             logger.warning(
-                "an episode of group %d did not end within %g s after its cancellation, and is left behind",
+                "an episode of group %d did not end within %g s after its cancellation; its group continues without it",
                 session.group_id,
                 self.limits.cleanup_s,
             )

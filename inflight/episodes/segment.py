@@ -37,8 +37,8 @@ def comparable(messages: Sequence[Message]) -> tuple[Message, ...]:
 class Segment:
     """Tokens of one growing sequence: a first prompt, then drawn and given turns in alternation.
 
-    Drawn tokens stay as they were drawn. What a segment shares with its parent belongs to its prompt, so that each
-    drawn token is in one segment only.
+    Drawn tokens never change. The tokens that a segment shares with its parent belong to its prompt, so that each drawn
+    token is in one segment only.
     """
 
     prompt: list[int]
@@ -168,6 +168,6 @@ def _joined_masks(parts: Sequence[Rollout | int]) -> SamplingMask | None:
 
 
 def _joined_experts(drawn: Sequence[Rollout]) -> np.ndarray | None:
-    """Join the experts of turns, which have those of new tokens only; None if a turn has none."""
+    """Join the experts of turns, each with the experts of its new tokens; None if a turn has none."""
     experts = [turn.routed_experts for turn in drawn if turn.routed_experts is not None]
     return np.concatenate(experts) if len(experts) == len(drawn) else None

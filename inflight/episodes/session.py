@@ -251,8 +251,9 @@ class Session:
             self.seconds["calls"] += perf_counter() - began
 
     async def use_tools(self, reply: Reply, tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-        """Call the functions that a reply names, all at the same time, and return a tool message for each call. What a
-        call raises, and a call that fits no function, becomes the content of its message. Raises EpisodeEnd."""
+        """Call the functions that a reply names, all at the same time, and return a tool message for each call. The
+        exception of a call, or the unknown name of its function, becomes the content of the message. Raises
+        EpisodeEnd."""
         by_name = {function.__name__: function for function in tools}
 
         async def use(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -204,7 +204,7 @@ class _Trainer:
 
     def compute(self, scored: ScoredGroups, *, is_whole: bool = False) -> None:
         """Add the gradients of the groups of the present step that were not there in the last call. is_whole: no more
-        groups follow. Raises InflightError if the groups are not those of the last call and further ones."""
+        groups follow. Raises InflightError if the groups do not begin with the groups of the last call."""
         config, present, meter = self.config, self.present, self.engine.staleness
         if present.taken is not None and present.taken is not scored:
             raise InflightError(

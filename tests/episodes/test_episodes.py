@@ -68,7 +68,7 @@ def test_turns_are_drawn_and_given_and_nothing_is_tokenized_again(engine):
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "group", "constant"])
 def test_given_tokens_have_no_gradient_and_no_part_in_averages(engine, aggregation):
-    """The gradient is that of the drawn tokens alone, with weights counted by hand."""
+    """Only drawn tokens contribute to the gradient, with weights counted by hand."""
     [group] = collect(engine, inflight.Episodes(engine, three_turns), [[1, 2, 3]])
     objective = Objective(aggregation=aggregation, max_tokens=15)
     advantages = [1.0, -0.5, 0.25, 2.0]
@@ -147,7 +147,7 @@ def test_a_branch_can_leave_a_turn_at_any_token(engine):
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "group", "constant"])
 def test_an_episode_of_several_sequences_weighs_as_much_as_one(engine, aggregation):
-    """The weights of all drawn tokens of an episode add up to those of any other sample, in whole and micro-batches."""
+    """The weights of all drawn tokens of an episode add up to the weights of any other sample, in whole and micro-batches."""
 
     async def branches(session, row):
         await asyncio.gather(*(session.complete(row) for _ in range(1 + 2 * session.sample)))

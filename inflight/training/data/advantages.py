@@ -109,7 +109,7 @@ def of_rewards(function: RewardAdvantages) -> Advantages:
 def turn_advantages(advantages: str | RewardAdvantages = "rloo", *, discount: float = 1.0) -> Advantages:
     """Return a function for `advantages=` that compares the turns of episodes. discount: γ.
 
-    The rewards r_j are those of the drawn turns of an episode, in the order in which they were requested; None is 0. A
+    The rewards r_j belong to the drawn turns of an episode, in the order in which they were requested; None is 0. A
     rollout without turns is one turn with its reward. The return of turn k is G_k = Σ_{j ≥ k} γ^(j − k) r_j. All tokens
     of a turn get the advantage of its return among the returns that the other samples of its group have from the same
     turn on, as PipelineRL groups by step; given tokens get 0.
