@@ -107,8 +107,8 @@ class Admission:
             continue_saved()
         self._background = ExitStack()
         self.while_incomplete: Callable[[ScoredGroups], None] | None = None
-        """Called by `take` before it waits, with the groups of the step so far: each call has the groups of the call before,
-        in the same order, and perhaps more. None: `take` only waits."""
+        """Called by `take` before it waits, with the groups of the step so far: each call has the groups of the call
+        before, in the same order, and perhaps more. None: `take` only waits."""
         self.lead: LeadState = self.submitter.lead.state
         """State of the lead controller when the last groups were taken."""
 

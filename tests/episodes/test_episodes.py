@@ -147,7 +147,7 @@ def test_a_branch_can_leave_a_turn_at_any_token(engine):
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "group", "constant"])
 def test_an_episode_of_several_sequences_weighs_as_much_as_one(engine, aggregation):
-    """The weights of all drawn tokens of an episode add up to the weights of any other sample, in whole and micro-batches."""
+    """The drawn tokens of an episode weigh as much as any other sample, in whole and micro-batches."""
 
     async def branches(session, row):
         await asyncio.gather(*(session.complete(row) for _ in range(1 + 2 * session.sample)))
