@@ -3,9 +3,10 @@
 import asyncio
 import inspect
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 from time import perf_counter
@@ -24,6 +25,8 @@ from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.limits import EpisodeEnd, Limits
 from inflight.episodes.segment import Mark, Message, Segment, comparable
 from inflight.episodes.tools import Tool, schemas_of
+
+logger = logging.getLogger(__name__)
 
 
 class Host(Protocol):
@@ -53,6 +56,8 @@ class Reply:
     """stop | length"""
     has_unreadable_call: bool = False
     """True if the content contains the beginning of a tool call that cannot be read."""
+    _turn: tuple[Segment, int] | None = field(default=None, repr=False, compare=False)
+    """Its segment, and its index among the drawn turns of the segment."""
 
     @property
     def content(self) -> str:
@@ -138,7 +143,8 @@ class Session:
         replied = (*asked, *comparable([answer.message]))
         segment.marks.append(Mark(len(segment.token_ids), True, replied, setup))
         is_unreadable = answer.calls == "unreadable"
-        return Reply(answer.message, turn.text, turn.token_ids.tolist(), turn.finish_reason, is_unreadable)
+        place = segment, segment.num_turns - 1
+        return Reply(answer.message, turn.text, turn.token_ids.tolist(), turn.finish_reason, is_unreadable, place)
 
     async def complete(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> Reply:
         """Draw the tokens after these. If they begin with an earlier turn and everything before it, they continue its
@@ -150,19 +156,21 @@ class Session:
         segment.marks.append(Mark(len(segment.token_ids), False))
         turn = await self._draw(segment, max_tokens)
         segment.marks.append(Mark(len(segment.token_ids), True))
-        return Reply({}, turn.text, turn.token_ids.tolist(), turn.finish_reason)
+        place = segment, segment.num_turns - 1
+        return Reply({}, turn.text, turn.token_ids.tolist(), turn.finish_reason, _turn=place)
 
     # ---- rewards ------------------------------------------------------------------------------------------------
 
-    def reward(self, value: float) -> None:
-        """Add a reward to the last drawn turn. The reward of the episode is the sum over its turns. Raises ValueError
-        for a number that is not finite, and without a turn."""
+    def reward(self, value: float, reply: Reply | None = None) -> None:
+        """Add a reward to the turn of a reply; None: to the last drawn turn. The reward of the episode is the sum over
+        its turns. Raises ValueError for a number that is not finite, and without a turn."""
         value = float(value)
         if not isfinite(value):
             raise ValueError(f"a reward must be finite, got {value}")
-        if self._last is None:
+        turn = self._last if reply is None else reply._turn
+        if turn is None:
             raise ValueError("reward() adds to the last drawn turn, and no turn has been drawn")
-        segment, index = self._last
+        segment, index = turn
         segment.rewards[index] = (segment.rewards[index] or 0.0) + value
 
     @property
@@ -208,6 +216,19 @@ class Session:
         finally:
             call.cancel()
             self.seconds["calls"] += perf_counter() - began
+
+    async def clean_up(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function in a thread that releases the resources of the episode, such as `env.close`. Unlike `call` it
+        also works after the end and after a cancellation, in a `finally` block. It returns after `Limits.cleanup_s` at
+        the latest, and logs an exception of the function."""
+        name = getattr(function, "__name__", type(function).__name__)
+        call = asyncio.wrap_future(self._host.workers.start(function, *arguments))
+        await asyncio.wait([call], timeout=self._limits.cleanup_s)
+        if not call.done():
+            self._host.count("calls that timed out")
+            logger.warning("%s did not return within %g s, and is left behind", name, self._limits.cleanup_s)
+        elif (error := call.exception()) is not None:
+            logger.warning("%s has failed at the end of an episode: %s: %s", name, type(error).__name__, error)
 
     async def use_tools(self, reply: Reply, tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
         """Call the functions that a reply names, all at the same time, and return a tool message for each call. What a
