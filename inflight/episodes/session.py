@@ -198,13 +198,7 @@ class Session:
         self.num_calls += 1
         timeout_s = self._limits.call_s if timeout_s is None else timeout_s
         began = perf_counter()
-        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004  an object can be called as a coroutine function
-        )
-        if is_async:
-            call = asyncio.ensure_future(function(*arguments, **keywords))
-        else:
-            call = asyncio.wrap_future(self._host.workers.start(partial(function, *arguments, **keywords)))
+        call = self._start(function, *arguments, **keywords)
         try:
             # A call that ignores its cancellation is left behind.
             await asyncio.wait([call], timeout=timeout_s)
@@ -218,13 +212,14 @@ class Session:
             self.seconds["calls"] += perf_counter() - began
 
     async def clean_up(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function in a thread that releases the resources of the episode, such as `env.close`. Unlike `call` it
-        also works after the end and after a cancellation, in a `finally` block. It returns after `Limits.cleanup_s` at
-        the latest, and logs an exception of the function."""
+        """Call a function that releases the resources of the episode, such as `env.close`, as `call` does. It also
+        works after the end and after a cancellation, in a `finally` block. It returns after `Limits.cleanup_s` at the
+        latest, and logs an exception of the function."""
         name = getattr(function, "__name__", type(function).__name__)
-        call = asyncio.wrap_future(self._host.workers.start(function, *arguments))
+        call = self._start(function, *arguments)
         await asyncio.wait([call], timeout=self._limits.cleanup_s)
         if not call.done():
+            call.cancel()
             self._host.count("calls that timed out")
             logger.warning("%s did not return within %g s, and is left behind", name, self._limits.cleanup_s)
         elif (error := call.exception()) is not None:
@@ -279,6 +274,15 @@ class Session:
         return rollouts
 
     # ---- helpers ------------------------------------------------------------------------------------------------
+
+    def _start(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> "asyncio.Future[Any]":
+        """Call a function as a task, or in a thread if it is not async."""
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  an object can be called as a coroutine function
+        )
+        if is_async:
+            return asyncio.ensure_future(function(*arguments, **keywords))
+        return asyncio.wrap_future(self._host.workers.start(partial(function, *arguments, **keywords)))
 
     def _check_open(self) -> None:
         if self.ended is not None:

@@ -237,3 +237,38 @@ def test_textarena_players_have_their_own_conversations_and_rewards(chat_engine,
     assert player_advantages([group]) == [0.0] * 4
     group[0].turns = (*group[0].turns[:-1], group[0].turns[-1].__class__(0, 4, True, 3.0))
     assert player_advantages([group]) == [4.0, 0.0, -4.0, 0.0]
+
+
+def test_cleanup_works_after_the_end_and_is_bounded(chat_engine, caplog):
+    released = []
+
+    async def release(name):
+        released.append(name)
+
+    async def play(session, row):
+        try:
+            await session.chat([{"role": "user", "content": "Begin."}])
+            await session.chat([{"role": "user", "content": "Continue."}])  # a second turn is not allowed
+        finally:
+            await session.clean_up(release, session.sample)
+            await session.clean_up(time.sleep, 0.5)
+
+    limits = inflight.Limits(max_turns=1, cleanup_s=0.1)
+    _, counts = collect(chat_engine, play, limits=limits)
+    assert sorted(released) == [0, 1]
+    assert counts["max_turns"] == counts["calls that timed out"] == 2
+    assert "sleep did not return within 0.1 s, and is left behind" in caplog.text
+
+
+def test_a_reward_can_be_of_an_earlier_reply(chat_engine):
+    async def play(session, row):
+        first = await session.complete([1, 2, 3])
+        await session.complete([1, 2, 3, *first.token_ids, 4])
+        session.reward(2.0, first)
+        with pytest.raises(ValueError, match="must be finite"):
+            session.reward(float("inf"), first)
+        return 1.0
+
+    [group], counts = collect(chat_engine, play)
+    assert counts["completed"] == 2
+    assert [[turn.reward for turn in rollout.turns if turn.drawn] for rollout in group] == [[2.0, 1.0]] * 2
