@@ -55,6 +55,7 @@ BENCHES: dict[str, dict[str, str]] = {
         for model in ("tiny", "small")
         for slots in (2, 1)
     },
+    "episodes": {f"episodes-{model}": f"episodes --model {model} --device cpu" for model in ("tiny", "small")},
     "loss": {"loss": "loss --device cpu", "loss-masked": "loss --device cpu --tokens 1024 --sampling-mask 64"},
     "learning": {
         "learning": "learning --device cpu --objective tis",

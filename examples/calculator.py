@@ -3,8 +3,8 @@
     python examples/calculator.py [--steps 50] [--seed 0]
 
 The task is a * b + c. The model calls `multiply`, then `add` with the product, and then says the sum. A tiny model
-first learns the format from examples in which almost half of the numbers are wrong. Then GRPO trains whole episodes. The
-program takes about a minute on a CPU.
+first learns the format from examples in which almost half of the numbers are wrong. Then GRPO trains whole episodes.
+The program takes about a minute on a CPU.
 """
 
 import argparse

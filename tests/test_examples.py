@@ -62,6 +62,19 @@ def test_a_slow_judge_and_evaluations_beside_training():
 
 
 @pytest.mark.slow
+def test_a_text_game_is_learned():
+    done = run_program(str(EXAMPLES / "text_game.py"), "--steps", "30")
+    assert gained(done) > 0.4, done.stdout
+
+
+@pytest.mark.long
+def test_three_turns_with_tools_are_learned():
+    done = run_program(str(EXAMPLES / "calculator.py"))
+    assert gained(done) > 0.3, done.stdout
+    assert "'conversations rendered again': 0" in done.stdout
+
+
+@pytest.mark.slow
 def test_two_ranks_learn_and_take_the_same_steps():
     done = torchrun(EXAMPLES / "fsdp_torchrun.py", "30")
     assert gained(done) > 0.1, done.stdout

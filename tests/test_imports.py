@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "tools": {
         *("core", "kernels", "weights", "stream", "observability", "server"),
-        *("engine", "training", "fleet", "run"),
+        *("engine", "training", "fleet", "episodes", "run"),
     },
 }
 """Maps each part, in the order of docs/structure.md, to the parts below it that it may import."""

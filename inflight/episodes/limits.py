@@ -55,7 +55,8 @@ class EpisodeEnd(Exception):
     catch it to clean up, or to return a reward; every later call of the session raises it again."""
 
     def __init__(self, reason: str):
-        """reason: max_turns, max_tokens, max_calls, context, turn_timeout, episode_timeout, cancelled or closed."""
+        """reason: max_turns, max_tokens, max_calls, max_steps (an environment's own limit), context, turn_timeout,
+        episode_timeout, cancelled or closed."""
         super().__init__(f"the episode has ended: {reason}")
         self.reason = reason
 

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.limits import EpisodeEnd, Limits
 from inflight.episodes.segment import Mark, Message, Segment, comparable
 from inflight.episodes.tools import Tool, schemas_of
+
+logger = logging.getLogger(__name__)
 
 Watch = Callable[[Rollout], bool | None] | Callable[[Rollout], Awaitable[bool | None]]
 """A function of an unfinished turn that returns True to end it."""
@@ -231,13 +234,7 @@ class Session:
         self.num_calls += 1
         timeout_s = self._limits.call_s if timeout_s is None else timeout_s
         began = perf_counter()
-        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004  an object can be called as a coroutine function
-        )
-        if is_async:
-            call = asyncio.ensure_future(function(*arguments, **keywords))
-        else:
-            call = asyncio.wrap_future(self._host.workers.start(partial(function, *arguments, **keywords)))
+        call = self._start(function, *arguments, **keywords)
         try:
             # A call that ignores its cancellation is left behind.
             await asyncio.wait([call], timeout=timeout_s)
@@ -249,6 +246,20 @@ class Session:
         finally:
             call.cancel()
             self.seconds["calls"] += perf_counter() - began
+
+    async def clean_up(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function that releases the resources of the episode, such as `env.close`, as `call` does. It also
+        works after the end and after a cancellation, in a `finally` block. It returns after `Limits.cleanup_s` at the
+        latest, and logs an exception of the function."""
+        name = getattr(function, "__name__", type(function).__name__)
+        call = self._start(function, *arguments)
+        await asyncio.wait([call], timeout=self._limits.cleanup_s)
+        if not call.done():
+            call.cancel()
+            self._host.count("calls that timed out")
+            logger.warning("%s did not return within %g s, and is left behind", name, self._limits.cleanup_s)
+        elif (error := call.exception()) is not None:
+            logger.warning("%s has failed at the end of an episode: %s: %s", name, type(error).__name__, error)
 
     async def use_tools(self, reply: Reply, tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
         """Call the functions that a reply names, all at the same time, and return a tool message for each call. The
@@ -300,6 +311,15 @@ class Session:
         return rollouts
 
     # ---- helpers ------------------------------------------------------------------------------------------------
+
+    def _start(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> "asyncio.Future[Any]":
+        """Call a function as a task, or in a thread if it is not async."""
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  an object can be called as a coroutine function
+        )
+        if is_async:
+            return asyncio.ensure_future(function(*arguments, **keywords))
+        return asyncio.wrap_future(self._host.workers.start(partial(function, *arguments, **keywords)))
 
     def _check_open(self) -> None:
         if self.ended is not None:

@@ -156,6 +156,7 @@ for name, options in (
     ("throughput", bench_options.ThroughputOptions),
     ("swap", bench_options.SwapOptions),
     ("staleness", bench_options.StalenessOptions),
+    ("episodes", bench_options.EpisodesOptions),
     ("stream", bench_options.StreamOptions),
     ("host", bench_options.HostOptions),
     ("learning", bench_options.LearningOptions),

@@ -9,6 +9,7 @@ docstring of the dataclass is the help of the command. A field has a type of typ
     tuple[str, ...]                  names, as in none,tis
     tuple[Path, ...]                 paths, one after another; an argument
     tuple[int, int]                  shortest and longest length, as in 100-1024; 128 is both
+    tuple[float, float]              shortest and longest time, as in 0.05-5; 1 is both
 """
 
 import inspect
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import StrEnum
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -137,8 +139,8 @@ def spelling_of(field: Field, kind: Any) -> Spelling:
     separator, read = ",", partial(_numbers, name, least=1 if least is None else least)
     if items[0] is str:
         separator, read = ", ", _names
-    elif items[1] is int:
-        separator, read = "-", partial(_lengths, name)
+    elif items[1] in (int, float):
+        separator, read = "-", partial(_range, name, items[0])
     text = separator.join(map(str, dict.fromkeys(default))) if default else None
     return Spelling(str | None, text, lambda given: () if given is None else read(given))
 
@@ -160,7 +162,7 @@ def _declaration(field: Field, kind: Any, help: str) -> Any:
         help, metavar = f"{help.rstrip('.')}: {', '.join(choices)}.", metavar or "CHOICE"
     elif metavar is None and kind is not bool:
         is_list = get_origin(kind) is tuple and ... in get_args(kind)
-        number = "N,N" if is_list else "N-N" if kind == tuple[int, int] else "N"
+        number = "N,N" if is_list else "N-N" if get_origin(kind) is tuple else "N"
         metavar = next(filter(None, map({int: number, float: number, Path: "PATH"}.get, parts)), "TEXT")
     if about.is_argument:
         return typer.Argument(help=help, metavar=metavar)
@@ -187,13 +189,13 @@ def _numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
     return numbers
 
 
-def _lengths(option: str, text: str) -> tuple[int, int]:
-    """Return the shortest and the longest length of "100-1024" or "128". Raises ValueError."""
+def _range(option: str, kind: Any, text: str) -> tuple[Any, Any]:
+    """Return the shortest and the longest length of "100-1024" or "128", or such times. Raises ValueError."""
     first, _, last = text.partition("-")
     try:
-        least, most = int(first), int(last or first)
+        least, most = kind(first), kind(last or first)
     except ValueError:
         least = most = 0
-    if not 1 <= least <= most:
+    if not 0 < least <= most < inf:
         raise ValueError(f"{option} must be a positive number or two that rise, such as 100-1024, got {text!r}")
     return least, most

@@ -50,6 +50,8 @@ class Colors:
     """Seeds of the spots."""
     range: tuple[int, int] = option((3, 9))
     """Lengths of the stripes."""
+    times: tuple[float, float] = option((0.5, 2.0))
+    """Times to dry."""
     names: tuple[str, ...] = option(("a", "b"))
     """Names of the painters."""
     num_cups: int = option(2, min=1)
@@ -131,9 +133,10 @@ def test_every_type_is_parsed():
         "0,7",
     ]
     given += ["--range", "5", "--names", "x, y,x", "--num-cups", "4", "--file", "cup"]
+    given += ["--times", "0.05-5"]
     assert json.loads(run(*given).stdout) == {
         "first": "blue", "second": "red", "others": ["red"], "sizes": [2, 3], "seeds": [0, 7], "range": [5, 5],
-        "names": ["x", "y"], "num_cups": 4, "file": "cup",
+        "times": [0.05, 5.0], "names": ["x", "y"], "num_cups": 4, "file": "cup",
     }  # fmt: skip
 
 
@@ -144,6 +147,7 @@ def test_every_type_is_parsed():
         (["--sizes", "0,1"], "--sizes must be one or more positive numbers such as 1,8,32, got '0,1'"),
         (["--seeds", "x"], "--seeds must be one or more numbers such as 1,8,32, got 'x'"),
         (["--range", "9-3"], "--range must be a positive number or two that rise, such as 100-1024, got '9-3'"),
+        (["--times", "0-1"], "--times must be a positive number or two that rise, such as 100-1024, got '0-1'"),
         (["--num-cups", "0"], "Invalid value for '--num-cups'"),
         (["--other", "green"], "Invalid value for '--other'"),
     ],

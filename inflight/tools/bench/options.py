@@ -99,6 +99,32 @@ class StalenessOptions(LoadChoice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodesOptions(EngineChoice):
+    """Measure the tokens per second of episodes with tools, and of the same turns without tools."""
+
+    episodes: int = option(256, min=1)
+    """Episodes in progress. Three times as many are run."""
+    turns: int = option(3, min=2)
+    """Drawn turns of each episode, with a tool between two turns."""
+    sequences: int = option(64, min=1)
+    """Sequences drawn at a time."""
+    tokens: int = option(64, min=1)
+    """Tokens of each turn."""
+    prompt_tokens: int = option(128, min=1)
+    """Length of the first message, in tokens."""
+    tool_tokens: int = option(16, min=1)
+    """Length of a tool's result, in tokens."""
+    tool_s: tuple[float, float] = option((0.05, 5.0))
+    """Time of each call of a tool, in seconds. A range, as in 0.05-5, is sampled uniformly on a logarithmic scale."""
+    publish_s: float = option(1.0, min=0)
+    """Time from one publish to the next, in seconds. 0: publish nothing."""
+    pairs: int = option(3, min=1)
+    """Number of alternated pairs of runs."""
+    seed: int = option(0, min=0)
+    """Seed of weights, data and draws."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions:
     """Measure the tokens per second from an engine's loop to a trainer."""
 

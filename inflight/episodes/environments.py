@@ -1,0 +1,207 @@
+"""Rollout functions that play environments of Gymnasium, skyrl-gym and TextArena. The packages are not imported: an
+environment needs the methods of its interface."""
+
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import wraps
+from itertools import zip_longest
+from typing import Any
+
+from inflight.core.errors import InflightError
+from inflight.core.rollout import Rollout, samples_of
+from inflight.episodes.episodes import RolloutFunction
+from inflight.episodes.limits import EpisodeEnd
+from inflight.episodes.segment import Message
+from inflight.episodes.session import Reply, Session
+from inflight.training.data.advantages import rloo_advantages
+
+MakeEnvironment = Callable[[Any], Any]
+"""Makes an environment from the row of an episode. It is called in a thread."""
+
+
+def gym_rollout(
+    make_env: MakeEnvironment,
+    *,
+    to_messages: Callable[[Any], Sequence[Message]] | None = None,
+    to_action: Callable[[Reply], Any] | None = None,
+) -> RolloutFunction:
+    """Return a rollout function for environments of Gymnasium: `reset(seed=, options=) -> (observation, info)`,
+    `step(action) -> (observation, reward, terminated, truncated, info)`, and `close()`.
+
+    Every reply is an action, and its reward is a reward of that turn. The seed and the options of `reset` are those of
+    the row, if it is a mapping with these keys. Without a seed, the seed is the number of the group, so that the
+    episodes of a group begin alike. to_messages: returns the messages of an observation; None: an observation is text,
+    the message of a user. to_action: returns the action of a reply; None: its content.
+    An environment that is truncated has reached a limit of its own, and not the end of the task. The episode ends by
+    the reason "max_steps", and `Limits.at_limit` decides about its reward.
+    """
+    to_messages, to_action = to_messages or _as_user, to_action or (lambda reply: reply.content)
+
+    async def rollout(session: Session, row: Any) -> None:
+        async with _opened(session, make_env, row) as env:
+            options = row.get("options") if isinstance(row, Mapping) else None
+            observation, _ = await env.call("reset", seed=_seed_of(session, row), options=options)
+            messages: list[Message] = []
+            while True:
+                messages += to_messages(observation)
+                reply = await session.chat(messages)
+                observation, reward, terminated, truncated, _ = await env.call("step", to_action(reply))
+                session.reward(reward)
+                if terminated:
+                    return
+                if truncated:
+                    raise EpisodeEnd("max_steps")
+                messages.append(reply.message)
+
+    return rollout
+
+
+def skyrl_rollout(make_env: MakeEnvironment) -> RolloutFunction:
+    """Return a rollout function for environments of skyrl-gym (`BaseTextEnv`): `init(prompt) -> (messages, info)`,
+    `step(action) -> {"observations": messages, "reward": …, "done": …}`, and `close()`.
+
+    `init` gets row["prompt"], and `step` the whole text of a reply with its thoughts and calls. The function raises
+    InflightError for an environment whose `postprocessed_action` differs from this text: the trainer learns from the
+    drawn tokens, and the environment would have judged others.
+    """
+
+    async def rollout(session: Session, row: Mapping[str, Any]) -> None:
+        async with _opened(session, make_env, row) as env:
+            first, _ = await env.call("init", list(row["prompt"]))
+            messages: list[Message] = list(first)
+            while True:
+                reply = await session.chat(messages)
+                step = await env.call("step", reply.text)
+                if step.get("postprocessed_action") not in (None, reply.text):
+                    raise InflightError(
+                        f"{env.name} has changed the drawn text: postprocessed_action is "
+                        f"{step['postprocessed_action']!r}, and the policy drew {reply.text!r}; end a turn with "
+                        "SamplingParams.stop instead"
+                    )
+                session.reward(step["reward"])
+                if step["done"]:
+                    return
+                messages += [reply.message, *step["observations"]]
+
+    return rollout
+
+
+def textarena_rollout(make_env: MakeEnvironment, *, num_players: int = 2) -> RolloutFunction:
+    """Return a rollout function for games of TextArena: `reset(num_players=, seed=)`,
+    `get_observation() -> (player, observation)`, `step(action) -> (done, info)`, and `close() -> (rewards, info)`.
+
+    The policy plays all players. Each player has its own conversation, and so its own token sequence; its messages are
+    the observations that are new to it. An observation is a list of (sender, text, …), as games with "-raw" in their
+    name return it, or the text of all observations so far. At the end each player's reward is added to its last turn.
+    The seed is as in `gym_rollout`; TextArena seeds the random numbers of the whole process with it.
+    The reward of the episode is the sum over the players, which is 0 in a zero-sum game. Train with
+    `GRPOConfig(advantages=player_advantages)`, which compares the players separately.
+    """
+
+    async def rollout(session: Session, row: Any) -> None:
+        conversations: dict[int, list[Message]] = defaultdict(list)
+        last: dict[int, Reply] = {}
+        seen: dict[int, str] = defaultdict(str)
+        async with _opened(session, make_env, row) as env:
+            await env.call("reset", num_players=num_players, seed=_seed_of(session, row))
+            done = False
+            while not done:
+                player, observation = await env.call("get_observation")
+                if isinstance(observation, str):
+                    new, seen[player] = observation.removeprefix(seen[player]), observation
+                else:
+                    new = "\n".join(_lines(player, observation))
+                messages = conversations[player]
+                messages.append({"role": "user", "content": new})
+                reply = last[player] = await session.chat(messages)
+                messages.append(reply.message)
+                done, _ = await env.call("step", reply.content)
+            rewards, _ = await session.call(env.close)
+            if not rewards:
+                raise InflightError(f"{env.name} has returned no rewards from close()")
+            for player, reply in last.items():
+                session.reward(rewards[player], reply)
+
+    return rollout
+
+
+def player_advantages(groups: Sequence[Sequence[Rollout]]) -> list[float]:
+    """Return an advantage for each token sequence: the sum of its rewards, relative to the mean of the same sequence
+    (the first, the second, …) in the other episodes of its group (RLOO). For `GRPOConfig(advantages=…)` with
+    `textarena_rollout`, in which each player has one sequence and the first players move in the same order."""
+    compared, found = [], {}
+    for group in groups:
+        compared += [
+            [rollout for rollout in rollouts if rollout is not None] for rollouts in zip_longest(*samples_of(group))
+        ]
+    values = iter(rloo_advantages([[_sum_of_rewards(rollout) for rollout in rollouts] for rollouts in compared]))
+    for rollouts in compared:
+        found |= {id(rollout): next(values) for rollout in rollouts}
+    return [found[id(rollout)] for group in groups for rollout in group]
+
+
+class _Environment:
+    """An environment of one episode. One thread uses it at a time: a call that has timed out can still be running."""
+
+    def __init__(self, session: Session, make_env: MakeEnvironment, row: Any):
+        self._session, self._make_env, self._row = session, make_env, row
+        self._lock, self._env, self._is_closed = threading.Lock(), None, False
+        self.name = getattr(make_env, "__name__", "the environment")
+
+    def make_env(self) -> None:
+        """Make the environment, except after `close`."""
+        with self._lock:
+            if not self._is_closed:
+                self._env = self._make_env(self._row)
+                self.name = type(self._env).__name__
+
+    async def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call one of its methods in a thread, within the limits of the session."""
+        method = getattr(self._env, name)
+
+        @wraps(method)
+        def alone() -> Any:
+            with self._lock:
+                return method(*arguments, **keywords)
+
+        return await self._session.call(alone)
+
+    def close(self) -> Any:
+        """Close the environment after its calls, once. Returns the result of its own `close`."""
+        with self._lock:
+            env, self._env, self._is_closed = self._env, None, True
+            return None if env is None else env.close()
+
+
+@asynccontextmanager
+async def _opened(session: Session, make_env: MakeEnvironment, row: Any) -> AsyncIterator[_Environment]:
+    """Make an environment, and close it at the end of the block in any case."""
+    env = _Environment(session, make_env, row)
+    try:
+        await session.call(env.make_env)
+        yield env
+    finally:
+        await session.clean_up(env.close)
+
+
+def _as_user(observation: Any) -> list[Message]:
+    if not isinstance(observation, str):
+        raise TypeError(f"an observation must be text, got {observation!r}; gym_rollout(…, to_messages=) converts it")
+    return [{"role": "user", "content": observation}]
+
+
+def _seed_of(session: Session, row: Any) -> int:
+    seed = row.get("seed") if isinstance(row, Mapping) else None
+    return session.group_id if seed is None else int(seed)
+
+
+def _lines(player: int, observation: Iterable[Sequence[Any]]) -> list[str]:
+    """Return the texts of an observation without the player's own."""
+    others = [(sender, text) for sender, text, *_ in observation if sender != player]
+    return [text if sender < 0 else f"[Player {sender}] {text}" for sender, text in others]
+
+
+def _sum_of_rewards(rollout: Rollout) -> float:
+    return sum(turn.reward or 0.0 for turn in rollout.turns)
