@@ -35,7 +35,7 @@ _ERRORS_OF: dict[int, tuple[type[Exception], ...]] = {
     503: (QueueFullError, EngineDiedError, EngineHungError, EngineBusyError, TimeoutError),
 }
 _TYPE_OF = {
-    **dict.fromkeys((400, 405, 413, 422), "invalid_request_error"),
+    **dict.fromkeys((400, 405, 410, 413, 422), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -56,6 +56,15 @@ _HEADERS_OF = {
 def answer(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a response with a JSON body."""
     return Response(encode(value), status, headers, "application/json")
+
+
+def event(value: object, name: str = "") -> bytes:
+    """Return a part of a streamed response, as a server-sent event. name: of the event, where clients read it."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + encode(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream."""
 
 
 def always(value: object) -> Callable[..., Awaitable[Response]]:
