@@ -282,7 +282,9 @@ class Session:
         if found:
             count, segment, mark = max(found, key=lambda each: each[0])
             if count == len(asked):  # another reply to the same messages
-                return self._grown(segment, mark), []
+                last = segment.marks[-1]
+                was_cancelled = mark.length == last.length and not (last.is_reply or segment.is_busy)
+                return segment if was_cancelled else self._grown(segment, mark), []
             if mark.is_reply:
                 tokens, new = segment.token_ids[: mark.length], messages[count:]
                 more = conversation.extend(tokens, messages[:count], new, schemas, **template_kwargs)
