@@ -251,7 +251,8 @@ class Episodes:
 
     def _cancel(self, group_ids: set[int] | None) -> None:
         for group_id, task in self._groups.items():
-            if group_ids is None or group_id in group_ids:
+            # A second cancellation would interrupt the first one's cleanup, and the group would never finish.
+            if (group_ids is None or group_id in group_ids) and not task.cancelling():
                 task.cancel()
 
     async def _stop(self) -> None:
