@@ -21,6 +21,7 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.workers import Workers
 from inflight.engine.loop.sequence import sample_seed
+from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd, Limits
 from inflight.episodes.segment import Mark, Message, Segment, comparable
 from inflight.episodes.tools import Tool, schemas_of
@@ -36,6 +37,7 @@ class Host(Protocol):
     def count(self, what: str) -> None: ...
     def text(self, token_ids: np.ndarray, params: SamplingParams) -> str: ...
     async def draw(self, token_ids: list[int], params: SamplingParams, group_id: int, sample: int) -> Rollout: ...
+    async def endpoint(self, session: "Session") -> Endpoint: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ class Reply:
     """stop | length"""
     has_unreadable_call: bool = False
     """True if the content contains the beginning of a tool call that cannot be read."""
+    prompt_tokens: int = 0
+    """Number of tokens before the turn."""
+    prefix_tokens: int = 0
+    """Number of them whose keys and values were reused."""
 
     @property
     def content(self) -> str:
@@ -100,6 +106,8 @@ class Session:
         """Time spent in "turns", "calls" and "rendering"."""
         self.ended: str | None = None
         """The reason of the end, or None."""
+        self.at_close: list[Callable[[], None]] = []
+        """Functions that end the endpoints of this session. `close` calls them."""
         self._last: tuple[Segment, int] | None = None
         """The last drawn turn: its segment, and its index among the segment's drawn turns."""
 
@@ -138,7 +146,8 @@ class Session:
         replied = (*asked, *comparable([answer.message]))
         segment.marks.append(Mark(len(segment.token_ids), True, replied, setup))
         is_unreadable = answer.calls == "unreadable"
-        return Reply(answer.message, turn.text, turn.token_ids.tolist(), turn.finish_reason, is_unreadable)
+        used = len(prompt), turn.prefix_tokens
+        return Reply(answer.message, turn.text, turn.token_ids.tolist(), turn.finish_reason, is_unreadable, *used)
 
     async def complete(self, token_ids: Sequence[int], *, max_tokens: int | None = None) -> Reply:
         """Draw the tokens after these. If they begin with an earlier turn and everything before it, they continue its
@@ -151,6 +160,12 @@ class Session:
         turn = await self._draw(segment, max_tokens)
         segment.marks.append(Mark(len(segment.token_ids), True))
         return Reply({}, turn.text, turn.token_ids.tolist(), turn.finish_reason)
+
+    async def endpoint(self) -> Endpoint:
+        """Return an address on this machine for an agent that calls the API of OpenAI. Its requests are calls of
+        `chat`. It needs the extra `serve`. Raises EpisodeEnd."""
+        self._check_open()
+        return await self._host.endpoint(self)
 
     # ---- rewards ------------------------------------------------------------------------------------------------
 
@@ -235,8 +250,10 @@ class Session:
     # ---- for `Episodes` -----------------------------------------------------------------------------------------
 
     def close(self, reason: str) -> None:
-        """Let every later call raise EpisodeEnd."""
+        """Let every later call raise EpisodeEnd, and end the endpoints."""
         self.ended = self.ended or reason
+        while self.at_close:
+            self.at_close.pop()()
 
     def rollouts(self, finish_reason: str, reward: float | None, parts: Mapping[str, float]) -> list[Rollout]:
         """Return a rollout for each segment with a drawn turn."""
@@ -264,7 +281,7 @@ class Session:
             raise EpisodeEnd(self.ended)
 
     def _end(self, reason: str) -> None:
-        self.close(reason)
+        self.ended = self.ended or reason
         raise EpisodeEnd(reason)
 
     def _continue_messages(
