@@ -1,4 +1,4 @@
-"""Serves sessions over HTTP, so that an agent draws the turns of an episode by the API of OpenAI."""
+"""Serves sessions over HTTP: an agent draws the turns of an episode by the API of OpenAI or of Anthropic."""
 
 import asyncio
 import logging
@@ -23,6 +23,7 @@ from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd
 from inflight.episodes.session import Reply, Session
 from inflight.server import answers
+from inflight.server.anthropic import MessagesRequest, error_response, stream_events, whole_message
 from inflight.server.options import ServerOptions
 from inflight.server.prompts import plain_messages, template_kwargs
 from inflight.server.request_log import RequestLog
@@ -40,6 +41,7 @@ _FIXED = (
 )
 """Fields that must have the values of the session."""
 _RECORDED = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_weight_versions")
+_MODEL = "inflight"
 _EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -49,11 +51,15 @@ class _Open:
 
     session: Session
     token: str
+    rewards: bool
+    """Requests can set rewards."""
     draws: set[asyncio.Future[Reply]] = field(default_factory=set)
     """Turns in progress."""
 
 
 _Handler = Callable[[_Open, Request], Awaitable[Response]]
+_Parts = tuple[str, str, list[dict[str, Any]]]
+"""Content, reasoning and tool calls."""
 
 
 class AgentServer:
@@ -69,6 +75,7 @@ class AgentServer:
         app = Starlette(
             routes=[
                 Route("/sessions/{id}/v1/chat/completions", self._guarded(chat), methods=["POST"]),
+                Route("/sessions/{id}/v1/messages", self._guarded(messages, error_response), methods=["POST"]),
                 Route("/sessions/{id}/reward", self._guarded(reward), methods=["POST"]),
             ],
             exception_handlers={HTTPException: _on_http_error},
@@ -91,11 +98,11 @@ class AgentServer:
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listening]))
         self._task.add_done_callback(lambda _: listening.close())
 
-    def open(self, session: Session) -> Endpoint:
+    def open(self, session: Session, *, rewards: bool) -> Endpoint:
         """Serve a session until it is closed. Then its turns in progress are cancelled. Raises EpisodeEnd."""
         if session.ended is not None:
             raise EpisodeEnd(session.ended)
-        id, opened = secrets.token_hex(8), _Open(session, secrets.token_urlsafe(24))
+        id, opened = secrets.token_hex(8), _Open(session, secrets.token_urlsafe(24), rewards)
         self._open[id] = opened
 
         def close() -> None:
@@ -104,7 +111,7 @@ class AgentServer:
                 draw.cancel()
 
         session.at_close.append(close)
-        return Endpoint(f"{self._url}/sessions/{id}", opened.token)
+        return Endpoint(f"{self._url}/sessions/{id}", opened.token, rewards)
 
     async def close(self) -> None:
         """End the server, within some seconds."""
@@ -114,7 +121,9 @@ class AgentServer:
         if not self._task.done():
             logger.warning("the server of episodes did not end within %g s, and is left behind", _CLOSE_S)
 
-    def _guarded(self, handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(
+        self, handler: _Handler, refuse: Callable[[ApiError], Response] = ApiError.response
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
             began_s, reason, path = time.monotonic(), "", f"/sessions/…/{handler.__name__}"
             try:
@@ -123,7 +132,7 @@ class AgentServer:
                 response, reason = Response(status_code=499), "the client closed the connection"
             except Exception as error:
                 told = as_api_error(error, f"a request for {path}")
-                response, reason = told.response(), told.message
+                response, reason = refuse(told), told.message
             seconds, reason = time.monotonic() - began_s, shorten(reason.replace("\n", " "), 400)
             self._log.note(request.method[:20], path, response.status_code, seconds, "an agent", reason)
             return response
@@ -135,7 +144,7 @@ class AgentServer:
         opened = self._open.get(request.path_params["id"])
         if opened is None:
             raise ApiError(404, "there is no such session, or its episode has ended")
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
         if not secrets.compare_digest(given.encode(), opened.token.encode()):
             raise ApiError(401, "send the token of this session (Endpoint.token) as the API key")
         return opened
@@ -144,11 +153,9 @@ class AgentServer:
 async def chat(opened: _Open, request: Request) -> Response:
     """Answer /sessions/ID/v1/chat/completions."""
     fields = await read_chat(request, _MOST_BYTES)
-    reply = await _draw(opened, request, fields)
-    parts = reply.content, reply.message.get("reasoning_content", ""), reply.calls
-    end = answers.chat_finish_reason(reply.finish_reason, reply.calls)
-    usage = answers.usage(reply.prompt_tokens, len(reply.token_ids), reply.prefix_tokens)
-    head: dict[str, Any] = {"id": answers.new_id("chatcmpl", None), "created": int(time.time()), "model": fields.model}
+    parts, end, usage = await _draw(opened, request, fields)
+    model = fields.model or _MODEL
+    head: dict[str, Any] = {"id": answers.new_id("chatcmpl", None), "created": int(time.time()), "model": model}
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": end}
     if not fields.stream:
         choice["message"] = answers.chat_message(*parts)
@@ -162,6 +169,16 @@ async def chat(opened: _Open, request: Request) -> Response:
     return Response(b"".join(events), headers=_EVENTS, media_type="text/event-stream")
 
 
+async def messages(opened: _Open, request: Request) -> Response:
+    """Answer /sessions/ID/v1/messages."""
+    fields = await read_request(request, MessagesRequest, _MOST_BYTES)
+    parts, end, usage = await _draw(opened, request, fields.chat())
+    whole = whole_message(*parts, model=fields.model or _MODEL, finish_reason=end, usage=usage)
+    if not fields.stream:
+        return answer(whole)
+    return Response(stream_events(whole), headers=_EVENTS, media_type="text/event-stream")
+
+
 class _Reward(msgspec.Struct):
     reward: float
 
@@ -169,6 +186,8 @@ class _Reward(msgspec.Struct):
 async def reward(opened: _Open, request: Request) -> Response:
     """Answer /sessions/ID/reward."""
     fields = await read_request(request, _Reward, _MOST_BYTES)
+    if not opened.rewards:
+        raise ApiError(403, "this session takes no rewards over HTTP: call session.endpoint(rewards=True)")
     try:
         opened.session.reward(fields.reward)
     except ValueError as error:
@@ -176,24 +195,28 @@ async def reward(opened: _Open, request: Request) -> Response:
     return answer({"total_reward": opened.session.total_reward})
 
 
-async def _draw(opened: _Open, request: Request, fields: ChatRequest) -> Reply:
-    """Draw a turn. Raises ApiError, also if the episode has ended, and ClientDisconnect."""
+async def _draw(opened: _Open, request: Request, fields: ChatRequest) -> tuple[_Parts, str | None, dict[str, Any]]:
+    """Draw a turn. Returns its parts, its finish reason and its usage. Raises ApiError, also if the episode has ended,
+    and ClientDisconnect."""
     session = opened.session
     _check(fields, session.params)
-    messages, variables = plain_messages(fields.messages), template_kwargs(fields)
-    if not messages or messages[-1]["role"] == "assistant":
+    plain, variables = plain_messages(fields.messages), template_kwargs(fields)
+    if not plain or plain[-1]["role"] == "assistant":
         raise ApiError(400, "messages must end with a message of a user or a tool", param="messages")
-    draw = asyncio.ensure_future(session.chat(messages, tools=fields.tools, max_tokens=fields.max_tokens, **variables))
+    draw = asyncio.ensure_future(session.chat(plain, tools=fields.tools, max_tokens=fields.max_tokens, **variables))
     opened.draws.add(draw)
     draw.add_done_callback(opened.draws.discard)
     try:
-        return await unless_gone(request, draw)
+        reply = await unless_gone(request, draw)
     except EpisodeEnd as error:
         raise _ended(error.reason) from error
     except asyncio.CancelledError:
         if draw.cancelled() and session.ended is not None:
             raise _ended(session.ended) from None
         raise
+    parts = reply.content, reply.message.get("reasoning_content", ""), reply.calls
+    usage = answers.usage(reply.prompt_tokens, len(reply.token_ids), reply.prefix_tokens)
+    return parts, answers.chat_finish_reason(reply.finish_reason, reply.calls), usage
 
 
 def _ended(reason: str) -> ApiError:
@@ -226,5 +249,7 @@ def _check(fields: ChatRequest, params: SamplingParams) -> None:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    message = f"{request.method} {request.url.path[:200]}: an episode has POST …/v1/chat/completions and …/reward"
+    message = (
+        f"{request.method} {request.url.path[:200]}: an episode has …/v1/chat/completions, …/v1/messages and …/reward"
+    )
     return ApiError(status, message).response()

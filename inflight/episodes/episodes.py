@@ -236,13 +236,13 @@ class Episodes:
         self.counts["reused prompt tokens"] += turn.prefix_tokens
         return turn
 
-    async def endpoint(self, session: Session) -> Endpoint:
+    async def endpoint(self, session: Session, *, rewards: bool) -> Endpoint:
         """Return an address at which agents use a session. The first call starts the server. Raises ListenError, and
         MissingPackageError without the extra `serve`."""
         kind = await asyncio.to_thread(_agent_server)  # The import takes longer than a turn.
         if self._agents is None:
             self._agents = kind()
-        return self._agents.open(session)
+        return self._agents.open(session, rewards=rewards)
 
     # ---- the event loop -----------------------------------------------------------------------------------------
 

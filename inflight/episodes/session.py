@@ -37,7 +37,7 @@ class Host(Protocol):
     def count(self, what: str) -> None: ...
     def text(self, token_ids: np.ndarray, params: SamplingParams) -> str: ...
     async def draw(self, token_ids: list[int], params: SamplingParams, group_id: int, sample: int) -> Rollout: ...
-    async def endpoint(self, session: "Session") -> Endpoint: ...
+    async def endpoint(self, session: "Session", *, rewards: bool) -> Endpoint: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +161,12 @@ class Session:
         segment.marks.append(Mark(len(segment.token_ids), True))
         return Reply({}, turn.text, turn.token_ids.tolist(), turn.finish_reason)
 
-    async def endpoint(self) -> Endpoint:
-        """Return an address on this machine for an agent that calls the API of OpenAI. Its requests are calls of
-        `chat`. It needs the extra `serve`. Raises EpisodeEnd."""
+    async def endpoint(self, *, rewards: bool = False) -> Endpoint:
+        """Return an address on this machine for an agent that calls the API of OpenAI or Anthropic. Its requests
+        are calls of `chat`. rewards: requests can also set rewards. An agent that runs code of the policy could then
+        set its own. It needs the extra `serve`. Raises EpisodeEnd."""
         self._check_open()
-        return await self._host.endpoint(self)
+        return await self._host.endpoint(self, rewards=rewards)
 
     # ---- rewards ------------------------------------------------------------------------------------------------
 

@@ -90,8 +90,9 @@ class ApiError(Exception):
         message = shorten(self.message)
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code or self.status}}
 
-    def response(self) -> Response:
-        return answer(self.body, status=self.status, headers=_HEADERS_OF.get(self.status))
+    def response(self, body: object = None) -> Response:
+        """Return the response. body: the JSON of an API with other errors; None: `body`."""
+        return answer(self.body if body is None else body, status=self.status, headers=_HEADERS_OF.get(self.status))
 
 
 def as_api_error(error: Exception, what: str) -> ApiError:

@@ -286,11 +286,11 @@ def test_an_agent_that_fails_at_a_limit_has_the_reward_of_the_limit(chat_engine,
 
 def test_a_client_that_leaves_cancels_its_turn(chat_engine):
     """Its next request continues the same token sequence."""
-    cancelled = []
+    cancelled, first = [], 60
 
     def slow_once(draw):
         async def slow(token_ids, params, group_id, sample):
-            if len(cancelled) < 2:
+            if len(token_ids) > first and len(cancelled) < 2:
                 try:
                     await asyncio.sleep(60)
                 except asyncio.CancelledError:
@@ -301,14 +301,16 @@ def test_a_client_that_leaves_cancels_its_turn(chat_engine):
         return slow
 
     async def impatient(session, row):
+        reply = await session.chat([USER])
+        assert reply.prompt_tokens < first
+        messages = [USER, reply.message, {**USER, "content": USER["content"] * 8}]
         async with client_of(await session.endpoint(), timeout=0.3, max_retries=0) as client:
             for _ in range(2):
                 with pytest.raises(openai.APITimeoutError):
-                    await client.chat.completions.create(model="any", messages=[USER])
+                    await client.chat.completions.create(model="any", messages=messages)
         while len(cancelled) < 2:
             await asyncio.sleep(0.01)
-        reply = await session.chat([USER])
-        await session.chat([USER, reply.message, USER])
+        await session.chat(messages)
         return 1.0
 
     [group], _ = collect(chat_engine, impatient, draw=slow_once)
@@ -340,7 +342,8 @@ def test_the_end_of_an_episode_cancels_its_requests(chat_engine):
     episodes.draw = never(None)
     with episodes:
         chat_engine.stream.collect(episodes.submit([None], PARAMS, train=False), timeout_s=60)
-        while not asking[0].done():
+        deadline_s = time.monotonic() + 30
+        while not asking[0].done() and time.monotonic() < deadline_s:
             time.sleep(0.01)
     error = asking[0].exception()
     assert (error.status_code, error.code) == (410, "closed")
@@ -370,7 +373,7 @@ def test_closing_ends_the_server_within_its_bound(chat_engine):
 
 def test_an_agent_in_another_process_draws_and_sets_rewards(chat_engine):
     async def starts_one(session, row):
-        endpoint = await session.endpoint()
+        endpoint = await session.endpoint(rewards=True)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", AGENT), env=endpoint.environment, stdout=asyncio.subprocess.PIPE
         )
@@ -385,7 +388,12 @@ def test_an_agent_in_another_process_draws_and_sets_rewards(chat_engine):
 
 def test_rewards_that_cannot_be_set_are_refused(chat_engine):
     async def rewards(session, row):
-        endpoint = await session.endpoint()
+        without = await session.endpoint()
+        assert "INFLIGHT_REWARD_URL" not in without.environment
+        status, answer = await session.call(post, without, {"reward": 1.0})
+        assert status == 403
+        assert "call session.endpoint(rewards=True)" in answer["error"]["message"]
+        endpoint = await session.endpoint(rewards=True)
         status, answer = await session.call(post, endpoint, {"reward": 1.0})
         assert (status, answer["error"]["param"]) == (400, "reward")
         assert "no turn has been drawn" in answer["error"]["message"]
@@ -397,3 +405,108 @@ def test_rewards_that_cannot_be_set_are_refused(chat_engine):
 
     [[rollout]], _ = collect(chat_engine, rewards)
     assert rollout.reward == 1.0
+
+
+MESSAGES_TOOL = {"name": "add", "description": "Add two numbers.", "input_schema": ADD["function"]["parameters"]}
+
+
+def ask_messages(endpoint, body):
+    return call(
+        SimpleNamespace(url=endpoint.root),
+        "POST",
+        "/v1/messages",
+        {"model": "any", "max_tokens": 8} | body,
+        {"x-api-key": endpoint.token},
+    )
+
+
+def data_of(events):
+    return [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line.startswith("data: ")]
+
+
+def test_messages_of_anthropic_draw_the_same_tokens(chat_engine):
+    async def by_messages(session, row):
+        endpoint = await session.endpoint()
+        messages = [USER]
+        for turn in range(3):
+            body = {"system": [{"type": "text", "text": "Be brief."}], "messages": messages, "stream": turn == 2}
+            status, answer = await session.call(ask_messages, endpoint, body | {"max_tokens": 6} if turn == 1 else body)
+            assert status == 200
+            if turn == 2:
+                begin, *_, end, stop = data_of(answer)
+                assert [begin["type"], end["type"], stop["type"]] == ["message_start", "message_delta", "message_stop"]
+                assert end["delta"]["stop_reason"] == "max_tokens"
+                assert end["usage"]["output_tokens"] == 8
+            else:
+                assert answer["stop_reason"] == "max_tokens"
+                assert answer["usage"]["output_tokens"] == (6 if turn == 1 else 8)
+                messages = [*messages, {"role": "assistant", "content": answer["content"]}]
+                question = {"type": "text", "text": f"And in {turn}?", "cache_control": {"type": "ephemeral"}}
+                messages.append({"role": "user", "content": [question]})
+        return 1.0
+
+    [expected], _ = collect(chat_engine, in_process)
+    [captured], episodes = collect(chat_engine, by_messages)
+    assert episodes.counts["conversations rendered again"] == 0
+    assert captured[0].token_ids.tolist() == expected[0].token_ids.tolist()
+    np.testing.assert_allclose(captured[0].logprobs, expected[0].logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", [CALL, f"<think>1 + 2?</think>{CALL}"])
+def test_tool_calls_of_anthropic_come_back(chat_engine, text, stream):
+    async def calls(session, row):
+        endpoint, asked = await session.endpoint(), {"tools": [MESSAGES_TOOL], "stream": stream, "max_tokens": 100}
+        _, answer = await session.call(ask_messages, endpoint, asked | {"messages": [USER]})
+        if stream:
+            events = data_of(answer)
+            parts = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+            names = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+            filled = {"thinking_delta": "thinking", "text_delta": "text"}
+            for block, part in zip(names, parts, strict=True):
+                if part["type"] == "input_json_delta":
+                    block["input"] = json.loads(part["partial_json"])
+                else:
+                    block[filled[part["type"]]] += part[filled[part["type"]]]
+            answer = {"content": names, "stop_reason": events[-2]["delta"]["stop_reason"]}
+        assert answer["stop_reason"] == "tool_use"
+        *thought, said, use = answer["content"]
+        assert [block["thinking"] for block in thought] == ["1 + 2?"] * len(thought)
+        assert len(thought) == ("<think>" in text)
+        assert said == {"type": "text", "text": "Let me see."}
+        assert (use["type"], use["name"], use["input"]) == ("tool_use", "add", {"a": 1, "b": 2})
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "3"}]}
+        messages = [USER, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]
+        _, answer = await session.call(ask_messages, endpoint, {**asked, "messages": messages, "stream": False})
+        assert answer["content"] == [{"type": "text", "text": "It is 3."}]
+        assert answer["stop_reason"] == "end_turn"
+        return 1.0
+
+    draw = scripted(chat_engine.tokenizer, text, "It is 3.<|im_end|>")
+    [[rollout]], episodes = collect(chat_engine, calls, draw=draw)
+    assert episodes.counts["conversations rendered again"] == 0
+    assert [turn.drawn for turn in rollout.turns] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        ({"temperature": 0.5}, "temperature must be 1.0"),
+        ({"stop_sequences": ["."]}, "stop must be ()"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tool 'web_search' has no input_schema"),
+        ({"tools": [MESSAGES_TOOL], "tool_choice": {"type": "any"}}, 'tool_choice must be "auto"'),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "a block that is not text"),
+        ({"messages": [{"role": "user", "content": 3}]}, "must be text or a list of blocks"),
+        ({"max_tokens": None}, "max_tokens"),
+    ],
+)
+def test_messages_that_do_not_fit_are_refused(chat_engine, field, why):
+    async def other(session, row):
+        endpoint = await session.endpoint()
+        status, answer = await session.call(ask_messages, endpoint, {"messages": [USER]} | field)
+        assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
+        assert why in answer["error"]["message"]
+        await session.chat([USER])
+        return 1.0
+
+    collect(chat_engine, other)
