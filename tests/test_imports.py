@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chat": {"core"},
     "server": {"core", "chat", "weights", "stream", "observability", "engine", "training"},
     "fleet": {"core", "weights", "stream", "observability", "engine", "training", "server"},
-    "episodes": {"core", "chat", "stream", "observability", "engine", "training", "fleet"},
+    "episodes": {"core", "chat", "stream", "observability", "engine", "training", "server", "fleet"},
     "run": {"core", "weights", "stream", "training", "fleet"},
     "integrations": {
         *("core", "kernels", "weights", "model_checks", "stream"),

@@ -18,11 +18,13 @@ import numpy as np
 from inflight.chat.conversation import Conversation
 from inflight.core.arguments import named
 from inflight.core.errors import InflightError
+from inflight.core.extras import needing
 from inflight.core.messages import Prompt
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.workers import Workers
 from inflight.engine.loop.sequence import sample_seed
+from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import TIMEOUTS, AtEnd, EpisodeEnd, Limits
 from inflight.episodes.session import Place, Session, Watch
 from inflight.episodes.watching import FrameBell
@@ -110,6 +112,8 @@ class Episodes:
         """Turns of a saved run that were drawn."""
         self._drawing: dict[Place, int] = {}
         """Maps turns of a saved run that were being drawn to their groups."""
+        self._agents: Any = None
+        """The AgentServer, from the first endpoint on."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -310,6 +314,14 @@ class Episodes:
             final.cancel()
         return replace(turn, finish_reason="stopped") if stopped and turn.finish_reason == "cancelled" else turn
 
+    async def endpoint(self, session: Session, *, rewards: bool) -> Endpoint:
+        """Return an address at which agents use a session. The first call starts the server. Raises ListenError, and
+        MissingPackageError without the extra `serve`."""
+        kind = await asyncio.to_thread(_agent_server)  # The import takes longer than a turn.
+        if self._agents is None:
+            self._agents = kind()
+        return self._agents.open(session, rewards=rewards)
+
     # ---- the event loop -----------------------------------------------------------------------------------------
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -329,7 +341,8 @@ class Episodes:
 
     def _cancel(self, group_ids: set[int] | None) -> None:
         for group_id, task in self._groups.items():
-            if group_ids is None or group_id in group_ids:
+            # A second cancellation would interrupt the first one's cleanup, and the group would never finish.
+            if (group_ids is None or group_id in group_ids) and not task.cancelling():
                 task.cancel()
 
     def _forget_saved_turns(self, group_id: int) -> None:
@@ -344,6 +357,8 @@ class Episodes:
         self._cancel(None)
         if self._groups:
             await asyncio.wait(self._groups.values(), timeout=_CLOSE_S)
+        if self._agents is not None:
+            await self._agents.close()
         asyncio.get_running_loop().stop()
 
     async def _run_group(self, group: "_Group") -> None:
@@ -423,7 +438,7 @@ class Episodes:
         if not task.done():
             await self._end(session, task, reason)
             return reason, None, None
-        reason = session.ended or "completed"
+        reason, is_served = session.ended or "completed", bool(session.at_close)
         session.close("closed")
         if task.cancelled():
             return "cancelled", None, None
@@ -432,6 +447,8 @@ class Episodes:
             return failure.reason, None, None
         if failure is None:
             return reason, task.result(), None
+        if is_served and reason != "completed":  # The agent has failed because its requests were refused.
+            return reason, None, None
         reason = f"error: {type(failure).__name__}"
         self._log(failure, reason)
         return reason, None, failure if isinstance(failure, Exception) else None
@@ -531,6 +548,12 @@ class _Group:
             sampled_at_ns=numbers,
             finish_reason=finish_reason,
         )
+
+
+def _agent_server() -> Any:
+    with needing("serve", "the endpoint of a session"):
+        from inflight.episodes.agent_server import AgentServer
+    return AgentServer
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from inflight.chat.rendering import with_arguments
 from inflight.core.rollout import Rollout, SamplingMask, Turn
 from inflight.core.sampling import SamplingParams
 
@@ -28,9 +29,18 @@ class Mark:
 
 
 def comparable(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return copies of messages without empty fields, which clients leave out or add."""
+    """Return copies of messages without empty fields, which clients leave out or add. Tool calls have their arguments
+    as values, since clients write JSON in different ways."""
     plain: list[dict[str, Any]] = msgspec.to_builtins(list(messages))
+    for message in plain:
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = [_comparable_call(call) for call in calls]
     return tuple({key: value for key, value in message.items() if value not in (None, "", [])} for message in plain)
+
+
+def _comparable_call(call: Any) -> Any:
+    call = with_arguments(call)
+    return {key: call.get(key) for key in ("id", "function")} if isinstance(call, dict) else call
 
 
 @dataclass(slots=True, eq=False)

@@ -23,6 +23,7 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.workers import Workers
 from inflight.engine.loop.sequence import sample_seed
+from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd, Limits
 from inflight.episodes.segment import Mark, Message, Segment, comparable
 from inflight.episodes.tools import Tool, schemas_of
@@ -62,6 +63,7 @@ class Host(Protocol):
         watch: Watch | None,
         every: int,
     ) -> Rollout: ...
+    async def endpoint(self, session: "Session", *, rewards: bool) -> Endpoint: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,10 @@ class Reply:
     """Its segment, and its index among the drawn turns of the segment."""
     has_unreadable_call: bool = False
     """True if the content contains the beginning of a tool call that cannot be read."""
+    prompt_tokens: int = 0
+    """Number of tokens before the turn."""
+    prefix_tokens: int = 0
+    """Number of them whose keys and values were reused."""
 
     @property
     def content(self) -> str:
@@ -128,6 +134,8 @@ class Session:
         """Time spent in "turns", "calls" and "rendering"."""
         self.ended: str | None = None
         """The reason of the end, or None."""
+        self.at_close: list[Callable[[], None]] = []
+        """Functions that end the endpoints of this session. `close` calls them."""
         self._last: tuple[Segment, int] | None = None
         """The last drawn turn: its segment, and its index among the segment's drawn turns."""
 
@@ -169,12 +177,16 @@ class Session:
         self.seconds["rendering"] += perf_counter() - began
         replied = (*asked, *comparable([answer.message]))
         segment.marks.append(Mark(len(segment.token_ids), True, replied, setup))
-        ids, place, is_unreadable = (
+        return Reply(
+            answer.message,
+            turn.text,
             turn.token_ids.tolist(),
+            turn.finish_reason,
             (segment, segment.num_turns - 1),
             answer.calls == "unreadable",
+            len(prompt),
+            turn.prefix_tokens,
         )
-        return Reply(answer.message, turn.text, ids, turn.finish_reason, place, is_unreadable)
 
     async def complete(
         self,
@@ -194,6 +206,13 @@ class Session:
         turn = await self._draw(segment, max_tokens, watch, every)
         place = segment, segment.num_turns - 1
         return Reply({}, turn.text, turn.token_ids.tolist(), turn.finish_reason, place)
+
+    async def endpoint(self, *, rewards: bool = False) -> Endpoint:
+        """Return an address on this machine for an agent that calls the API of OpenAI or Anthropic. Its requests
+        are calls of `chat`. rewards: requests can also set rewards. An agent that runs code of the policy could then
+        set its own. It needs the extra `serve`. Raises EpisodeEnd."""
+        self._check_open()
+        return await self._host.endpoint(self, rewards=rewards)
 
     # ---- rewards ------------------------------------------------------------------------------------------------
 
@@ -288,8 +307,10 @@ class Session:
     # ---- for `Episodes` -----------------------------------------------------------------------------------------
 
     def close(self, reason: str) -> None:
-        """Let every later call raise EpisodeEnd."""
+        """Let every later call raise EpisodeEnd, and end the endpoints."""
         self.ended = self.ended or reason
+        while self.at_close:
+            self.at_close.pop()()
 
     def rollouts(self, finish_reason: str, reward: float | None, parts: Mapping[str, float]) -> list[Rollout]:
         """Return a rollout for each segment with a drawn turn."""
@@ -326,7 +347,7 @@ class Session:
             raise EpisodeEnd(self.ended)
 
     def _end(self, reason: str) -> None:
-        self.close(reason)
+        self.ended = self.ended or reason
         raise EpisodeEnd(reason)
 
     def _continue_messages(
@@ -344,7 +365,9 @@ class Session:
         if found:
             count, segment, mark = max(found, key=lambda each: each[0])
             if count == len(asked):  # another reply to the same messages
-                return self._grown(segment, mark), []
+                last = segment.marks[-1]
+                was_cancelled = mark.length == last.length and not (last.is_reply or segment.is_busy)
+                return segment if was_cancelled else self._grown(segment, mark), []
             if mark.is_reply:
                 tokens, new = segment.token_ids[: mark.length], messages[count:]
                 more = conversation.extend(tokens, messages[:count], new, schemas, **template_kwargs)

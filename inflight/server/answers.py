@@ -43,6 +43,28 @@ def usage(prompt_tokens: int, drawn: int, cached: int) -> dict[str, Any]:
     }
 
 
+def chat_message(content: str, reasoning: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the message of a whole chat reply."""
+    message = {"role": "assistant", "content": content or (None if calls else "")} | reasoned(reasoning)
+    return message | {"tool_calls": list(calls)} if calls else message
+
+
+def chat_delta(content: str, reasoning: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a part of a streamed chat reply. Each tool call has its index."""
+    delta: dict[str, Any] = reasoned(reasoning) | ({"content": content} if content else {})
+    return delta | {"tool_calls": [{**call, "index": i} for i, call in enumerate(calls)]} if calls else delta
+
+
+def chat_finish_reason(reason: str | None, calls: Sequence[Any]) -> str | None:
+    """Return the finish reason of a chat reply with these tool calls."""
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+def reasoned(reasoning: str) -> dict[str, Any]:
+    """Return reasoning under both names that clients read."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
+
+
 def version_spans(versions: Sequence[int], labels: Mapping[int, str]) -> list[dict[str, Any]]:
     """Return half-open spans of tokens that were drawn by one version each. labels: names of versions."""
     spans, begin = [], 0

@@ -1,7 +1,7 @@
 """Convert prompts of requests to token ids."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -49,10 +49,10 @@ def chat_prompt(
         raise ApiError(400, f"{model!r} has no {what}; use /v1/completions or /inference/v1/generate with token ids")
     if not fields.messages:
         raise ApiError(400, "messages is empty", param="messages")
-    kwargs = fields.chat_template_kwargs or {}
-    if taken := _OURS.intersection(kwargs):
-        raise ApiError(400, f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", param="chat_template_kwargs")
-    plain: Any = [_plain(f"messages[{index}]", message) for index, message in enumerate(fields.messages)]
+    kwargs = template_kwargs(fields)
+    plain: Any = [
+        _with_mappings(f"messages[{index}]", message) for index, message in enumerate(plain_messages(fields.messages))
+    ]
     tools: Any = fields.tools or None
     continued = bool(fields.continue_final_message)
     try:
@@ -70,9 +70,21 @@ def chat_prompt(
     return list(encoded["input_ids"])
 
 
+def template_kwargs(fields: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Return the variables of the chat template. Raises ApiError for a name that has another meaning."""
+    kwargs = fields.chat_template_kwargs or {}
+    if taken := _OURS.intersection(kwargs):
+        raise ApiError(400, f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", param="chat_template_kwargs")
+    return kwargs
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose contents are text, with reasoning under the name that templates use. Raises ApiError."""
+    return [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
 def _plain(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates expect it: the content is text, and the arguments of tool calls are mappings.
-    where: location of the message in the request."""
+    """where: location of the message in the request."""
     if not isinstance(message.get("role"), str):
         raise ApiError(400, f"{where} has no role", param=f"{where}.role")
     plain = {key: value for key, value in message.items() if value is not None}
@@ -84,9 +96,13 @@ def _plain(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     plain["content"] = content
     if (reasoning := plain.pop("reasoning", None)) is not None:  # templates use the other name
         plain.setdefault("reasoning_content", reasoning)
-    if calls := plain.get("tool_calls"):
-        plain["tool_calls"] = [_with_arguments(where, call) for call in calls]
     return plain
+
+
+def _with_mappings(where: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its tool calls as mappings, as templates expect them."""
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [_with_arguments(where, call) for call in calls]} if calls else message
 
 
 def _text_of(where: str, part: Any) -> str:

@@ -19,7 +19,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.server import answers
 from inflight.server.generation import Generation
 from inflight.server.requests import GenerateRequest, OpenAIFields, StreamOptions
-from inflight.server.responses import ApiError, as_api_error, encode
+from inflight.server.responses import DONE, ApiError, as_api_error, event
 from inflight.server.served import Served
 
 _MOST_ENTRIES, _MOST_ECHOED = 1 << 18, 1 << 22
@@ -176,7 +176,7 @@ class Reply(ABC):
         num_prompt, drawn, cached = sum(map(len, self.prompts)), 0, {}
         try:
             for beginning in self.beginning():
-                yield _event(head | beginning)
+                yield event(head | beginning)
             async for index, rollout in generation.parts():
                 if not drawn:
                     self.served.metrics.first_token_s.observe(time.monotonic() - self.began_s)
@@ -187,14 +187,14 @@ class Reply(ABC):
                 chunk = head | {"choices": [delta]}
                 if options.continuous_usage_stats:
                     chunk["usage"] = answers.usage(num_prompt, drawn, sum(cached.values()))
-                yield _event(chunk)
+                yield event(chunk)
             used = answers.usage(num_prompt, drawn, sum(cached.values()))
             self.served.metrics.count_reply(used, self.began_s)
             if options.include_usage:
-                yield _event(head | {"choices": [], "usage": used})
+                yield event(head | {"choices": [], "usage": used})
         except Exception as error:
-            yield _event(as_api_error(error, "a streamed answer").body)
-        yield b"data: [DONE]\n\n"
+            yield event(as_api_error(error, "a streamed answer").body)
+        yield DONE
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
@@ -207,11 +207,6 @@ class Reply(ABC):
     def _head(self, object: str) -> dict[str, Any]:
         model = self.request.model or self.served.names[0]
         return {"id": self.id, "request_id": self.id, "object": object, "created": int(time.time()), "model": model}
-
-
-def _event(value: object) -> bytes:
-    """Return a part of a streamed response, as a server-sent event."""
-    return b"data: " + encode(value) + b"\n\n"
 
 
 def _scores(reply: Reply, rollout: Rollout) -> dict[str, Any]:
@@ -268,12 +263,7 @@ class ChatReply(Reply):
         self.reader, self.skip_special_tokens = reader, self.skip_special_tokens and reader is None
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        read = choice.read
-        message: dict[str, Any] = {"role": "assistant", "content": read.content or (None if read.calls else "")}
-        message |= _reasoned(read.reasoning)
-        if read.calls:
-            message["tool_calls"] = [call.body for call in read.calls]
-        return self._json(choice, "message", message)
+        return self._json(choice, "message", answers.chat_message(*_parts(choice.read)))
 
     def beginning(self) -> Iterator[dict[str, Any]]:
         for index in range(self.params.n):
@@ -282,22 +272,18 @@ class ChatReply(Reply):
             yield {"choices": [choice]} | self.prompt_ids
 
     def delta(self, choice: Choice) -> dict[str, Any] | None:
-        read = choice.read
-        delta: dict[str, Any] = _reasoned(read.reasoning) | ({"content": read.content} if read.content else {})
-        if read.calls:
-            delta["tool_calls"] = [call.body | {"index": i} for i, call in enumerate(read.calls)]
+        delta = answers.chat_delta(*_parts(choice.read))
         if not delta and choice.finish_reason is None and not self.with_logprobs and not self.with_ids:
             return None
         return self._json(choice, "delta", delta)
 
     def _json(self, choice: Choice, name: str, message: dict[str, Any]) -> dict[str, Any]:
         json = {"index": choice.index, name: message, "logprobs": choice.chat_logprobs(self)} | choice.fields(self)
-        return json | {"finish_reason": "tool_calls"} if choice.read.calls and choice.finish_reason == "stop" else json
+        return json | {"finish_reason": answers.chat_finish_reason(choice.finish_reason, choice.read.calls)}
 
 
-def _reasoned(reasoning: str) -> dict[str, str]:
-    """Reasoning under both names that clients read."""
-    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
+def _parts(read: Read) -> tuple[str, str, list[dict[str, Any]]]:
+    return read.content, read.reasoning, [call.body for call in read.calls]
 
 
 class TokenReply(Reply):

@@ -5,11 +5,11 @@ supported is refused unless it has its neutral value.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from inflight.core.decoders import convert
 from inflight.core.messages import shorten
@@ -17,6 +17,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.server.responses import ApiError
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+Value = TypeVar("Value")
 
 _THROWN_AWAY = 16
 """A body of up to this many times the bound is read to its end. On a larger one the connection is closed."""
@@ -215,6 +216,14 @@ async def read_request(request: Request, kind: type[Body], most_bytes: int) -> B
     return read_fields(await read_body(request, most_bytes), kind)
 
 
+async def read_chat(request: Request, most_bytes: int) -> ChatRequest:
+    """Return the fields of a chat request. Raises the errors of `read_body` and `read_fields`."""
+    value = await read_body(request, most_bytes)
+    if value.get("max_completion_tokens") is not None:
+        value["max_tokens"] = value["max_completion_tokens"]
+    return read_fields(value, ChatRequest)
+
+
 def read_fields(value: Mapping[str, Any], kind: type[Body]) -> Body:
     """Return the fields of a request. Raises ApiError with the name of a field that is wrong or not supported."""
     _check_refused(value, kind)
@@ -239,3 +248,22 @@ def _check_refused(value: Mapping[str, Any], kind: type) -> None:
                 + (f"; leave it out, or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""),
                 param=name,
             )
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Value] | asyncio.Future[Value]) -> Value:
+    """Return the result of `work`. If the client leaves first, cancel it and raise ClientDisconnect."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for each in (task, gone):
+            each.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has closed the connection. The body was read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -35,7 +35,7 @@ _ERRORS_OF: dict[int, tuple[type[Exception], ...]] = {
     503: (QueueFullError, EngineDiedError, EngineHungError, EngineBusyError, TimeoutError),
 }
 _TYPE_OF = {
-    **dict.fromkeys((400, 405, 413, 422), "invalid_request_error"),
+    **dict.fromkeys((400, 405, 410, 413, 422), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -56,6 +56,15 @@ _HEADERS_OF = {
 def answer(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a response with a JSON body."""
     return Response(encode(value), status, headers, "application/json")
+
+
+def event(value: object, name: str = "") -> bytes:
+    """Return a part of a streamed response, as a server-sent event. name: of the event, where clients read it."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + encode(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream."""
 
 
 def always(value: object) -> Callable[..., Awaitable[Response]]:
@@ -81,8 +90,9 @@ class ApiError(Exception):
         message = shorten(self.message)
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code or self.status}}
 
-    def response(self) -> Response:
-        return answer(self.body, status=self.status, headers=_HEADERS_OF.get(self.status))
+    def response(self, body: object = None) -> Response:
+        """Return the response. body: the JSON of an API with other errors; None: `body`."""
+        return answer(self.body if body is None else body, status=self.status, headers=_HEADERS_OF.get(self.status))
 
 
 def as_api_error(error: Exception, what: str) -> ApiError:

@@ -3,27 +3,21 @@
 Each makes a Reply of a request. It is sent at once or as server-sent events; a client that leaves cancels it.
 """
 
-import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
-
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight.server.prompts import chat_prompt, completion_prompts
 from inflight.server.replies import ChatReply, CompletionReply, EventStream, Reply, TokenReply
 from inflight.server.requests import (
-    ChatRequest,
     CompletionRequest,
     GenerateRequest,
-    read_body,
-    read_fields,
+    read_chat,
     read_request,
+    unless_gone,
 )
 from inflight.server.responses import ApiError, answer
 from inflight.server.served import Served
 
-Value = TypeVar("Value")
 _COMPLETION_TOKENS = 16
 """The OpenAI API's default of max_tokens at /v1/completions."""
 
@@ -43,10 +37,7 @@ async def completions(served: Served, request: Request) -> Response:
 
 async def chat(served: Served, request: Request) -> Response:
     """/v1/chat/completions"""
-    value = await read_body(request, served.max_body_bytes)
-    if value.get("max_completion_tokens") is not None:
-        value["max_tokens"] = value["max_completion_tokens"]
-    fields = read_fields(value, ChatRequest)
+    fields = await read_chat(request, served.max_body_bytes)
     choice = fields.tool_choice or ("auto" if fields.tools else "none")
     if choice not in ("auto", "none"):
         raise ApiError(400, 'tool_choice must be "auto" or "none"; drawing is not guided', param="tool_choice")
@@ -78,29 +69,10 @@ async def generate(served: Served, request: Request, *, experts_as_lists: bool =
 
 
 async def _respond(reply: Reply, request: Request) -> Response:
-    generation = await _unless_gone(request, reply.begin(request.headers.get("x-request-id")))
+    generation = await unless_gone(request, reply.begin(request.headers.get("x-request-id")))
     if reply.request.stream:
         return EventStream(reply, generation)
     try:
-        return answer(reply.whole(await _unless_gone(request, generation.whole())))
+        return answer(reply.whole(await unless_gone(request, generation.whole())))
     finally:
         generation.end()
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Value]) -> Value:
-    """Return the result of `work`. If the client leaves first, cancel it and raise ClientDisconnect."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        for each in (task, gone):
-            each.cancel()
-
-
-async def _gone(request: Request) -> None:
-    """Return when the client has closed the connection. The body was read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
