@@ -418,8 +418,8 @@ class Episodes:
                     continue
                 reward, parts, reason = self._settle(session, value, reason)
                 self.count(reason)
-                rollouts = session.rollouts(_finish_reason(session, reason, reward), reward, parts)
-                return rollouts or [group.nothing(sample, "error" if reward is None else "stop")]
+                finish_reason = _finish_reason(session, reason, reward)
+                return session.rollouts(finish_reason, reward, parts) or [group.nothing(sample, finish_reason)]
 
     def _retried(self, error: Exception, attempts: Counter[type[Exception]]) -> type[Exception] | None:
         """Return the class of `retries` that allows another attempt after this exception, or None."""

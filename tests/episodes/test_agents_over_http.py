@@ -145,13 +145,13 @@ def scripted(tokenizer, *texts):
     left = iter(texts)
 
     def of(draw):
-        async def say(token_ids, params, group_id, sample):
+        async def say(token_ids, params, place, *others):
             ids = np.array(tokenizer(next(left))["input_ids"], np.int32)
             zeros = np.zeros(len(ids), np.int64)
             return inflight.Rollout(
                 request_id=0,
-                group_id=group_id,
-                sample=sample,
+                group_id=place.group_id,
+                sample=place.sample,
                 params=params,
                 metadata={},
                 prompt_token_ids=np.array(token_ids, np.int32),
@@ -289,14 +289,14 @@ def test_a_client_that_leaves_cancels_its_turn(chat_engine):
     cancelled, first = [], 60
 
     def slow_once(draw):
-        async def slow(token_ids, params, group_id, sample):
+        async def slow(token_ids, params, place, *others):
             if len(token_ids) > first and len(cancelled) < 2:
                 try:
                     await asyncio.sleep(60)
                 except asyncio.CancelledError:
-                    cancelled.append(sample)
+                    cancelled.append(place.sample)
                     raise
-            return await draw(token_ids, params, group_id, sample)
+            return await draw(token_ids, params, place, *others)
 
         return slow
 
@@ -319,7 +319,7 @@ def test_a_client_that_leaves_cancels_its_turn(chat_engine):
 
 
 def never(draw):
-    async def wait(token_ids, params, group_id, sample):
+    async def wait(token_ids, params, place, *others):
         await asyncio.Event().wait()
 
     return wait

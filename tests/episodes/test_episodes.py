@@ -175,7 +175,7 @@ def test_an_episode_of_several_sequences_weighs_as_much_as_one(engine, aggregati
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_watched_turn_ends_when_its_function_says_so(engine, is_async):
+def test_a_watched_turn_ends_when_its_function_says_so(chat_engine, is_async):
     """The tokens up to there are trained on; the episode continues with another turn."""
     seen = Counter()
 
@@ -183,7 +183,7 @@ def test_a_watched_turn_ends_when_its_function_says_so(engine, is_async):
         assert part.finish_reason == ""
         assert len(part.logprobs) == len(part.token_ids)
         seen[part.request_id] += 1
-        engine.pause()  # the tiny model would draw all tokens before it is cancelled
+        chat_engine.pause()  # the tiny model would draw all tokens before it is cancelled
         return True
 
     async def slow_judge(part):
@@ -192,26 +192,28 @@ def test_a_watched_turn_ends_when_its_function_says_so(engine, is_async):
 
     async def watched(session, row):
         first = await session.complete(row, watch=slow_judge if is_async else judge, every=4)
-        engine.resume()
+        chat_engine.resume()
         second = await session.complete([*row, *first.token_ids, 5], max_tokens=3, watch=lambda part: False, every=1)
         assert second.finish_reason == "length"
         session.reward(-1.0, first)
         return float(len(first.token_ids))
 
-    params = inflight.SamplingParams(n=1, max_tokens=110, ignore_eos=True)
-    episodes = inflight.Episodes(engine, watched)
-    groups = collect(engine, episodes, [[1, 2, 3]], params)
+    params = inflight.SamplingParams(n=1, max_tokens=480, ignore_eos=True)
+    episodes = inflight.Episodes(chat_engine, watched)
+    groups = collect(chat_engine, episodes, [[1, 2, 3]], params)
     [[rollout]] = groups
     first, given, second = rollout.turns
     assert first.finish_reason == "stopped"
-    assert 4 <= first.end < 110
+    assert 4 <= first.end < 480
     assert (given.end - given.begin, second.end - second.begin) == (1, 3)
     assert rollout.reward == first.end - 1
     assert episodes.counts["turns stopped"] == 1
     assert list(seen.values()) == [1]
     with torch.no_grad():
         batch = pack([rollout], [1.0])
-        scored = token_logprobs(make_model("qwen3"), batch)
+        tokenizer = chat_engine.tokenizer
+        model = make_model("qwen3", vocab_size=len(tokenizer))
+        scored = token_logprobs(model, batch)
     torch.testing.assert_close(scored, batch.behavior_logprobs[batch.drawn], atol=1e-4, rtol=0)
 
 
@@ -356,6 +358,19 @@ def test_named_parts_add_up(engine):
     group, _ = outcome(engine, parts)
     assert [rollout.reward for rollout in group] == [1.25] * 4
     assert group[0].rewards == {"right": 1.0, "short": 0.25}
+
+
+def test_an_episode_that_is_cancelled_before_its_first_turn_is_cancelled(engine):
+    async def waits(session, row):
+        await asyncio.sleep(100)
+
+    with inflight.Episodes(engine, waits, max_running=2) as episodes:
+        ids = episodes.submit([[1]], PARAMS, train=False)
+        while episodes.counts["attempts"] < 2:
+            time.sleep(0.01)
+        episodes.cancel(ids)
+        [group] = engine.stream.collect(ids, timeout_s=10)
+    assert [rollout.finish_reason for rollout in group] == ["cancelled"] * 4
 
 
 def test_cancelled_groups_arrive_as_cancelled_and_dropped_ones_never(engine):
