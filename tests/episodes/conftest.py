@@ -38,3 +38,17 @@ def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def chat_engine(chat_dir: str) -> Iterator[inflight.Engine]:
     with inflight.launch(chat_dir, device="cpu", threads=1, max_sequences=16, max_context=512) as engine:
         yield engine
+
+
+@pytest.fixture
+def own_engine(model_dir: Callable[[str], str]) -> Iterator[inflight.Engine]:
+    """An engine whose weights a test changes."""
+    with inflight.launch(model_dir("qwen3"), device="cpu", threads=1, max_sequences=16, max_context=128) as engine:
+        yield engine
+
+
+@pytest.fixture
+def own_chat_engine(chat_dir: str) -> Iterator[inflight.Engine]:
+    """The same with a chat template."""
+    with inflight.launch(chat_dir, device="cpu", threads=1, max_sequences=16, max_context=512) as engine:
+        yield engine

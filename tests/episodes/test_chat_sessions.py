@@ -172,10 +172,10 @@ def test_a_limit_of_calls_ends_the_episode(chat_engine):
     assert rollout.reward == 0.0
 
 
-def test_later_turns_reuse_earlier_ones_across_publishes(chat_engine):
+def test_later_turns_reuse_earlier_ones_across_publishes(own_chat_engine):
     from tiny_models import make_model
 
-    tokenizer = chat_engine.tokenizer
+    tokenizer = own_chat_engine.tokenizer
     model = make_model("qwen3", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
 
     async def long_talk(session, row):
@@ -186,13 +186,13 @@ def test_later_turns_reuse_earlier_ones_across_publishes(chat_engine):
             messages += [reply.message, {"role": "user", "content": "And then? is Paris is the capital"}]
         return 1.0
 
-    with chat_engine.publisher(model) as publisher:
+    with own_chat_engine.publisher(model) as publisher:
 
         def publish():
-            chat_engine.wait_for_version(publisher.publish())
+            own_chat_engine.wait_for_version(publisher.publish())
 
         params = inflight.SamplingParams(n=1, max_tokens=20, ignore_eos=True)
-        [[rollout]], _ = collect(chat_engine, long_talk, params=params)
+        [[rollout]], _ = collect(own_chat_engine, long_talk, params=params)
     turns = [turn for turn in rollout.turns if turn.drawn]
     versions = [rollout.weight_versions[turn.begin] for turn in turns]
     assert np.diff(versions).tolist() == [1, 1, 1]

@@ -410,7 +410,7 @@ def test_wrong_arguments_are_named(engine):
 # ---- training ---------------------------------------------------------------------------------------------------
 
 
-def test_grpo_learns_from_the_turn_that_was_rewarded(engine):
+def test_grpo_learns_from_the_turn_that_was_rewarded(own_engine):
     """The second turn is rewarded for a token that the tool has named; grpo takes episodes like an engine."""
 
     async def echo(session, row):
@@ -430,14 +430,14 @@ def test_grpo_learns_from_the_turn_that_was_rewarded(engine):
         schedule="sync",
     )
     rows = ([index % VOCABULARY, 3] for index in range(1000))
-    with engine.publisher(model) as publisher, inflight.Episodes(engine, echo) as episodes:
+    with own_engine.publisher(model) as publisher, inflight.Episodes(own_engine, echo) as episodes:
         reports = list(inflight.grpo(episodes, publisher, model, optimizer, rows, None, config))
     assert len(reports) == 30
     rewards = [report.reward for report in reports]
     assert np.mean(rewards[-5:]) > 0.2 > 0.1 > np.mean(rewards[:3])
     assert reports[0].num_tokens == 4 * 8 * 5
     assert max(report.stats.as_dict()["mismatch/logprob_diff"] for report in reports[:1]) < 1e-3
-    assert engine.stream.outstanding == []
+    assert own_engine.stream.outstanding == []
 
 
 def test_the_stream_runs_episodes_for_prompts(engine):

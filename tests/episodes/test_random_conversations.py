@@ -35,28 +35,28 @@ def play(seen: dict):
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
-def test_trained_tokens_are_exactly_the_drawn_ones(chat_engine, count):
-    tokenizer, seen = chat_engine.tokenizer, defaultdict(list)
+def test_trained_tokens_are_exactly_the_drawn_ones(own_chat_engine, count):
+    tokenizer, seen = own_chat_engine.tokenizer, defaultdict(list)
     models = [make_model("qwen3", seed, vocab_size=len(tokenizer)) for seed in (0, 1, 2)]
     params = inflight.SamplingParams(n=2, max_tokens=10)
     rollouts = []
-    first = chat_engine.staleness.published_version
+    first = own_chat_engine.staleness.published_version
     trained = make_model("qwen3", 0, vocab_size=len(tokenizer))
     with (
-        chat_engine.publisher(trained) as publisher,
+        own_chat_engine.publisher(trained) as publisher,
         # Turns compute the earlier ones again after a publish, so that one model scores them alike.
-        inflight.Episodes(chat_engine, play(seen), prefix_across_versions=0) as episodes,
+        inflight.Episodes(own_chat_engine, play(seen), prefix_across_versions=0) as episodes,
     ):
         versions = {}
         for index, model in enumerate(models):
             trained.load_state_dict(model.state_dict())
             versions[publisher.publish()] = model
-            chat_engine.wait_for_version(publisher.version)
+            own_chat_engine.wait_for_version(publisher.version)
             ids = episodes.submit(range(index * count, (index + 1) * count), params, train=False)
             if index < 2:
                 publisher.publish()  # while these are drawn
                 versions[publisher.version] = model
-            rollouts += [r for group in chat_engine.stream.collect(ids, timeout_s=300) for r in group]
+            rollouts += [r for group in own_chat_engine.stream.collect(ids, timeout_s=300) for r in group]
     assert episodes.counts["completed"] == 2 * 3 * count
     assert min(versions) > first
     for rollout in rollouts:
