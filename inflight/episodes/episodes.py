@@ -60,7 +60,7 @@ class Episodes:
             return float(row["answer"] in reply.content)
 
         episodes = inflight.Episodes(engine, rollout)
-        for report in inflight.grpo(episodes, publisher, model, optimizer, rows, config=config):
+        for report in inflight.grpo(episodes, publisher, model, optimizer, rows, None, config):
             ...
 
     Each row becomes a group of `SamplingParams.n` episodes. All episodes run in one event loop, in a thread of their
@@ -143,9 +143,14 @@ class Episodes:
         """As `Engine.wait_for_version`."""
         self.engine.wait_for_version(version, timeout_s=timeout_s)
 
+    @property
+    def longest_sequence(self) -> int:
+        """Maximum number of tokens of a token sequence of an episode: the context of the engine."""
+        return self.engine.info.max_context
+
     def prompt_lengths(self, prompts: Sequence[Any]) -> list[int]:
-        """Return an upper bound of the tokens of an episode's sequences for each row: the context of the engine."""
-        return [self.engine.info.max_context - 1] * len(prompts)
+        """Return 0 for each row: the lengths of episodes are unknown before they are drawn."""
+        return [0] * len(prompts)
 
     @named()
     def submit(
@@ -337,7 +342,17 @@ class Episodes:
 
     def _start(self, group: "_Group") -> None:
         self._groups[group.id] = task = asyncio.get_running_loop().create_task(self._run_group(group))
-        task.add_done_callback(lambda _: self._groups.pop(group.id, None))
+        task.add_done_callback(partial(self._ended, group))
+
+    def _ended(self, group: "_Group", task: "asyncio.Task[None]") -> None:
+        """Note the end of a group. The trainer waits for it, so that it gets rollouts in any case."""
+        self._groups.pop(group.id, None)
+        failed = not task.cancelled() and task.exception() is not None
+        if failed:
+            logger.error("group %d of episodes has failed", group.id, exc_info=task.exception())
+        reason = "error" if failed else "cancelled"
+        # A task that was cancelled before it began has filled nothing. Otherwise this does nothing.
+        self.stream.ledger.fill(group.id, [group.nothing(sample, reason) for sample in range(group.params.n)])
 
     def _cancel(self, group_ids: set[int] | None) -> None:
         for group_id, task in self._groups.items():

@@ -373,6 +373,26 @@ def test_an_episode_that_is_cancelled_before_its_first_turn_is_cancelled(engine)
     assert [rollout.finish_reason for rollout in group] == ["cancelled"] * 4
 
 
+def test_a_group_that_is_cancelled_before_it_begins_arrives(engine):
+    with inflight.Episodes(engine, three_turns) as episodes:
+        for _ in range(20):
+            ids = episodes.submit([[1]], PARAMS, train=False)
+            episodes.cancel(ids)
+            [group] = engine.stream.collect(ids, timeout_s=10)
+            assert len(group) == 4
+            assert {rollout.finish_reason for rollout in group} <= {"cancelled", "length"}
+
+
+def test_micro_batches_must_hold_the_longest_sequence(engine):
+    model = make_model("qwen3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    sampling = inflight.SamplingParams(n=2, max_tokens=3)
+    with engine.publisher(model) as publisher, inflight.Episodes(engine, three_turns) as episodes:
+        config = inflight.GRPOConfig(sampling=sampling, micro_batch_tokens=127)
+        with pytest.raises(ValueError, match="sequences of 128 tokens, the engine's context, and micro_batch_tokens"):
+            next(inflight.grpo(episodes, publisher, model, optimizer, [[1, 2]], None, config))
+
+
 def test_cancelled_groups_arrive_as_cancelled_and_dropped_ones_never(engine):
     async def waits(session, row):
         await session.complete(row)

@@ -361,6 +361,11 @@ class Submitter:
         most_tokens, max_tokens = self._most_tokens, self._sampling.max_tokens
         if not most_tokens:
             return numbered
+        if (longest := getattr(self._engine, "longest_sequence", 0)) > most_tokens:
+            raise ValueError(
+                f"episodes can have sequences of {longest} tokens, the engine's context, and micro_batch_tokens is "
+                f"{most_tokens}; allow at least {longest}, or launch with a smaller max_context"
+            )
         try:
             lengths = self._engine.prompt_lengths([example.prompt for _, example in numbered])
         except InvalidRequestError:  # The engine refuses the same prompt when it is submitted.
