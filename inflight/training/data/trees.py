@@ -35,18 +35,19 @@ class _Node:
 
 
 def tree_advantages(kind: str = "rloo") -> Advantages:
-    """Return a function for `advantages=` that credits the tokens of a tree, f32[tokens] for each rollout.
+    """Return a function for `advantages=` that credits the tokens of a tree, f32[tokens] for each rollout. L(t) is the
+    set of leaves below token t, n(t) their number, and V(t) the mean of their returns.
 
-    "rloo": |L(t)| · (V(t) − mean return of the group's leaves that are not below t). Its expectation is the gradient of
-    the sum of the leaves' returns, if the places of branches do not depend on what is drawn after them. 0 for a token
-    with all leaves below it.
-    "treerl": ((V(t) − V(root)) + (V(t) − V(parent of the node of t))) / √|L(t)| (TreeRL, arXiv 2506.11902); the root
-    has all leaves of the group.
-    "tree_grpo": of a leaf, its return normalised over the group, and then over its tree, the leaves of its
-    sample (Tree-GRPO, arXiv 2509.21240); a token gets the mean over L(t).
-    "treepo": of a leaf, Σ_d |G_d| · (return − mean return of G_d) / Σ_d |G_d| over the sets G_d of at least two leaves
-    below its ancestors and below the root (TreePO, arXiv 2508.17445, without its normalisation over the batch); a token
-    gets the mean over L(t).
+    "rloo": n(t) · (V(t) − mean return of the group's leaves that are not below t). Its expectation is the gradient of
+    the sum of the leaves' returns, if the places of branches do not depend on tokens that are drawn after them. 0 for a
+    token with all leaves below it.
+    "treerl": ((V(t) − V(root)) + (V(t) − V(parent of the node of t))) / √n(t) (TreeRL, arXiv 2506.11902); the root has
+    all leaves of the group.
+    "tree_grpo": of a leaf, its return normalised over the group, and then over its tree, the leaves of its sample
+    (Tree-GRPO, arXiv 2509.21240); a token gets the mean over L(t).
+    "treepo": of a leaf, the mean of (return − mean return of G), weighted by the size of G, over the sets G of at least
+    two leaves below its ancestors and below the root (TreePO, arXiv 2508.17445, without its normalisation over the
+    batch); a token gets the mean over L(t).
     Raises ValueError for an unknown kind.
     """
     if kind not in _KINDS:
