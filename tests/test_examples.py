@@ -61,6 +61,15 @@ def test_a_slow_judge_and_evaluations_beside_training():
     assert "0 answers were left without a reward" in done.stdout
 
 
+@pytest.mark.long
+def test_two_policies_learn_from_each_other():
+    done = run_program(str(EXAMPLES / "two_policies.py"))
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"(\w+): reward before ([\d.]+), after ([\d.]+)", done.stdout)
+    assert [name for name, _, _ in found] == ["proposer", "solver"]
+    assert all(float(after) - float(before) > 0.2 for _, before, after in found), done.stdout
+
+
 @pytest.mark.slow
 def test_a_text_game_is_learned():
     done = run_program(str(EXAMPLES / "text_game.py"), "--steps", "30")

@@ -38,6 +38,8 @@ class GroupStart(msgspec.Struct, frozen=True):
     """(request id, k): the prompt is that request's prompt and the first k tokens that it sampled."""
     banned: tuple[tuple[Count, Count], ...] = ()
     """Ranges [begin, end) of token ids, in order, that the engine never draws."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that draws the tokens."""
 
 
 class TakenOver(msgspec.Struct, frozen=True, array_like=True):

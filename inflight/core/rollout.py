@@ -144,6 +144,8 @@ class Rollout:
     banned: tuple[tuple[int, int], ...] = ()
     """Ranges [begin, end) of token ids, in order, that the engine never draws, since its tokenizer lacks them. The
     log-probabilities are of the distribution without them."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that drew its tokens; None: the weights alone drew them."""
     prompt: str = ""
     """The prompt as text, if there is a tokenizer; special tokens as in `text`."""
     text: str = ""

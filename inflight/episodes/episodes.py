@@ -80,11 +80,11 @@ class Episodes:
         retries: Mapping[type[Exception], int] | None = None,
         max_running: int = 0,
     ):
-        """adapter: the LoRA adapter that draws all turns. prefix_across_versions: maximum version lag of the keys and
-        values of earlier turns that a turn reuses (`SamplingParams.prefix_across_versions`). min_share: a group with a
-        smaller share of episodes with a reward is left out; the others continue without those that have none. retries:
-        maximum number of further attempts after an exception of a class. max_running: maximum number of episodes in
-        progress; 0: no bound. Raises ValueError for numbers out of range."""
+        """adapter: the LoRA adapter that draws turns whose call names none. prefix_across_versions: maximum version lag
+        of the keys and values of earlier turns that a turn reuses (`SamplingParams.prefix_across_versions`). min_share:
+        a group with a smaller share of episodes with a reward is left out; the others continue without the episodes
+        that have none. retries: maximum number of further attempts after an exception of a class. max_running: maximum
+        number of episodes in progress; 0: no bound. Raises ValueError for numbers out of range."""
         if not asyncio.iscoroutinefunction(rollout) and not asyncio.iscoroutinefunction(
             getattr(rollout, "__call__", None)  # noqa: B004  an object can be called as a coroutine function
         ):
@@ -97,7 +97,7 @@ class Episodes:
                 f"{prefix_across_versions} and {max_running}"
             )
         self.engine, self.limits = engine, limits or Limits()
-        self._rollout, self._adapter, self._across = rollout, adapter, prefix_across_versions
+        self._rollout, self.adapter, self._across = rollout, adapter, prefix_across_versions
         self._min_share, self._retries, self._max_running = min_share, dict(retries or {}), max_running
         self.workers = Workers("call")
         self.counts: Counter[str] = Counter()
@@ -266,6 +266,7 @@ class Episodes:
         num_routed: int,
         watch: Watch | None,
         every: int,
+        adapter: str | None,
     ) -> Rollout:
         """Return the turn after these tokens, with the experts of new tokens only and without its prompt: a turn that
         was drawn before the run was saved, one that is still drawn, or a new one."""
@@ -278,7 +279,7 @@ class Episodes:
             if params.prefix_across_versions is None:
                 params = msgspec.structs.replace(params, prefix_across_versions=self._across)
             metadata = [{EPISODE: list(place)}]
-            [group_id] = await self.engine.asubmit([token_ids], params, metadata=metadata, adapter=self._adapter)
+            [group_id] = await self.engine.asubmit([token_ids], params, metadata=metadata, adapter=adapter)
         try:
             turn = await self._collect(group_id, watch, every)
         except BaseException:

@@ -52,6 +52,8 @@ class Segment:
     """
 
     prompt: list[int]
+    adapter: str | None = None
+    """The adapter that draws its turns."""
     forked_from: tuple["Segment", int] | None = None
     """The parent, and the number of its tokens after its prompt that the prompt of this segment repeats."""
     token_ids: list[int] = field(default_factory=list)
@@ -136,6 +138,7 @@ class Segment:
             prefix_tokens=first.prefix_tokens,
             prefix_version=first.prefix_version,
             banned=first.banned,
+            adapter=self.adapter,
         )
 
     def _origin(self) -> tuple[int, int] | None:

@@ -49,6 +49,7 @@ class Host(Protocol):
     """The part of `Episodes` that sessions use."""
 
     workers: Workers
+    adapter: str | None
 
     @property
     def conversation(self) -> Conversation: ...
@@ -62,6 +63,7 @@ class Host(Protocol):
         num_routed: int,
         watch: Watch | None,
         every: int,
+        adapter: str | None,
     ) -> Rollout: ...
     async def endpoint(self, session: "Session", *, rewards: bool) -> Endpoint: ...
 
@@ -147,6 +149,7 @@ class Session:
         *,
         tools: Sequence[Tool] | None = None,
         max_tokens: int | None = None,
+        adapter: str | None = None,
         watch: Watch | None = None,
         every: int = 32,
         **template_kwargs: Any,
@@ -154,17 +157,19 @@ class Session:
         """Draw the reply to chat messages: the whole conversation so far, with earlier replies as they were returned.
 
         tools: functions with type hints and a docstring with "Args:", or schemas of the API of OpenAI. max_tokens: at
-        most `params.max_tokens`, its default. watch: a function that is called with the unfinished turn, a Rollout,
-        after each further `every` tokens; if it returns True, the turn ends there. It can be async; drawing continues
-        in the meantime. template_kwargs: variables of the chat template. Messages that do not continue an earlier call,
-        such as a history without its thoughts, begin a new token sequence. Raises EpisodeEnd, and InvalidRequestError
-        for messages that do not fit the chat template.
+        most `params.max_tokens`, its default. adapter: the LoRA adapter that draws the turn, one of several policies;
+        each has its own token sequences. None: the adapter of the `Episodes`. watch: a function that is called with the
+        unfinished turn, a Rollout, after each further `every` tokens; if it returns True, the turn ends there. It can
+        be async; drawing continues in the meantime. template_kwargs: variables of the chat template. Messages that do
+        not continue an earlier call, such as a history without its thoughts, begin a new token sequence. Raises
+        EpisodeEnd, and InvalidRequestError for messages that do not fit the chat template.
         """
         self._check_open()
         if not messages or messages[-1].get("role") == "assistant":
             raise ValueError("messages must end with a message that the policy answers, of a user or a tool")
         schemas, asked = schemas_of(tools), comparable(messages)
-        setup = (schemas, template_kwargs)
+        adapter = self._host.adapter if adapter is None else adapter
+        setup = (schemas, template_kwargs, adapter)
         began = perf_counter()
         segment, given = self._continue_messages(messages, asked, setup)
         self.seconds["rendering"] += perf_counter() - began
@@ -193,6 +198,7 @@ class Session:
         token_ids: Sequence[int],
         *,
         max_tokens: int | None = None,
+        adapter: str | None = None,
         watch: Watch | None = None,
         every: int = 32,
     ) -> Reply:
@@ -201,7 +207,7 @@ class Session:
         there. The other arguments are as in `chat`. Raises EpisodeEnd."""
         self._check_open()
         token_ids = [int(token) for token in token_ids]
-        segment, given = self._continue_tokens(token_ids)
+        segment, given = self._continue_tokens(token_ids, self._host.adapter if adapter is None else adapter)
         segment.give(given)
         turn = await self._draw(segment, max_tokens, watch, every)
         place = segment, segment.num_turns - 1
@@ -351,11 +357,11 @@ class Session:
         raise EpisodeEnd(reason)
 
     def _continue_messages(
-        self, messages: Sequence[Message], asked: tuple[Message, ...], setup: tuple[Any, dict[str, Any]]
+        self, messages: Sequence[Message], asked: tuple[Message, ...], setup: tuple[Any, dict[str, Any], str | None]
     ) -> tuple[Segment, list[int]]:
         """Return the segment that these messages continue, and the given tokens to append to it. asked: the messages as
-        `comparable` returns them. setup: schemas of the tools, and variables of the template."""
-        conversation, (schemas, template_kwargs) = self._host.conversation, setup
+        `comparable` returns them. setup: schemas of the tools, variables of the template, and the adapter."""
+        conversation, (schemas, template_kwargs, adapter) = self._host.conversation, setup
         found = [
             (len(mark.messages), segment, mark)
             for segment in self.segments
@@ -374,28 +380,30 @@ class Session:
                 if more is not None:
                     return self._grown(segment, mark), more
             self.num_rendered_again += 1
-        return self._new(conversation.begin(messages, schemas, **template_kwargs)), []
+        return self._new(conversation.begin(messages, schemas, **template_kwargs), adapter), []
 
-    def _continue_tokens(self, token_ids: list[int]) -> tuple[Segment, list[int]]:
+    def _continue_tokens(self, token_ids: list[int], adapter: str | None) -> tuple[Segment, list[int]]:
         """Return the segment that these tokens continue, and the given tokens to append to it. Tokens that leave a
         segment in its middle, also within a drawn turn, begin a branch there."""
-        found = [(_common(segment.token_ids, token_ids), segment) for segment in self.segments]
+        own = [segment for segment in self.segments if segment.adapter == adapter]
+        found = [(_common(segment.token_ids, token_ids), segment) for segment in own]
         shared, segment = max(found, key=lambda each: each[0], default=(0, None))
         if segment is None or shared < len(segment.prompt):
-            return self._new(token_ids), []
+            return self._new(token_ids, adapter), []
         if shared == len(segment.token_ids) and segment.ends_with_reply and not segment.is_busy:
             return segment, token_ids[shared:]
-        return self._new(token_ids[:shared], (segment, shared - len(segment.prompt))), token_ids[shared:]
+        return self._new(token_ids[:shared], adapter, (segment, shared - len(segment.prompt))), token_ids[shared:]
 
     def _grown(self, segment: Segment, mark: Mark) -> Segment:
         """Return the segment itself if it ends at the mark and can grow; otherwise a new one that begins with its
         tokens up to the mark."""
         if mark.length == len(segment.token_ids) and segment.ends_with_reply and not segment.is_busy:
             return segment
-        return self._new(segment.token_ids[: mark.length], (segment, mark.length - len(segment.prompt)))
+        origin = segment, mark.length - len(segment.prompt)
+        return self._new(segment.token_ids[: mark.length], segment.adapter, origin)
 
-    def _new(self, prompt: list[int], forked_from: tuple[Segment, int] | None = None) -> Segment:
-        self.segments.append(Segment(prompt, forked_from))
+    def _new(self, prompt: list[int], adapter: str | None, forked_from: tuple[Segment, int] | None = None) -> Segment:
+        self.segments.append(Segment(prompt, adapter, forked_from))
         return self.segments[-1]
 
     async def _draw(self, segment: Segment, max_tokens: int | None, watch: Watch | None, every: int) -> Rollout:
@@ -415,7 +423,9 @@ class Session:
         segment.is_busy, began_ns = True, now_ns()
         try:
             async with asyncio.timeout(limits.turn_s):
-                turn = await self._host.draw(segment.token_ids, params, place, segment.num_routed, watch, every)
+                turn = await self._host.draw(
+                    segment.token_ids, params, place, segment.num_routed, watch, every, segment.adapter
+                )
         except TimeoutError as error:
             if not isinstance(error, InflightError):  # such as EngineHungError
                 self._end("turn_timeout")

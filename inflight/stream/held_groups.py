@@ -39,7 +39,14 @@ class SavedGroup:
         """The announcement of the group."""
         prompt, ids, banned = self.prompt, self.ids, self.rollouts[0].banned if self.rollouts else ()
         return GroupStart(
-            ids.group_id, ids.first_request_id, prompt.token_ids, prompt.params, prompt.metadata, self.origin, banned
+            ids.group_id,
+            ids.first_request_id,
+            prompt.token_ids,
+            prompt.params,
+            prompt.metadata,
+            self.origin,
+            banned,
+            prompt.adapter,
         )
 
 

@@ -36,6 +36,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True):
     prefix_tokens: int
     prefix_version: int | None
     banned: tuple[tuple[int, int], ...] = ()
+    adapter: str | None = None
     prompt: str
     text: str
     reward: float | None

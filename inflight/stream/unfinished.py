@@ -172,6 +172,7 @@ class UnfinishedRequest:
             prefix_tokens=self.prefix_tokens,
             prefix_version=self.prefix_version,
             banned=start.banned,
+            adapter=start.adapter,
         )
 
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from full_forward import TOLERANCE
 from sampler_cases import (
     ADJUSTMENTS,
     BAN,
@@ -249,7 +250,7 @@ def test_a_rollouts_sampling_mask_and_a_full_forward_give_its_logprobs_back(make
             ids = left[step].tolist()
             replayed = torch.log_softmax(logits_V[ids].double() / rollout.params.temperature, -1)
             token = ids.index(rollout.token_ids[step])
-            assert replayed[token].item() == pytest.approx(rollout.logprobs[step].item(), abs=1e-5)
+            assert replayed[token].item() == pytest.approx(rollout.logprobs[step].item(), abs=TOLERANCE)
 
 
 def test_what_a_rollout_recorded_equals_transformers_over_a_full_forward(make_engine):
@@ -275,11 +276,15 @@ def test_what_a_rollout_recorded_equals_transformers_over_a_full_forward(make_en
             expected = expected_logprobs(logits_V, sequence)
             token = int(rollout.token_ids[step])
             top = rollout.columns["top_token_ids"][step].tolist()
-            assert expected[token].item() == pytest.approx(rollout.logprobs[step].item(), abs=1e-5)
-            assert entropy_of(expected).item() == pytest.approx(rollout.columns["entropies"][step].item(), abs=1e-5)
+            assert expected[token].item() == pytest.approx(rollout.logprobs[step].item(), abs=TOLERANCE)
+            assert entropy_of(expected).item() == pytest.approx(
+                rollout.columns["entropies"][step].item(), abs=TOLERANCE
+            )
             assert len(top) == rollout.params.top_logprobs
-            assert expected[top].tolist() == pytest.approx(rollout.columns["top_logprobs"][step].tolist(), abs=1e-5)
-            assert rollout.columns["top_logprobs"][step, 0] == pytest.approx(expected.max().item(), abs=1e-5)
+            assert expected[top].tolist() == pytest.approx(
+                rollout.columns["top_logprobs"][step].tolist(), abs=TOLERANCE
+            )
+            assert rollout.columns["top_logprobs"][step, 0] == pytest.approx(expected.max().item(), abs=TOLERANCE)
             sequence.tokens.append(token)
 
 

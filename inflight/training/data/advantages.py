@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
-from math import isfinite, sqrt
+from math import fsum, isfinite, sqrt
 from statistics import fmean
 from typing import Any, cast
 
@@ -147,6 +147,36 @@ def turn_advantages(advantages: str | RewardAdvantages = "rloo", *, discount: fl
         return out
 
     return compare
+
+
+def policy_advantages(advantages: str | RewardAdvantages = "rloo") -> Advantages:
+    """Return a function for `advantages=` for episodes of several policies, each an adapter.
+
+    The reward of a policy in an episode is the sum of the rewards of its own turns. It is compared with the rewards of
+    the same policy in the other samples of the group. All tokens of the policy get the advantage. Raises ValueError for
+    an unknown name.
+    """
+    function = ADVANTAGES.get(advantages) if isinstance(advantages, str) else advantages
+    if function is None:
+        raise ValueError(f"unknown advantages {advantages!r}; choose {', '.join(ADVANTAGES)}")
+
+    def compare(groups: Sequence[Sequence[Rollout]]) -> list[float]:
+        compared: list[list[list[Rollout]]] = []
+        for group in groups:
+            for adapter in dict.fromkeys(rollout.adapter for rollout in group):
+                compared.append(samples_of(rollout for rollout in group if rollout.adapter == adapter))
+        values = iter(function([[_own_reward(sample) for sample in samples] for samples in compared]))
+        found = {id(rollout): value for s, value in zip(chain(*compared), values, strict=True) for rollout in s}
+        return [found[id(rollout)] for group in groups for rollout in group]
+
+    return compare
+
+
+def _own_reward(rollouts: Sequence[Rollout]) -> float | None:
+    """Return the sum of the rewards of the turns of these rollouts; without turns, the reward of the rollout."""
+    if not rollouts[0].turns:
+        return rollouts[0].reward
+    return fsum(turn.reward or 0.0 for rollout in rollouts for turn in rollout.turns)
 
 
 def _with_returns(

@@ -145,6 +145,14 @@ class PackedBatch:
             rollouts=[self.rollouts[sequence] for sequence in sequences] if self.rollouts else (),
         )
 
+    def by_adapter(self) -> dict[str | None, "PackedBatch"]:
+        """Return the sequences that each LoRA adapter has drawn, as micro-batches of the same step, by its name; None
+        is the weights alone. Activate the adapter before you compute the loss of its part."""
+        sequences: dict[str | None, list[int]] = {}
+        for index, rollout in enumerate(self.rollouts):
+            sequences.setdefault(rollout.adapter, []).append(index)
+        return {adapter: self.select(chosen) for adapter, chosen in sequences.items()}
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
