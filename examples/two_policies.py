@@ -3,8 +3,8 @@
     python examples/two_policies.py [--steps 80] [--seed 0]
 
 In each episode the proposer writes a text, and the solver continues it four times. The solver is rewarded for
-lower-case letters, and the proposer for upper-case letters and for the rewards of the solver after its text. Each policy
-has its own token sequences and rewards. One publish sends both. The program takes about half a minute on a CPU.
+lower-case letters, and the proposer for upper-case letters and for the rewards of the solver after its text. Each
+policy has its own token sequences and rewards. One publish sends both. The program takes about half a minute on a CPU.
 """
 
 import argparse
