@@ -467,3 +467,9 @@ def test_the_stream_runs_episodes_for_prompts(engine):
     assert [batch.num_sequences for batch in batches] == [8, 8, 8]
     assert [batch.num_drawn for batch in batches] == [120] * 3
     assert engine.stream.outstanding == []
+
+
+def test_prompts_without_a_score_are_refused(engine):
+    with pytest.raises(ValueError, match="prompts need a score; only episodes have rewards"):
+        next(engine.stream.batches(rollouts=2, prompts=[[1]], params=PARAMS))
+    assert engine.stream.outstanding == []
