@@ -34,7 +34,7 @@ def gym_rollout(
     the row, if it is a mapping with these keys. Without a seed, the seed is the number of the group, so that the
     episodes of a group begin alike. to_messages: returns the messages of an observation; None: an observation is text,
     the message of a user. to_action: returns the action of a reply; None: its content.
-    An environment that is truncated has reached a limit of its own, and not the end of the task. The episode ends by
+    An environment that is truncated has reached one of its limits, and not the end of the task. The episode ends by
     the reason "max_steps", and `Limits.at_limit` decides about its reward.
     """
     to_messages, to_action = to_messages or _as_user, to_action or (lambda reply: reply.content)
@@ -169,7 +169,7 @@ class _Environment:
         return await self._session.call(alone)
 
     def close(self) -> Any:
-        """Close the environment after its calls, once. Returns the result of its own `close`."""
+        """Close the environment after its calls, once. Returns the result of `env.close`."""
         with self._lock:
             env, self._env, self._is_closed = self._env, None, True
             return None if env is None else env.close()

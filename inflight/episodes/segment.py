@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -12,20 +13,6 @@ from inflight.core.rollout import Rollout, SamplingMask, Turn
 from inflight.core.sampling import SamplingParams
 
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A place in a segment at which the conversation can continue: before a turn is drawn, or after it."""
-
-    length: int
-    """Number of tokens up to here."""
-    is_reply: bool
-    """True after a drawn turn."""
-    messages: tuple[Message, ...]
-    """The conversation up to here, as `comparable` returns it."""
-    tools: Any
-    """Schemas of the tools and variables of the template in the first prompt."""
 
 
 def comparable(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -43,6 +30,17 @@ def _comparable_call(call: Any) -> Any:
     return {key: call.get(key) for key in ("id", "function")} if isinstance(call, dict) else call
 
 
+def digests_of(messages: Sequence[Message], setup: Any) -> list[bytes]:
+    """Return a digest of each beginning of a conversation. messages: as `comparable` returns them. setup: everything
+    else that its first prompt depends on, or the digest of the messages before these."""
+    key = setup if isinstance(setup, bytes) else msgspec.json.encode(setup, enc_hook=repr)
+    digests = []
+    for message in messages:
+        key = blake2b(key + msgspec.json.encode(message, order="deterministic"), digest_size=16).digest()
+        digests.append(key)
+    return digests
+
+
 @dataclass(slots=True, eq=False)
 class Segment:
     """Tokens of one growing sequence: a first prompt, then drawn and given turns in alternation.
@@ -58,7 +56,6 @@ class Segment:
     """The parent, and the number of its tokens after its prompt that the prompt of this segment repeats."""
     token_ids: list[int] = field(default_factory=list)
     """All tokens, the prompt included."""
-    marks: list[Mark] = field(default_factory=list)
     is_busy: bool = False
     """True while a turn of it is drawn."""
     _parts: list[Rollout | int] = field(default_factory=list)
@@ -70,8 +67,19 @@ class Segment:
     num_routed: int = 0
     """Number of leading tokens whose experts are in the drawn turns."""
 
+    _hash: blake2b = field(default_factory=lambda: blake2b(digest_size=16))
+
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt)
+        self._append(self.prompt)
+
+    @property
+    def digest(self) -> str:
+        """Digest of all tokens."""
+        return self._hash.hexdigest()
+
+    def _append(self, token_ids: Sequence[int]) -> None:
+        self.token_ids += token_ids
+        self._hash.update(np.array(token_ids, np.int32).tobytes())
 
     @property
     def num_turns(self) -> int:
@@ -91,12 +99,12 @@ class Segment:
     def give(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not draw."""
         if token_ids:
-            self.token_ids += token_ids
+            self._append(token_ids)
             self._parts.append(len(token_ids))
 
     def draw(self, turn: Rollout, began_ns: int, ended_ns: int) -> None:
         """Append a turn that an engine drew after all tokens so far. Its prompt can be empty."""
-        self.token_ids += turn.token_ids.tolist()
+        self._append(turn.token_ids.tolist())
         self.num_routed += 0 if turn.routed_experts is None else len(turn.routed_experts)
         self._parts.append(turn)
         self._times.append((began_ns, ended_ns))

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
 from math import isfinite
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -25,13 +24,23 @@ from inflight.core.workers import Workers
 from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd, Limits
-from inflight.episodes.segment import Mark, Message, Segment, comparable
+from inflight.episodes.segment import Message, Segment, comparable, digests_of
 from inflight.episodes.tools import Tool, schemas_of
 
 logger = logging.getLogger(__name__)
 
 Watch = Callable[[Rollout], bool | None] | Callable[[Rollout], Awaitable[bool | None]]
 """A function of an unfinished turn that returns True to end it."""
+
+
+class Mark(NamedTuple):
+    """A place in a segment at which a conversation can continue."""
+
+    segment: Segment
+    length: int
+    """Number of tokens up to here."""
+    is_reply: bool
+    """True after a drawn turn, False before it."""
 
 
 class Place(NamedTuple):
@@ -129,6 +138,8 @@ class Session:
         self.group_id, self.sample = group_id, sample
         self.segments: list[Segment] = []
         """Token sequences, in the order of their beginnings."""
+        self._marks: dict[bytes, Mark] = {}
+        """Maps digests of conversations to the places up to which their tokens go."""
         self.num_turns = self.num_tokens = self.num_calls = self.num_rendered_again = 0
         """Numbers of turns, drawn tokens, calls, and conversations that began a new token sequence, because the
         template could not continue them or their history was rewritten."""
@@ -167,21 +178,20 @@ class Session:
         self._check_open()
         if not messages or messages[-1].get("role") == "assistant":
             raise ValueError("messages must end with a message that the policy answers, of a user or a tool")
-        schemas, asked = schemas_of(tools), comparable(messages)
-        adapter = self._host.adapter if adapter is None else adapter
-        setup = (schemas, template_kwargs, adapter)
+        schemas, adapter = schemas_of(tools), self._host.adapter if adapter is None else adapter
+        digests = digests_of(comparable(messages), (schemas, template_kwargs, adapter))
         began = perf_counter()
-        segment, given = self._continue_messages(messages, asked, setup)
+        segment, given = self._continue_messages(messages, digests, schemas, template_kwargs, adapter)
         self.seconds["rendering"] += perf_counter() - began
         segment.give(given)
-        segment.marks.append(Mark(len(segment.token_ids), False, asked, setup))
-        prompt = list(segment.token_ids)
+        num_prompt = len(segment.token_ids)
+        self._marks.setdefault(digests[-1], Mark(segment, num_prompt, False))
         turn = await self._draw(segment, max_tokens, watch, every)
         began = perf_counter()
-        answer = self._host.conversation.read(prompt, turn.token_ids.tolist(), schemas)
+        answer = self._host.conversation.read(segment.token_ids[:num_prompt], turn.token_ids.tolist(), schemas)
         self.seconds["rendering"] += perf_counter() - began
-        replied = (*asked, *comparable([answer.message]))
-        segment.marks.append(Mark(len(segment.token_ids), True, replied, setup))
+        [replied] = digests_of(comparable([answer.message]), digests[-1])
+        self._marks.setdefault(replied, Mark(segment, len(segment.token_ids), True))
         return Reply(
             answer.message,
             turn.text,
@@ -189,7 +199,7 @@ class Session:
             turn.finish_reason,
             (segment, segment.num_turns - 1),
             answer.calls == "unreadable",
-            len(prompt),
+            num_prompt,
             turn.prefix_tokens,
         )
 
@@ -357,28 +367,29 @@ class Session:
         raise EpisodeEnd(reason)
 
     def _continue_messages(
-        self, messages: Sequence[Message], asked: tuple[Message, ...], setup: tuple[Any, dict[str, Any], str | None]
+        self,
+        messages: Sequence[Message],
+        digests: Sequence[bytes],
+        schemas: list[dict[str, Any]] | None,
+        template_kwargs: dict[str, Any],
+        adapter: str | None,
     ) -> tuple[Segment, list[int]]:
-        """Return the segment that these messages continue, and the given tokens to append to it. asked: the messages as
-        `comparable` returns them. setup: schemas of the tools, variables of the template, and the adapter."""
-        conversation, (schemas, template_kwargs, adapter) = self._host.conversation, setup
-        found = [
-            (len(mark.messages), segment, mark)
-            for segment in self.segments
-            for mark in segment.marks
-            if mark.messages == asked[: len(mark.messages)] and mark.tools == setup
-        ]
-        if found:
-            count, segment, mark = max(found, key=lambda each: each[0])
-            if count == len(asked):  # another reply to the same messages
-                last = segment.marks[-1]
-                was_cancelled = mark.length == last.length and not (last.is_reply or segment.is_busy)
-                return segment if was_cancelled else self._grown(segment, mark), []
+        """Return the segment that these messages continue, and the given tokens to append to it. digests: of each
+        beginning of the conversation."""
+        conversation = self._host.conversation
+        count = next((n for n in range(len(digests), 0, -1) if digests[n - 1] in self._marks), 0)
+        if count:
+            mark = self._marks[digests[count - 1]]
+            segment = mark.segment
+            if count == len(digests):  # another reply to the same messages
+                is_at_end = mark.length == len(segment.token_ids)
+                was_cancelled = is_at_end and not (segment.ends_with_reply or segment.is_busy)
+                return segment if was_cancelled else self._grown(mark), []
             if mark.is_reply:
                 tokens, new = segment.token_ids[: mark.length], messages[count:]
                 more = conversation.extend(tokens, messages[:count], new, schemas, **template_kwargs)
                 if more is not None:
-                    return self._grown(segment, mark), more
+                    return self._grown(mark), more
             self.num_rendered_again += 1
         return self._new(conversation.begin(messages, schemas, **template_kwargs), adapter), []
 
@@ -394,9 +405,10 @@ class Session:
             return segment, token_ids[shared:]
         return self._new(token_ids[:shared], adapter, (segment, shared - len(segment.prompt))), token_ids[shared:]
 
-    def _grown(self, segment: Segment, mark: Mark) -> Segment:
+    def _grown(self, mark: Mark) -> Segment:
         """Return the segment itself if it ends at the mark and can grow; otherwise a new one that begins with its
         tokens up to the mark."""
+        segment = mark.segment
         if mark.length == len(segment.token_ids) and segment.ends_with_reply and not segment.is_busy:
             return segment
         origin = segment, mark.length - len(segment.prompt)
@@ -417,8 +429,7 @@ class Session:
                 self._end("max_tokens")
         seed = sample_seed(self._seed, self.num_turns) & (2**63 - 1)
         params = msgspec.structs.replace(self.params, n=1, seed=seed, max_tokens=most)
-        digest = blake2b(np.array(segment.token_ids, np.int32).tobytes(), digest_size=16).hexdigest()
-        place = Place(self.group_id, self.sample, self.num_turns, digest)
+        place = Place(self.group_id, self.sample, self.num_turns, segment.digest)
         self.num_turns += 1
         segment.is_busy, began_ns = True, now_ns()
         try:
