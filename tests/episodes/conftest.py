@@ -36,7 +36,7 @@ def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def chat_engine(chat_dir: str) -> Iterator[inflight.Engine]:
-    with inflight.launch(chat_dir, device="cpu", threads=1, max_sequences=16, max_context=512) as engine:
+    with inflight.launch(chat_dir, device="cpu", threads=1, max_sequences=16, max_context=4096) as engine:
         yield engine
 
 

@@ -198,13 +198,13 @@ def test_a_watched_turn_ends_when_its_function_says_so(chat_engine, is_async):
         session.reward(-1.0, first)
         return float(len(first.token_ids))
 
-    params = inflight.SamplingParams(n=1, max_tokens=480, ignore_eos=True)
+    params = inflight.SamplingParams(n=1, max_tokens=4000, ignore_eos=True)
     episodes = inflight.Episodes(chat_engine, watched)
     groups = collect(chat_engine, episodes, [[1, 2, 3]], params)
     [[rollout]] = groups
     first, given, second = rollout.turns
     assert first.finish_reason == "stopped"
-    assert 4 <= first.end < 480
+    assert 4 <= first.end < 4000
     assert (given.end - given.begin, second.end - second.begin) == (1, 3)
     assert rollout.reward == first.end - 1
     assert episodes.counts["turns stopped"] == 1
@@ -217,19 +217,19 @@ def test_a_watched_turn_ends_when_its_function_says_so(chat_engine, is_async):
     torch.testing.assert_close(scored, batch.behavior_logprobs[batch.drawn], atol=1e-4, rtol=0)
 
 
-def test_an_exception_of_a_watching_function_fails_the_episode_and_frees_the_engine(engine):
+def test_an_exception_of_a_watching_function_fails_the_episode_and_frees_the_engine(chat_engine):
     async def broken(session, row):
         await session.complete(row, watch=lambda part: 1 / 0, every=1)
 
-    params = inflight.SamplingParams(n=2, max_tokens=100, ignore_eos=True)
-    episodes = inflight.Episodes(engine, broken)
-    [group] = collect(engine, episodes, [[1, 2, 3]], params)
+    params = inflight.SamplingParams(n=2, max_tokens=4000, ignore_eos=True)
+    episodes = inflight.Episodes(chat_engine, broken)
+    [group] = collect(chat_engine, episodes, [[1, 2, 3]], params)
     assert episodes.counts["error: ZeroDivisionError"] == 2
     assert {rollout.finish_reason for rollout in group} == {"error"}
     deadline = time.monotonic() + 20
-    while engine.status().num_running and time.monotonic() < deadline:
+    while chat_engine.status().num_running and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not engine.status().num_running
+    assert not chat_engine.status().num_running
 
 
 # ---- limits and failures ----------------------------------------------------------------------------------------
