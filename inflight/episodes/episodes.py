@@ -27,7 +27,7 @@ from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import TIMEOUTS, AtEnd, EpisodeEnd, Limits
 from inflight.episodes.session import Place, Session, Watch
-from inflight.episodes.watching import FrameBell
+from inflight.episodes.watching import TurnBell
 from inflight.fleet.engine import Engine
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.group_table import GroupRecord
@@ -107,7 +107,7 @@ class Episodes:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time that episodes spent in "turns", "calls" and "rendering", added up over episodes."""
         self._conversation: Conversation | None = None
-        self._bell: FrameBell | None = None
+        self._bell: TurnBell | None = None
         self._drawn: dict[Place, Rollout] = {}
         """Turns of a saved run that were drawn."""
         self._drawing: dict[Place, int] = {}
@@ -304,7 +304,7 @@ class Episodes:
             [[turn]] = await self.stream.acollect([group_id])
             return turn
         if self._bell is None:
-            self._bell = FrameBell(self.stream.ledger)
+            self._bell = TurnBell(self.stream.ledger)
         final, stopped = asyncio.ensure_future(self.stream.acollect([group_id])), False
         try:
             async for part in self._bell.parts(group_id, final, max(1, every)):

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from inflight.core.rollout import Rollout
+from inflight.stream.frame_bell import FrameBell
 from inflight.stream.held_groups import Group
 from inflight.stream.ledger import Ledger
 from inflight.training.data.rollout_stream import RolloutStream
@@ -13,18 +14,16 @@ _S_PER_PART = 0.0005
 second."""
 
 
-class Bell:
-    """Wakes the replies that are streamed, tasks of one event loop, when frames have arrived."""
+class Bell(FrameBell):
+    """Wakes the replies that are streamed, tasks of one event loop, when frames have arrived. It listens until `close`,
+    so that the engine sends frames without delay."""
 
     def __init__(self, ledger: Ledger, interval_s: float):
         """interval_s: minimum time between two parts of a reply."""
-        self._ledger, self._interval_s = ledger, interval_s
-        self._loop = asyncio.get_running_loop()
-        self._is_due = False
-        self.next: asyncio.Future[None] = self._loop.create_future()
-        """Done after the next frame."""
-        self.num_followers = self.num_waiting = 0
-        """Replies that are streamed, and streamed replies without a token yet."""
+        super().__init__(ledger)
+        self._interval_s = interval_s
+        self.num_waiting = 0
+        """Streamed replies without a token yet. The followers are all streamed replies."""
         ledger.frames.listen(self._frame)
 
     def pace_s(self, *, has_begun: bool) -> float:
@@ -35,17 +34,6 @@ class Bell:
 
     def close(self) -> None:
         self._ledger.frames.unlisten(self._frame)
-
-    def _frame(self) -> None:
-        """Called by the thread that reads the stream."""
-        if self.num_followers and not self._is_due:
-            self._is_due = True
-            self._loop.call_soon_threadsafe(self._ring)
-
-    def _ring(self) -> None:
-        self._is_due = False
-        self.next.set_result(None)
-        self.next = self._loop.create_future()
 
 
 class Generation:
@@ -101,7 +89,6 @@ class Generation:
         bell.num_waiting += 1
         try:
             while not final.done():
-                # The future is taken before the tokens, so that a frame in between wakes this task again.
                 woken, read_s = bell.next, loop.time()
                 for index, group_id in enumerate(self.group_ids):
                     for part in take(index, self._stream.ledger.frames.news(group_id, seen[index])):

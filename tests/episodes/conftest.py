@@ -28,7 +28,9 @@ def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("chat")
     tokenizer = byte_level()
     tokenizer.chat_template = TEMPLATE
-    model = make_model("qwen3", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model = make_model(
+        "qwen3", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=4096
+    )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(Path(directory))
     return str(directory)
