@@ -219,8 +219,6 @@ class RolloutStream:
     ) -> Iterator[PackedBatch]:
         if rollouts < 1:
             raise ValueError(f"rollouts must be at least 1, got {rollouts}")
-        if score is None and submitter is not None and not submitter.makes_rewards:
-            raise ValueError("prompts need a score; only episodes have rewards: give score=…, or episodes=…")
         check_rules(staleness)
         resolve_advantages(advantages)
         scorer = None if score is None else self._scoring.score_with(score)

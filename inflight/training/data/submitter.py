@@ -86,8 +86,6 @@ class Submitter:
         and raise ValueError for the first ones; 0: no bound. in_flight, num_submitted: of a run that is continued."""
         self._engine, self._examples, self._sampling = engine, examples, sampling
         self._per_step, self._most_tokens = groups_per_step, most_tokens
-        self.makes_rewards = hasattr(engine, "longest_sequence")
-        """The engine runs episodes, which have rewards."""
         self.is_automatic = ahead == "auto"
         self.lead = LeadController(
             groups_per_step, ahead=ahead, most_groups=most_groups, spare_groups=self._spare_groups
