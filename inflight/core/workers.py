@@ -1,5 +1,6 @@
-"""Daemon threads that call functions: a call that never returns does not prevent the process from ending."""
+"""Calls of functions of the user. Daemon threads make them: a call that never returns does not prevent the process from ending."""
 
+import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -7,6 +8,13 @@ from queue import SimpleQueue
 from typing import Any
 
 from inflight.core.spans import span
+
+
+def is_async(function: Any) -> bool:
+    """Return True for a coroutine function, and for an object that is called as one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
 
 
 class Workers:

@@ -22,7 +22,7 @@ from inflight.core.extras import needing
 from inflight.core.messages import Prompt
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.core.workers import Workers
+from inflight.core.workers import Workers, is_async
 from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import TIMEOUTS, AtEnd, EpisodeEnd, Limits
@@ -85,9 +85,7 @@ class Episodes:
         a group with a smaller share of episodes with a reward is left out; the others continue without the episodes
         that have none. retries: maximum number of further attempts after an exception of a class. max_running: maximum
         number of episodes in progress; 0: no bound. Raises ValueError for numbers out of range."""
-        if not asyncio.iscoroutinefunction(rollout) and not asyncio.iscoroutinefunction(
-            getattr(rollout, "__call__", None)  # noqa: B004  an object can be called as a coroutine function
-        ):
+        if not is_async(rollout):
             raise TypeError(f"rollout must be an async function of a session and a row, got {rollout!r}")
         if not 0 <= min_share <= 1:
             raise ValueError(f"min_share must be in [0, 1], got {min_share}")
@@ -268,8 +266,8 @@ class Episodes:
         every: int,
         adapter: str | None,
     ) -> Rollout:
-        """Return the turn after these tokens, with the experts of new tokens only and without its prompt: a turn that
-        was drawn before the run was saved, one that is still drawn, or a new one."""
+        """Return the turn after these tokens, without its prompt and with the experts of its new tokens. A turn of a
+        saved run is not drawn again: its tokens are returned, or an engine continues it."""
         if (known := self._drawn.pop(place, None)) is not None:
             self.count("turns drawn before")
             return known

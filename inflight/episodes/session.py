@@ -1,7 +1,6 @@
 """The handle of one episode: a rollout function draws turns with it, calls tools, and sets rewards."""
 
 import asyncio
-import inspect
 import json
 import logging
 from collections import defaultdict
@@ -20,7 +19,7 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, PromptTooLongError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.core.workers import Workers
+from inflight.core.workers import Workers, is_async
 from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd, Limits
@@ -351,10 +350,7 @@ class Session:
 
     def _start(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> "asyncio.Future[Any]":
         """Call a function as a task, or in a thread if it is not async."""
-        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004  an object can be called as a coroutine function
-        )
-        if is_async:
+        if is_async(function):
             return asyncio.ensure_future(function(*arguments, **keywords))
         return asyncio.wrap_future(self._host.workers.start(partial(function, *arguments, **keywords)))
 

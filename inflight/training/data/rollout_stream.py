@@ -201,6 +201,8 @@ class RolloutStream:
         On rank 0 of a trainer of several ranks, yields this rank's share of such batches. It then also raises
         RankLostError, naming a rank that has ended or does not take its share.
         """
+        if score is None and prompts is not None and episodes is None:
+            raise ValueError("prompts need a score; only episodes have rewards: give score=…, or episodes=…")
         submitter = (
             None if prompts is None else self._submitter(prompts, params, rollouts, ahead, episodes or self.engine)
         )

@@ -2,7 +2,6 @@
 calls other functions in worker threads or processes."""
 
 import asyncio
-import inspect
 import logging
 import math
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 
 from inflight.core.arguments import named
 from inflight.core.rollout import Rollout
-from inflight.core.workers import Workers
+from inflight.core.workers import Workers, is_async
 from inflight.stream.held_groups import Group
 from inflight.training.data.score_processes import ProcessTimeout, ScoreProcesses
 
@@ -103,9 +102,7 @@ class Scorer(GroupScorer):
         self.score: Callable[..., Any] = score
         self.scores_cancelled = cancelled
         self._batched, self._limit, self._timeout_s = batched, processes or workers, timeout_s
-        self._is_async = inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(
-            getattr(score, "__call__", None)  # noqa: B004  an object may be called as a coroutine function
-        )
+        self._is_async = is_async(score)
         if processes and self._is_async:
             raise ValueError("an async score function waits rather than computes: leave processes out")
         self._processes = ScoreProcesses(score, batched=batched, timeout_s=timeout_s) if processes else None
