@@ -1,4 +1,4 @@
-"""Calls of functions of the user. Daemon threads make them: a call that never returns does not prevent the process from ending."""
+"""Calls functions of the user in daemon threads: a call that never returns does not prevent the process from ending."""
 
 import inspect
 import threading
