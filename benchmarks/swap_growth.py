@@ -43,9 +43,9 @@ SIZES = {
         Size((2560, 14, 32768)),
     ],
     "cuda": [
-        Size("qwen3-0.6b", 1000, "float32", 60),
         Size("qwen3-1.7b", 100, "float32", 40),
         Size("qwen3-8b", 100, busy_publishes=20),
+        Size("qwen3-0.6b", 1000, "float32", 60),
     ],
     "rehearsal": [Size((128, 4, 4096), 3), Size("tiny", 10, "float32", 5)],
 }
@@ -115,6 +115,7 @@ def measure(size: Size, where: str) -> dict[str, Any]:
 def plot(path: Path, where: str, points: list[dict[str, Any]]) -> None:
     sides = "a CPU core for the engine and one for the trainer" if where != "cuda" else "engine and trainer on one GPU"
     figure, (axes,) = new_figure(f"bf16, {SEQUENCES[where]} sequences, {sides}")
+    points = sorted(points, key=lambda point: point["parameters"])
     sizes = [point["weight_bytes"] for point in points]
     for name, label, marker in (
         ("forward_ms", "forward pass", "^:"),
