@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError
 from inflight.core.spans import added_up, start_adding_up, stop_adding_up
 from inflight.fleet.engine import Engine
 from inflight.observability.staleness_meter import StalenessListener
@@ -40,7 +41,13 @@ class MeasuredRun(StalenessListener):
         self._spans: Counter[str] = Counter()
 
     def step(self, report: StepReport) -> None:
-        """Record an optimizer step."""
+        """Record an optimizer step. Raises InflightError if it was skipped, since a step without a backward pass takes
+        less time."""
+        if report.num_skipped:
+            raise InflightError(
+                f"optimizer step {report.step} was skipped, because its loss or gradient was not finite, so that its "
+                "time is not the time of training"
+            )
         self._times_s.append(report.finished_ns / 1e9)
         self._tokens.append(float(self._engine.stream.num_tokens))
         self._spans.update(added_up())
