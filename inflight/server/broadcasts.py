@@ -14,11 +14,12 @@ import torch
 
 from inflight.core.errors import BroadcastError, InvalidRequestError
 from inflight.server.engine import ServedEngine
+from inflight.server.nccl_protocol import NcclGroup, Rendezvous, TensorList
 from inflight.server.requests import read_fields
 from inflight.server.responses import ApiError
 from inflight.server.updates import Updates
 from inflight.weights.cuda_ipc import number_of
-from inflight.weights.nccl import NcclGroup, Rendezvous, TensorList, load
+from inflight.weights.nccl import load
 
 Value = TypeVar("Value")
 _MEETING_S = 300.0

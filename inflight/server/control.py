@@ -15,10 +15,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inflight.server.nccl_protocol import Rendezvous
 from inflight.server.requests import read_body, read_fields, read_request
 from inflight.server.responses import ApiError, answer, as_api_error
 from inflight.server.served import Served
-from inflight.weights.nccl import Rendezvous, why_not
+from inflight.weights.nccl import why_not
 
 logger = logging.getLogger("inflight.server")
 

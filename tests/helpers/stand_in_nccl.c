@@ -1,5 +1,5 @@
-/* A stand-in for NCCL between processes of one machine: what a trainer and one receiver call, over a socket, on memory of
- * the host. Each message says how many bytes it has and of which dtype, so that a receiver that expects anything else is
+/* A stand-in for NCCL between processes of one machine: what a trainer and its receivers call, over sockets between rank 0
+ * and each other rank, on memory of the host. Each message says how many bytes it has and of which dtype, so that a receiver that expects anything else is
  * told; NCCL itself would hang. The functions that vLLM wants to find and does not call here return an error. */
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -11,7 +11,8 @@
 #include <unistd.h>
 
 typedef struct { char internal[128]; } ncclUniqueId;
-typedef struct { int fd, rank, broken; } Comm;
+enum { MOST_RANKS = 16 };
+typedef struct { int fds[MOST_RANKS], num, rank; } Comm; /* rank 0: a socket for each other rank; others: one to rank 0 */
 typedef struct { uint64_t bytes; int32_t dtype; int32_t kind; } Header;
 enum { SUCCESS = 0, SYSTEM = 2, USAGE = 5, REMOTE = 6 };
 static const struct timeval MOST = {.tv_sec = 60};
@@ -54,7 +55,7 @@ int ncclGetUniqueId(ncclUniqueId *id) {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t size = sizeof address;
     listening = socket(AF_INET, SOCK_STREAM, 0);
-    if (bind(listening, (void *)&address, size) || listen(listening, 1)) return SYSTEM;
+    if (bind(listening, (void *)&address, size) || listen(listening, MOST_RANKS)) return SYSTEM;
     if (getsockname(listening, (void *)&address, &size)) return SYSTEM;
     memset(id, 0x5a, sizeof *id);
     memcpy(id, &address.sin_port, 2);
@@ -62,60 +63,74 @@ int ncclGetUniqueId(ncclUniqueId *id) {
 }
 
 int ncclCommInitRank(Comm **made, int size, ncclUniqueId id, int rank) {
-    if (size != 2) return USAGE;
+    if (size < 2 || size > MOST_RANKS) return USAGE;
     Comm *comm = calloc(1, sizeof *comm);
     comm->rank = rank;
     if (rank == 0) {
         setsockopt(listening, SOL_SOCKET, SO_RCVTIMEO, &MOST, sizeof MOST);
-        comm->fd = accept(listening, NULL, NULL);
+        while (comm->num < size - 1) {
+            int fd = accept(listening, NULL, NULL);
+            if (fd < 0) return SYSTEM;
+            comm->fds[comm->num++] = fd;
+        }
         close(listening);
     } else {
         struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
         memcpy(&address.sin_port, &id, 2);
-        comm->fd = socket(AF_INET, SOCK_STREAM, 0);
-        if (connect(comm->fd, (void *)&address, sizeof address)) return SYSTEM;
+        comm->fds[comm->num++] = socket(AF_INET, SOCK_STREAM, 0);
+        if (connect(comm->fds[0], (void *)&address, sizeof address)) return SYSTEM;
     }
-    setsockopt(comm->fd, SOL_SOCKET, SO_SNDTIMEO, &MOST, sizeof MOST);
+    for (int i = 0; i < comm->num; i++) setsockopt(comm->fds[i], SOL_SOCKET, SO_SNDTIMEO, &MOST, sizeof MOST);
     *made = comm;
-    return comm->fd < 0 ? SYSTEM : SUCCESS;
+    return SUCCESS;
 }
 
-static int give(Comm *comm, const void *data, size_t count, int dtype, int kind) {
+static int give(int fd, const void *data, size_t count, int dtype, int kind) {
     Header header = {count * dtype_bytes(dtype), dtype, kind};
-    int failed = send_all(comm->fd, &header, sizeof header);
-    return failed ? failed : send_all(comm->fd, data, header.bytes);
+    int failed = send_all(fd, &header, sizeof header);
+    return failed ? failed : send_all(fd, data, header.bytes);
 }
 
-static int take(Comm *comm, void *data, size_t count, int dtype, int kind) {
+static int take(int fd, void *data, size_t count, int dtype, int kind) {
     Header header;
-    int failed = receive_all(comm->fd, &header, sizeof header);
+    int failed = receive_all(fd, &header, sizeof header);
     if (failed) return failed;
     if (header.bytes != count * dtype_bytes(dtype) || header.dtype != dtype || header.kind != kind) return USAGE;
-    return receive_all(comm->fd, data, header.bytes);
+    return receive_all(fd, data, header.bytes);
 }
 
 int ncclAllReduce(const void *from, void *to, size_t count, int dtype, int operation, Comm *comm, void *stream) {
-    float mine, theirs;
+    float sum, theirs;
+    int failed = 0;
     if (count != 1 || dtype != 7 || operation != 0) return USAGE;
-    memcpy(&mine, from, 4);
-    int failed = give(comm, &mine, 1, dtype, 1);
-    if (!failed) failed = take(comm, &theirs, 1, dtype, 1);
-    mine += theirs;
-    memcpy(to, &mine, 4);
+    memcpy(&sum, from, 4);
+    if (comm->rank) { /* rank 0 adds up, and returns the sum */
+        failed = give(comm->fds[0], &sum, 1, dtype, 1);
+        if (!failed) failed = take(comm->fds[0], &sum, 1, dtype, 1);
+    } else {
+        for (int i = 0; i < comm->num && !failed; i++, sum += theirs) failed = take(comm->fds[i], &theirs, 1, dtype, 1);
+        for (int i = 0; i < comm->num && !failed; i++) failed = give(comm->fds[i], &sum, 1, dtype, 1);
+    }
+    memcpy(to, &sum, 4);
     return failed;
 }
 
 int ncclBroadcast(const void *from, void *to, size_t count, int dtype, int root, Comm *comm, void *stream) {
     if (root != 0) return USAGE;
-    return comm->rank == root ? give(comm, from, count, dtype, 2) : take(comm, to, count, dtype, 2);
+    if (comm->rank) return take(comm->fds[0], to, count, dtype, 2);
+    int failed = 0;
+    for (int i = 0; i < comm->num && !failed; i++) failed = give(comm->fds[i], from, count, dtype, 2);
+    return failed;
 }
 
 int ncclCommGetAsyncError(Comm *comm, int *found) { return *found = SUCCESS, SUCCESS; }
 
 int ncclCommAbort(Comm *comm) {
-    shutdown(comm->fd, SHUT_RDWR);  // which ends what another thread waits for
-    close(comm->fd);                // which tells the other side
-    comm->fd = -1;
+    for (int i = 0; i < comm->num; i++) {
+        shutdown(comm->fds[i], SHUT_RDWR);  // which ends what another thread waits for
+        close(comm->fds[i]);                // which tells the other side
+    }
+    comm->num = 0;
     return SUCCESS;
 }
 

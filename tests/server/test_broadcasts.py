@@ -18,8 +18,8 @@ from truth_teller import make_truth_teller, teach
 
 import inflight
 from inflight.server import broadcasts
+from inflight.server.nccl_protocol import NcclGroup
 from inflight.weights import nccl
-from inflight.weights.nccl import NcclGroup
 from inflight.weights.tensors import published_tensors
 
 BUFFER = 200_000

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
+import nccl_trainer
 import pytest
 import torch
 from hypothesis import given
@@ -28,13 +29,14 @@ from inflight.core.errors import (
 )
 from inflight.core.messages import Fill
 from inflight.engine.model.shapes import shape_config
-from inflight.weights import delta
+from inflight.weights import delta, nccl
 from inflight.weights.comparison import checksum
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 from inflight.weights.trainer import engine_link
 from inflight.weights.trainer.engine_link import EngineLink, PublishedVersion
 from inflight.weights.trainer.sources import ModelSource, classify
 from inflight.weights.transports import base
+from inflight.weights.transports import broadcast as broadcasts
 from inflight.weights.transports.broadcast import BroadcastGroup
 from inflight.weights.transports.files import FileOrigin, write_version
 
@@ -66,12 +68,22 @@ def slot_of(model: torch.nn.Module, layout) -> torch.Tensor:
     return slot
 
 
+@pytest.fixture(params=["gloo", "nccl"])
+def backend(request, monkeypatch, tmp_path):
+    """The library of broadcasts. NCCL is a stand-in for it, also in the engines."""
+    if request.param == "nccl":
+        monkeypatch.setenv(nccl.VARIABLE, nccl_trainer.build(tmp_path))
+    monkeypatch.setattr(broadcasts, "backend_of", lambda gpus: request.param)
+    return request.param
+
+
 # ---- several engines --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_each_engine_over_its_own_transport(model_dir, tmp_path):
+def test_each_engine_over_its_own_transport(model_dir, tmp_path_factory, backend):
     """Greedy tokens of every engine are those of the model that was published, in its dtype."""
+    tmp_path = tmp_path_factory.mktemp("versions")
     with engines(model_dir("qwen3"), 3) as [first, second, third]:
         model = make_model("qwen3", seed=1)
         with inflight.Publisher([first, second], model, transport=inflight.Broadcast()) as publisher:
@@ -98,7 +110,7 @@ def test_each_engine_over_its_own_transport(model_dir, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
-def test_an_engine_that_fails_in_the_middle_of_a_broadcast(model_dir, monkeypatch, how):
+def test_an_engine_that_fails_in_the_middle_of_a_broadcast(model_dir, monkeypatch, how, backend):
     """The others get the version, the trainer is not held up, and the engine that takes its place catches up."""
     victims: list[int] = []
     broadcast = BroadcastGroup.broadcast

@@ -26,6 +26,7 @@ from inflight.core.errors import InflightError, LayoutMismatchError, from_wire
 from inflight.core.layout import WeightLayout
 from inflight.core.waiting import LOG_EVERY_S
 from inflight.weights.comparison import EngineWeights
+from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.trainer.sources import ModelSource, PublishedModel, classify, is_in_zero
 
 logger = logging.getLogger("inflight.weights")
@@ -178,6 +179,8 @@ class ShardSender(AbstractContextManager["ShardSender"]):
         self.version: int = version
         """The version that the last `publish()` returned."""
         self._copied = version
+        self._written: torch.Event | None = None
+        """On a GPU: the end of the kernels that wrote the last announced parameters."""
         self._error: InflightError | None = None
         self._ended = False
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -198,6 +201,8 @@ class ShardSender(AbstractContextManager["ShardSender"]):
         with self._condition:
             self.check()
             self.version += 1
+            if self._group.device.type == "cuda":
+                self._written = torch.cuda.current_stream(self._group.device).record_event()
             self._condition.notify_all()
             return self.version
 
@@ -230,11 +235,17 @@ class ShardSender(AbstractContextManager["ShardSender"]):
             self.wait_copied()
 
     def _run(self) -> None:
+        use_own_stream(self._group.device)  # The kernels of training do not wait for the sends.
         try:
             while (version := self._group.command()) != _STOP:
                 with self._condition:
                     self._condition.wait_for(lambda version=version: self.version >= version)
+                    written = self._written
+                if written is not None:
+                    torch.cuda.current_stream(self._group.device).wait_event(written)
                 self._group.send(self._dtypes)
+                if written is not None:  # A send on a GPU is only queued.
+                    torch.cuda.current_stream(self._group.device).synchronize()
                 with self._condition:
                     self._copied = version
                     self._condition.notify_all()

@@ -4,22 +4,26 @@ makes a new group under a new name."""
 import ipaddress
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from inflight.core.arguments import named
-from inflight.core.errors import BroadcastError, ProtocolError
+from inflight.core.errors import BroadcastError, InflightError, ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.core.waiting import telling
+from inflight.weights import nccl
 from inflight.weights.cuda_ipc import uuid_of
 from inflight.weights.trainer.engine_link import EngineLink
 from inflight.weights.transports.base import Receiver, Sender, StagedVersion, Transport
+
+_NCCL_ID = "nccl id"
+"""The key of the id in the store of a group."""
 
 
 @named()
@@ -117,8 +121,7 @@ class BroadcastSender(Sender):
             return self._group
         self._drop_group()
         gpus = [uuid_of(device), *(engine.welcome.device_uuid for engine in engines)]
-        with_nccl = all(gpus) and len(set(gpus)) == len(gpus)  # NCCL needs a GPU for each rank.
-        name, backend, host = uuid.uuid4().hex, "nccl" if with_nccl else "gloo", self._settings.host
+        name, backend, host = uuid.uuid4().hex, backend_of(gpus), self._settings.host
         size = len(gpus)
         joins = [Join(name, backend, host, self._store.port, rank, size, self.timeout_s) for rank in range(size)]
 
@@ -189,6 +192,11 @@ def make_store(host: str, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=file)
 
 
+def backend_of(gpus: Sequence[str]) -> Literal["nccl", "gloo"]:
+    """Return the library for ranks on these GPUs, empty for a CPU. NCCL needs a separate GPU for each rank."""
+    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
+
+
 class BroadcastGroup:
     """One rank of a process group whose rank 0 broadcasts. The constructor waits for the other ranks.
 
@@ -197,34 +205,31 @@ class BroadcastGroup:
 
     def __init__(self, join: Join, device: torch.device, store: dist.TCPStore | None = None):
         self.name = join.group
-        timeout = timedelta(seconds=join.timeout_s)
+        timeout, make = timedelta(seconds=join.timeout_s), _Gloo if join.backend == "gloo" else _join_nccl
         try:
             self._store = store or dist.TCPStore(join.host, join.port, is_master=False, timeout=timeout)
-            self._ranks = _make(join, dist.PrefixStore(join.group, self._store), timeout, device)
-        except (RuntimeError, ValueError, OSError) as error:
+            self._ranks = make(join, dist.PrefixStore(join.group, self._store), timeout, device)
+        except (RuntimeError, ValueError, OSError, InflightError) as error:
             raise BroadcastError(f"rank {join.rank} of {join.size} found no group: {_first_line(error)}") from error
 
     def broadcast(self, buffer: torch.Tensor, bucket_bytes: int) -> None:
         """Copy u8[n] of rank 0 to every rank."""
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
         try:
-            for bucket in buffer.split(bucket_bytes):
-                self._ranks.broadcast([bucket], options).wait()
-            if buffer.is_cuda:
-                torch.cuda.current_stream(buffer.device).synchronize()
-        except RuntimeError as error:
+            self._ranks.broadcast(buffer.split(bucket_bytes))
+        except (RuntimeError, BroadcastError) as error:
             raise BroadcastError(f"the broadcast broke off: {_first_line(error)}") from error
 
     def close(self) -> None:
         """Leave the group. Ranks that wait for this one get an error."""
-        self._ranks.abort()
+        self._ranks.close()
 
 
-def _make(join: Join, store: dist.Store, timeout: timedelta, device: torch.device) -> Any:
-    if join.backend == "gloo":
+class _Gloo:
+    """A rank of a process group of gloo. It listens only on this machine's address towards the host."""
+
+    def __init__(self, join: Join, store: dist.Store, timeout: timedelta, device: torch.device):
         gloo: Any = dist.ProcessGroupGloo
-        # A rank listens only on this machine's address towards the host. Connecting UDP sends nothing.
+        # Connecting UDP sends nothing.
         family, kind, *_, address = socket.getaddrinfo(join.host, join.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
@@ -232,11 +237,29 @@ def _make(join: Join, store: dist.Store, timeout: timedelta, device: torch.devic
         choices = gloo._Options()
         choices._timeout = timeout
         choices._devices = [gloo.create_device(hostname=own_address)]
-        return gloo(store, join.rank, join.size, choices)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    with torch.cuda.device(device):
-        return dist.ProcessGroupNCCL(store, join.rank, join.size, options)
+        self._ranks = gloo(store, join.rank, join.size, choices)
+
+    def broadcast(self, buckets: Sequence[torch.Tensor]) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        for bucket in buckets:
+            self._ranks.broadcast([bucket], options).wait()
+        if buckets and buckets[0].is_cuda:
+            torch.cuda.current_stream(buckets[0].device).synchronize()
+
+    def close(self) -> None:
+        self._ranks.abort()
+
+
+def _join_nccl(join: Join, store: dist.Store, timeout: timedelta, device: torch.device) -> nccl.Communicator:
+    """Join by the id that rank 0 leaves in the store."""
+    library = nccl.load()
+    if join.rank == 0:
+        store.set(_NCCL_ID, library.new_id())  # pyright: ignore[reportArgumentType]
+    store.wait([_NCCL_ID], timeout)
+    communicator = nccl.Communicator(library, device, timeout_s=join.timeout_s)
+    communicator.join(store.get(_NCCL_ID), join.rank, join.size)
+    return communicator
 
 
 def _first_line(error: Exception) -> str:
