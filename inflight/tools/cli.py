@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from inflight.core.extras import needing
-from inflight.core.option import argument
+from inflight.core.option import argument, option
 from inflight.core.version import __version__
 from inflight.server.options import ServerOptions
 from inflight.tools.bench import options as bench_options
@@ -115,11 +115,34 @@ def watch(options: WatchOptions) -> None:
     watch(options, console)
 
 
-def doctor() -> None:
-    """Report the abilities of this machine, with advice."""
-    from inflight.tools.doctor import print_report
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorOptions:
+    """Report the abilities of this machine, with advice, or the memory that a model needs."""
 
-    raise typer.Exit(print_report(console))
+    model: str = option("")
+    """Print the memory of engine and trainer of this model: a built-in shape, directory or Hugging Face hub id."""
+    sequences: int = option(64, min=1)
+    """Sequences drawn at a time."""
+    context: int = option(4096, min=1)
+    """Tokens of each sequence, with its prompt."""
+    gpu_gib: float = option(0.0, min=0, shown="the GPU's, 80 without one")
+    """Memory of the GPU, in GiB."""
+
+
+def doctor(options: DoctorOptions) -> None:
+    from inflight.tools.doctor import gpu_gib, print_report
+
+    if not options.model:
+        raise typer.Exit(print_report(console))
+    from inflight.tools.memory_budget import print_budget
+
+    print_budget(
+        options.model,
+        sequences=options.sequences,
+        context=options.context,
+        gpu_gib=options.gpu_gib or gpu_gib(),
+        console=console,
+    )
 
 
 def keys(directory: Annotated[Path, typer.Argument(help="Directory that does not exist yet.")]) -> None:
@@ -167,7 +190,7 @@ add_command(app, "replay", replay, ReplayOptions, Output)
 add_command(app, "watch", watch, WatchOptions)
 add_command(app, "report", partial(report, console), ReportOptions)
 add_command(app, "serve", serve, ServedModel, ServerOptions, hint=option_hint)
-app.command()(doctor)
+add_command(app, "doctor", doctor, DoctorOptions)
 app.command()(keys)
 
 if __name__ == "__main__":

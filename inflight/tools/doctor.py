@@ -45,6 +45,11 @@ def examine() -> list[Finding]:
     return [*basic, *([_sharing()] if torch.cuda.is_available() else []), *_optional(), _shapes()]
 
 
+def gpu_gib() -> float:
+    """Return the memory of the GPU in GiB, 80 without one."""
+    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 80.0
+
+
 def _python() -> Finding:
     return Finding("ok", "python", ".".join(map(str, sys.version_info[:3])))  # pip refuses versions before 3.11
 

@@ -1,0 +1,81 @@
+"""`inflight doctor --model`: the memory of engine and trainer of a model on one GPU."""
+
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from inflight.engine.model.loading import load_config
+
+GIB = 1 << 30
+FIXED_BYTES = int(1.5 * GIB)
+"""CUDA context, workspaces and graphs of an engine: an estimate."""
+BF16_BYTES = 2
+TRAINERS = {
+    "on another GPU": 0,
+    "fp32, AdamW": 4 + 4 + 8,
+    "bf16, AdamW": 2 + 2 + 4,
+    "bf16, 8-bit AdamW": 2 + 2 + 2,
+    "LoRA, base in bf16": 2,
+}
+"""Bytes of weights, gradients and optimizer per parameter of the model. The adapters of LoRA are neglected."""
+
+
+class Budget(NamedTuple):
+    """Memory in bytes."""
+
+    num_parameters: int
+    weight_bytes: int
+    """One slot, in bf16."""
+    kv_bytes: int
+    """Keys and values of all sequences in bf16, without regard to sliding windows."""
+
+    def engine_bytes(self, slots: int) -> int:
+        return slots * self.weight_bytes + self.kv_bytes + FIXED_BYTES
+
+    def left_bytes(self, gpu_bytes: int, trainer: str, slots: int) -> int:
+        """Return the memory that is left for the activations of a trainer of TRAINERS; negative if there is too
+        little."""
+        return gpu_bytes - self.engine_bytes(slots) - TRAINERS[trainer] * self.num_parameters
+
+
+def budget_of(model: str, *, sequences: int, context: int) -> Budget:
+    """Compute the budget from the model's configuration. model: built-in shape, directory or hub id. Raises
+    ModelLoadError or UnsupportedModelError."""
+    config = load_config(model)
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config)
+    num_parameters = sum(parameter.numel() for parameter in made.parameters())
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token_bytes = 2 * text.num_hidden_layers * heads * head_dim * BF16_BYTES
+    return Budget(num_parameters, num_parameters * BF16_BYTES, sequences * context * token_bytes)
+
+
+def print_budget(model: str, *, sequences: int, context: int, gpu_gib: float, console: Console) -> None:
+    """Print what fits on a GPU with this memory. Raises the errors of `budget_of`."""
+    budget, gpu_bytes = budget_of(model, sequences=sequences, context=context), int(gpu_gib * GIB)
+    console.print(
+        f"{model}: {budget.num_parameters / 1e9:.2f} B parameters, {sequences} sequences of {context:,} tokens, "
+        f"{gpu_gib:.0f} GiB on one GPU\n"
+        f"engine: {_gib(budget.weight_bytes)} per slot, {_gib(budget.kv_bytes)} for all keys and values (with less, "
+        f"sequences wait), about {_gib(FIXED_BYTES)} for CUDA",
+        highlight=False,
+    )
+    table = Table("trainer", "its memory", "2 slots leave", "slots=1 leaves")
+    for name, bytes_of_each in TRAINERS.items():
+        left = [budget.left_bytes(gpu_bytes, name, slots) for slots in (2, 1)]
+        table.add_row(name, _gib(bytes_of_each * budget.num_parameters), *map(_left, left))
+    console.print(table)
+    console.print("What is left is for the trainer's activations. Publishing adapters needs one slot.", highlight=False)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _left(num_bytes: int) -> str:
+    return _gib(num_bytes) if num_bytes > 0 else f"lacks {_gib(-num_bytes)}"

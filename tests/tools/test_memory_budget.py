@@ -1,0 +1,53 @@
+"""The memory that `inflight doctor --model` prints is the memory that engine and trainer take."""
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from inflight.core.errors import ModelLoadError
+from inflight.engine.cache.classify import classify_layers
+from inflight.engine.model.loading import load_model
+from inflight.engine.model.shapes import shape_config
+from inflight.tools.memory_budget import GIB, TRAINERS, Budget, budget_of, print_budget
+from inflight.weights.tensors import layout_of
+
+
+@pytest.mark.parametrize("name", ["tiny", "small", "tiny-moe"])
+def test_slots_and_cache_have_the_size_of_the_engines(name):
+    budget = budget_of(name, sequences=3, context=10)
+    model = load_model(name, dtype=torch.bfloat16, device=torch.device("cpu"), seed=0)
+    assert budget.weight_bytes == pytest.approx(layout_of(model).total_bytes, rel=0.01)
+    layers = classify_layers(model).attention
+    token_bytes = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize for layer in layers)
+    assert budget.kv_bytes == 3 * 10 * token_bytes
+    assert budget.engine_bytes(2) - budget.engine_bytes(1) == budget.weight_bytes
+
+
+@pytest.mark.parametrize(("trainer", "dtype"), [("fp32, AdamW", torch.float32), ("bf16, AdamW", torch.bfloat16)])
+def test_a_trainer_has_its_size(trainer, dtype):
+    model = AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+    optimizer.step()
+    tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t.dim()]
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    assert num_bytes == TRAINERS[trainer] * budget_of("tiny", sequences=1, context=1).num_parameters
+
+
+def test_what_fits_is_printed(capsys):
+    budget = Budget(1000, 2000, 500)
+    assert budget.left_bytes(2 * GIB, "LoRA, base in bf16", 1) == 2 * GIB - budget.engine_bytes(1) - 2000
+    print_budget("qwen3-8b", sequences=64, context=1024, gpu_gib=80, console=Console(width=100, no_color=True))
+    out = capsys.readouterr().out
+    assert "8.19 B parameters, 64 sequences of 1,024 tokens, 80 GiB" in out
+    [lora] = [line for line in out.splitlines() if "LoRA" in line]
+    assert "23.7 GiB" in lora
+    assert "39.0 GiB" in lora
+    [fp32] = [line for line in out.splitlines() if "fp32" in line]
+    assert fp32.count("lacks") == 2
+
+
+def test_a_model_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        budget_of(str(tmp_path), sequences=1, context=1)
