@@ -101,8 +101,8 @@ class Clock:
 class Pool:
     """The engines of a simulation."""
 
-    def __init__(self, clock: Clock, world: World):
-        self.engines = [Generator(clock, world, self) for _ in range(world.num_engines)]
+    def __init__(self, clock: Clock, world: World, generator: "type[Generator]"):
+        self.engines = [generator(clock, world, self) for _ in range(world.num_engines)]
         self.serving = list(self.engines)
         self.load = 0
         """Unfinished rows of all engines."""
@@ -163,8 +163,7 @@ class Generator:
         self._since = self._clock.now
 
     def _admit(self) -> None:
-        while self._queue and len(self._running) < self._world.rows:
-            row = self._queue.popleft()
+        while (row := self.next_row()) is not None:
             row.end = self._passes + row.tokens
             if row.began is None:
                 row.began = self._clock.now
@@ -174,6 +173,10 @@ class Generator:
             left_s = (self._running[0][0] - self._passes) * self._pass_s()
             epoch = self._epoch
             self._clock.at(self._clock.now + left_s, lambda: self._finish(epoch))
+
+    def next_row(self) -> Row | None:
+        """Take the next sample from the queue, if it can start."""
+        return self._queue.popleft() if self._queue and len(self._running) < self._world.rows else None
 
     def _finish(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -296,10 +299,10 @@ class Trainer:
 class Simulation:
     """Trainers that share engines."""
 
-    def __init__(self, *worlds: World, ahead: int | str = "auto"):
+    def __init__(self, *worlds: World, ahead: int | str = "auto", generator: type[Generator] = Generator):
         """worlds: one per trainer; the first describes the engines."""
         self.clock, self.world = Clock(), worlds[0]
-        self.pool = Pool(self.clock, self.world)
+        self.pool = Pool(self.clock, self.world, generator)
         self._random = Random(worlds[0].seed)
         self.trainers = [
             Trainer(self.clock, world, self.pool, ahead, world.seed + 1 + index) for index, world in enumerate(worlds)
