@@ -2,8 +2,8 @@
 
     python benchmarks/order_simulation.py [FILE]
 
-Per scenario of lead_simulation.py in which samples wait for rows, and per order: steps per second and token age as
-multiples of those in order of arrival, the mean of five seeds.
+Per scenario of lead_simulation.py in which samples wait for rows, and per order: steps per second and token age divided
+by their values in order of arrival, the mean of five seeds.
 """
 
 from collections.abc import Callable

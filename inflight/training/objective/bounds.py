@@ -3,7 +3,7 @@
 The attribute `open_form` of a function is the same function without its bounds. A token is clipped if its gradient
 differs from the gradient of the open form. `bounded` and `unbounded` set that attribute; a callable object can define a
 method with this name instead. `soft` marks functions without bounds that weaken gradients smoothly. Without any
-declaration the clipped tokens of a function are unknown.
+declaration the clipped tokens of a function are unknown. `needs_entropies` declares an input that costs time.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ TokenFunction = Callable[[DrawnTokens], torch.Tensor]
 
 F = TypeVar("F", bound=Callable[..., torch.Tensor])
 Clips = Literal["hard", "soft", "unknown"]
-_OPEN_FORM, _SOFT = "open_form", "clips_softly"
+_OPEN_FORM, _SOFT, _ENTROPIES = "open_form", "clips_softly", "needs_entropies"
 
 
 def bounded(**wide: Any) -> Callable[[F], F]:
@@ -54,6 +54,19 @@ def soft(function: F) -> F:
     """Declare that a function weakens the gradients of all tokens smoothly: no token is counted as clipped."""
     setattr(function, _SOFT, function)
     return function
+
+
+def needs_entropies(function: F) -> F:
+    """Declare that a function reads `DrawnTokens.entropies`, so that the loss computes them."""
+    setattr(function, _ENTROPIES, True)
+    return function
+
+
+def reads_entropies(function: Callable[..., torch.Tensor]) -> bool:
+    """Return whether a function, or the function of a partial or a method, is declared by `needs_entropies`."""
+    while not getattr(function, _ENTROPIES, False) and isinstance(function, partial | MethodType):
+        function = function.func if isinstance(function, partial) else function.__func__
+    return bool(getattr(function, _ENTROPIES, False))
 
 
 def clips(function: Callable[..., torch.Tensor]) -> Clips:

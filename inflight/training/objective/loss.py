@@ -1,6 +1,7 @@
 """The policy loss: log-probabilities of the drawn tokens under the trainer's model, corrected and summed."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,13 +38,15 @@ def policy_loss(
     finite.
     """
     objective = resolve(objective)
-    scores = score_tokens(model, batch, entropy=objective.entropy_weight != 0)
+    scores = score_tokens(model, batch, entropy=objective.needs_entropies)
     return loss_of_scores(objective, batch.to(scores.logprobs.device), scores)
 
 
 def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores) -> tuple[torch.Tensor, LossStats]:
     """Compute the result of `policy_loss` from the output of `score_tokens`, for trainers with a custom forward pass.
-    All tensors are on one device."""
+    All tensors are on one device. Raises ValueError if the objective needs entropies and `scores` has none."""
+    if objective.needs_entropies and scores.entropies is None:
+        raise ValueError("the objective needs entropies: inflight.training.model.forward.score_tokens(…, entropy=True)")
     rows, sequences, (logprobs, entropies) = batch.drawn, batch.sequence_ids[batch.drawn], scores
     lengths = torch.zeros_like(batch.groups).index_add(0, sequences, torch.ones_like(sequences))
     if batch.sample_tokens is not None:
@@ -58,6 +61,8 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
     with torch.enable_grad():
         leaf = logprobs.detach().requires_grad_()
         tokens = _drawn_tokens(objective, batch, rows, sequences, leaf)
+        if entropies is not None:
+            tokens = replace(tokens, entropies=entropies.detach())
         weights = of_sequences[sequences].to(leaf.dtype)
         value, gradient = _differentiated(objective.policy_terms(tokens), weights, leaf)
         num_clipped = kl_sum = None
@@ -75,8 +80,7 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
             drift = objective.drift_weight * (weights * (leaf - tokens.behavior).square()).sum()
             value, gradient = value + drift.detach(), gradient + torch.autograd.grad(drift, leaf)[0]
     loss = _KnownGradient.apply(logprobs, value, gradient)
-    if objective.entropy_weight:
-        assert entropies is not None
+    if objective.entropy_weight and entropies is not None:
         loss = loss - objective.entropy_weight * (weights * entropies).sum()
     sum_entropy = None if entropies is None else entropies.detach().sum()
     return loss, _statistics(loss.detach(), batch, rows, tokens, num_clipped, sum_entropy, kl_sum)
@@ -121,6 +125,8 @@ def _drawn_tokens(
         sequences=sequences,
         num_sequences=batch.num_sequences,
         proximal_policy=objective.proximal,
+        batch=batch,
+        rows=rows,
     )
 
 

@@ -16,7 +16,7 @@ from inflight.core.by_name import resolve_by_name
 from inflight.training.objective import corrections, surrogates
 from inflight.training.objective import trust_regions as regions
 from inflight.training.objective.aggregation import Aggregation
-from inflight.training.objective.bounds import Clips, TokenFunction, clips, open_form
+from inflight.training.objective.bounds import Clips, TokenFunction, clips, open_form, reads_entropies
 from inflight.training.objective.kl import KLEstimator
 from inflight.training.objective.tokens import DrawnTokens, Proximal
 
@@ -61,8 +61,16 @@ class Objective:
 
     def __post_init__(self) -> None:
         none, where = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-        columns = {"logprobs": none, "behavior": none, "proximal": none, "advantages": none, "sequences": where}
-        nothing = DrawnTokens(**columns, num_sequences=0, proximal_policy=self.proximal)
+        nothing = DrawnTokens(
+            logprobs=none,
+            behavior=none,
+            proximal=none,
+            advantages=none,
+            sequences=where,
+            num_sequences=0,
+            proximal_policy=self.proximal,
+            entropies=none,
+        )
         for function in (self.correction, self.surrogate, *self.trust_regions):
             if clips(function) != "unknown":  # The call raises if the arguments are meaningless.
                 function(nothing)
@@ -114,6 +122,12 @@ class Objective:
     def is_about_rewards_alone(self) -> bool:
         """True if a token without an advantage adds nothing to the loss."""
         return not (self.kl_weight or self.drift_weight or self.entropy_weight)
+
+    @property
+    def needs_entropies(self) -> bool:
+        """True if the loss needs the entropies of the trainer's distributions."""
+        parts = (self.correction, self.surrogate, *self.trust_regions)
+        return self.entropy_weight != 0 or any(reads_entropies(part) for part in parts)
 
     @property
     def ranks_tokens(self) -> bool:

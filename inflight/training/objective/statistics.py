@@ -112,7 +112,7 @@ class LossStats:
     """Tokens with an advantage that were truncated, clipped or left out. None if the objective clips softly,
     or does not declare how it clips (`Objective.clips`)."""
     sum_entropy: float | None = None
-    """None without an entropy bonus. `score_tokens(entropy=True)` returns entropies in any case."""
+    """None unless the objective needs entropies. `score_tokens(entropy=True)` returns entropies in any case."""
     sum_reference_kl: float | None = None
     """None without a KL penalty."""
     sequences: RatioStats = RatioStats()

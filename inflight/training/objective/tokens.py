@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from inflight.training.data.batch import PackedBatch
+
 Proximal = Literal["current", "behavior", "recomputed", "loglinear"]
 
 LOG_RATIO_BOUND = 20.0
@@ -35,6 +37,13 @@ class DrawnTokens:
     proximal_policy: Proximal = "recomputed"
     """The kind of π_p. current: u = π_θ / π_p is always 1, so that bounds on u have no effect. behavior: w = π_p / π_b
     is always 1, so that bounds on w have no effect."""
+    batch: PackedBatch | None = None
+    """The batch of the tokens; None in the call without tokens that checks bounds."""
+    rows: torch.Tensor | None = None
+    """i64[n], the place of each token in the columns of the batch."""
+    entropies: torch.Tensor | None = None
+    """f[n], the entropy of the trainer's distribution that each token is drawn from, in nats and without gradient. None
+    unless a part of the objective is declared by `bounds.needs_entropies`, or the objective has an entropy bonus."""
 
     @cached_property
     def log_ratios(self) -> torch.Tensor:
@@ -50,6 +59,41 @@ class DrawnTokens:
     def log_behavior_ratios(self) -> torch.Tensor:
         """f[n], log ρ = log π_θ − log π_b, without gradient."""
         return self.logprobs.detach() - self.behavior
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return the values [n] of a column of the batch: one that the rollouts recorded (`PackedBatch.columns`), or a
+        field with one entry per token, such as "weight_versions", "sampled_at_ns", "input_ids", "position_ids" or
+        "reference_logprobs". Raises ValueError for a column that the batch lacks."""
+        if self.batch is None or self.rows is None:
+            return torch.zeros_like(self.sequences)
+        values = self.batch.columns.get(name, getattr(self.batch, name, None))
+        if not isinstance(values, torch.Tensor) or len(values) != len(self.batch.input_ids):
+            recorded = ", ".join(self.batch.columns) or "none"
+            raise ValueError(f"the batch has no column {name!r} of one value per token; recorded columns: {recorded}")
+        return values[self.rows]
+
+    @cached_property
+    def lags(self) -> torch.Tensor:
+        """i64[n], how many versions older than the trainer's weights the weights are that drew each token; at least 0.
+        Raises ValueError if the batch has no trainer_version."""
+        newest = 0 if self.batch is None else self.batch.trainer_version
+        if newest is None:
+            raise ValueError("lags need batch.trainer_version, the version being trained")
+        return (newest - self.column("weight_versions")).clamp(min=0)
+
+    @cached_property
+    def ages_ms(self) -> torch.Tensor:
+        """f64[n], milliseconds from the draw of each token to the moment when the trainer had the batch. Raises
+        ValueError for a batch without `taken_ns`. `grpo` and `stream.batches` set it."""
+        taken_ns = 1 if self.batch is None else self.batch.taken_ns
+        if not taken_ns:
+            raise ValueError("ages need batch.taken_ns, the time at which the trainer had the batch")
+        return (taken_ns - self.column("sampled_at_ns")).double() / 1e6
+
+    @cached_property
+    def groups(self) -> torch.Tensor:
+        """i64[n], the prompt of each token's sequence, as in `PackedBatch.groups`."""
+        return self.sequences if self.batch is None else self.batch.groups[self.sequences]
 
     @cached_property
     def lengths(self) -> torch.Tensor:

@@ -13,7 +13,8 @@ from tiny_models import make_model
 
 from inflight.training.grpo import GRPOConfig, train_step
 from inflight.training.model.forward import token_logprobs
-from inflight.training.objective.bounds import bounded, open_form, unbounded
+from inflight.training.objective import loss as loss_module
+from inflight.training.objective.bounds import bounded, needs_entropies, open_form, unbounded
 from inflight.training.objective.corrections import token_truncate, uncorrected
 from inflight.training.objective.loss import loss_of_scores, policy_loss
 from inflight.training.objective.objective import PRESETS, Objective, resolve
@@ -61,6 +62,119 @@ def test_grpo_trains_with_a_trust_region_of_ones_own():
         update = train_step(model, optimizer, batch, GRPOConfig(objective=chosen))
         assert update.stats.clipped > 0
     assert any(not torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+
+
+# Inputs beyond log-probabilities
+
+
+@bounded(cap=inf)
+def truncate_by_lag(tokens: DrawnTokens, *, cap: float = 3.0) -> torch.Tensor:
+    return exp_ratio(tokens.log_weights).clamp(max=1 + (cap - 1) / (1 + tokens.lags))
+
+
+def aged_batch():
+    """Tokens of several versions and ages, whose recorded log-probabilities differ from the model's."""
+    model, batch = make_model("qwen3"), make_batch()
+    with torch.no_grad():
+        exact = token_logprobs(model, batch)
+    drawn, n = batch.loss_mask, len(exact)
+    batch.behavior_logprobs[drawn] = exact - torch.linspace(-1.5, 1.5, n)
+    batch.weight_versions[drawn] = torch.arange(n) % 5 + 3
+    batch.trainer_version = 6
+    batch.sampled_at_ns[drawn] = 10**18 + torch.arange(n) * 1_000_000
+    batch.taken_ns = 10**18 + n * 1_000_000
+    batch.columns = {"surprise": torch.zeros(len(batch.input_ids))}
+    batch.columns["surprise"][drawn] = torch.arange(n, dtype=torch.float32)
+    return model, batch, n
+
+
+def test_a_part_sees_the_lag_of_each_token():
+    model, batch, n = aged_batch()
+    objective = Objective(correction=truncate_by_lag, surrogate=reinforce, proximal="current")
+    loss, stats = policy_loss(model, batch, objective=objective)
+    lags = torch.tensor([max(0, 6 - (i % 5 + 3)) for i in range(n)])
+    weights = torch.minimum(torch.linspace(-1.5, 1.5, n).double().exp(), 1 + 2 / (1 + lags.double()))
+    with torch.no_grad():
+        expected = -(weights * batch.advantages[batch.loss_mask] * token_logprobs(model, batch)).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    clipped = (torch.linspace(-1.5, 1.5, n).double().exp() > 1 + 2 / (1 + lags.double())) & (
+        batch.advantages[batch.loss_mask] != 0
+    )
+    assert stats.num_clipped == clipped.sum() > 0
+    parts = batch.micro_batches(int(batch.cu_seqlens.diff().max()) + 1)
+    assert len(parts) > 1
+    in_parts = sum(policy_loss(model, part, objective=objective)[0].item() for part in parts)
+    assert in_parts == pytest.approx(loss.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_part_sees_age_group_and_columns_of_each_token(left_out):
+    model, batch, n = aged_batch()
+    if left_out:
+        batch.included = batch.loss_mask.clone()
+        batch.included[batch.drawn[::3]] = False
+    seen = {}
+
+    def note(tokens):
+        if tokens.batch is not None:
+            names = ("surprise", "weight_versions", "input_ids")
+            seen.update({name: tokens.column(name) for name in names}, ages=tokens.ages_ms, groups=tokens.groups)
+        return torch.ones_like(tokens.logprobs, dtype=torch.bool)
+
+    policy_loss(model, batch, objective=Objective(trust_regions=(note,)))
+    kept = torch.tensor([i for i in range(n) if not (left_out and i % 3 == 0)])
+    rows = batch.drawn[kept]
+    assert seen["surprise"].tolist() == kept.tolist()
+    assert seen["ages"].tolist() == (n - kept).tolist()
+    assert seen["weight_versions"].tolist() == (kept % 5 + 3).tolist()
+    assert torch.equal(seen["input_ids"], batch.input_ids[rows])
+    assert torch.equal(seen["groups"], batch.groups[batch.sequence_ids[rows]])
+
+
+def test_what_a_batch_lacks_is_named():
+    model, batch, _ = aged_batch()
+    for column in ("nothing", "reference_logprobs", "cu_seqlens", "rollouts"):
+        objective = Objective(trust_regions=(lambda tokens, column=column: tokens.column(column) == 0,))
+        with pytest.raises(ValueError, match=f"no column '{column}' .* recorded columns: surprise"):
+            policy_loss(model, batch, objective=objective)
+    aged = Objective(trust_regions=(lambda tokens: tokens.ages_ms < 5,))
+    with pytest.raises(ValueError, match="taken_ns"):
+        policy_loss(model, replace(batch, taken_ns=0), objective=aged)
+    late = Objective(trust_regions=(lambda tokens: tokens.lags < 5,))
+    with pytest.raises(ValueError, match="trainer_version"):
+        policy_loss(model, replace(batch, trainer_version=None), objective=late)
+
+
+@needs_entropies
+def certain(tokens: DrawnTokens, *, most: float) -> torch.Tensor:
+    assert not tokens.entropies.requires_grad
+    return tokens.entropies < most
+
+
+def test_entropies_are_computed_if_a_part_declares_that_it_needs_them(monkeypatch):
+    model, batch, n = aged_batch()
+    with torch.no_grad():
+        entropies = loss_module.score_tokens(model, batch, entropy=True).entropies
+    median = float(entropies.median())
+    kept = entropies < median
+    assert 0 < kept.sum() < n
+    asked, score_tokens = [], loss_module.score_tokens
+
+    def noted(*args, entropy):
+        asked.append(entropy)
+        return score_tokens(*args, entropy=entropy)
+
+    monkeypatch.setattr(loss_module, "score_tokens", noted)
+    objective = replace(PRESETS["none"], trust_regions=(partial(certain, most=median),))
+    loss, stats = policy_loss(model, batch, objective=objective)
+    with torch.no_grad():
+        expected = -(batch.advantages[batch.loss_mask] * token_logprobs(model, batch))[kept].sum() / n
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert stats.entropy == pytest.approx(float(entropies.mean()), rel=1e-4)
+    policy_loss(model, batch, objective=PRESETS["none"])
+    assert asked == [True, False]
+    with pytest.raises(ValueError, match="entropy=True"):
+        loss_of_scores(objective, batch, score_tokens(model, batch))
 
 
 # Bounds that a function declares
