@@ -76,6 +76,14 @@ def sequence_mask(sequence: Sequence, low: float = 0.5, high: float = 2.0) -> We
     return [masked(product(sequence), low, high) for _ in sequence]
 
 
+def vespo(
+    sequence: Sequence, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)
+) -> Weights:
+    total = product(sequence)
+    pairs = [negative if t.advantage < 0 else positive for t in sequence]
+    return [(exp(decay) * total**power * exp(-decay * total), False) for power, decay in pairs]
+
+
 # Surrogates: (loss, its derivatives by the log-probabilities of the sequence, whether a bound was met) of each token.
 
 Losses = list[tuple[float, list[float], bool]]
@@ -302,6 +310,7 @@ PLAIN_PRESETS: dict[str, Plain] = {
     "icepop": Plain(partial(token_mask, low=0.5, high=5.0)),
     "sequence_tis": Plain(partial(sequence_truncate, cap=2.0)),
     "sequence_mask": Plain(partial(sequence_mask, low=0.5, high=2.0)),
+    "vespo": Plain(partial(vespo, positive=(2.0, 3.0), negative=(3.0, 2.0))),
     "geometric_mask": Plain(trust_regions=(partial(geometric_mask, low=0.99, high=1.01),)),
     "ppo_clip": Plain(uncorrected, partial(ppo_clip, low=0.2, high=0.2), proximal="behavior"),
     "cispo": Plain(uncorrected, partial(cispo, cap=5.0), proximal="behavior"),

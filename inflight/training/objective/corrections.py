@@ -9,8 +9,8 @@ from math import inf
 
 import torch
 
-from inflight.training.objective.bounds import bounded, check_interval, unbounded
-from inflight.training.objective.tokens import DrawnTokens, exp_ratio
+from inflight.training.objective.bounds import bounded, check_interval, soft, unbounded
+from inflight.training.objective.tokens import LOG_RATIO_BOUND, DrawnTokens, exp_ratio
 
 
 @unbounded
@@ -57,6 +57,24 @@ def sequence_mask(tokens: DrawnTokens, *, low: float = 0.5, high: float = 2.0) -
     Source: Liu and Li 2025 (masked importance sampling, MIS); `sequence_mask` of TRL (low 0, high 3).
     """
     return _inside(_product(tokens), low, high)
+
+
+@soft
+def vespo(
+    tokens: DrawnTokens, *, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)
+) -> torch.Tensor:
+    """Return W^k e^(λ (1 − W)) with W = Π_t w_t, the product over the token's sequence, and (k, λ) `positive` for A ≥ 0
+    and `negative` otherwise: 1 at W = 1, and a smooth descent to 0 on both sides instead of a bound.
+
+    Source: VESPO, arXiv 2602.10693; the values are the defaults of TRL's `vespo`.
+    """
+    for name, (k, decay) in (("positive", positive), ("negative", negative)):
+        if not (0 <= k < inf and 0 < decay < inf):
+            raise ValueError(f"{name} must be a power of at least 0 and a decay above 0, got {(k, decay)}")
+    logs = tokens.sequence_sums(tokens.log_weights).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)[tokens.sequences]
+    is_negative = tokens.advantages < 0
+    k, decay = (torch.full_like(logs, p).masked_fill(is_negative, n) for p, n in zip(positive, negative, strict=True))
+    return (k * logs + decay * (1 - logs.exp())).exp()
 
 
 def _product(tokens: DrawnTokens) -> torch.Tensor:

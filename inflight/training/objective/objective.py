@@ -169,6 +169,7 @@ PRESETS: dict[str, Objective] = {
     "icepop": _weighted(corrections.token_mask),
     "sequence_tis": _weighted(corrections.sequence_truncate),
     "sequence_mask": _weighted(corrections.sequence_mask),
+    "vespo": _weighted(corrections.vespo),
     "geometric_mask": _weighted(corrections.token_truncate, regions.geometric_mask),
     DEFAULT: Objective(),
     "cispo": Objective(surrogate=surrogates.cispo),

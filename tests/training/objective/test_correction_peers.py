@@ -22,6 +22,7 @@ from inflight.training.objective.corrections import (
     token_mask,
     token_truncate,
     uncorrected,
+    vespo,
 )
 from inflight.training.objective.loss import loss_of_scores
 from inflight.training.objective.objective import Objective
@@ -101,6 +102,7 @@ def trl_loss(
         entropy_coef=entropy_coef,
         use_adaptive_entropy=False,
         get_off_policy_mask=trainer_class.get_off_policy_mask,
+        get_gamma_weights=trainer_class.get_gamma_weights,
         _get_per_token_logps_and_entropies=lambda *_, **__: (
             pad(case.batch, logprobs),
             pad(case.batch, case.entropies),
@@ -188,6 +190,17 @@ def test_trl_cispo_is_cispo():
     case = make_case(0)
     objective = Objective(correction=uncorrected, surrogate=partial(cispo, cap=1.5), proximal="behavior")
     assert agree(ours(objective, case), trl_loss(case, old="behavior_logprobs", loss_type="cispo", epsilon_high=1.5))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_trl_vespo_is_vespo(seed):
+    case = make_case(seed)
+    powers = {"positive": (1.5, 2.5), "negative": (2.0, 1.0)}
+    objective = Objective(correction=partial(vespo, **powers), surrogate=reinforce, proximal="current")
+    settings = {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.0, "vespo_lambda_neg": 1.0}
+    expected = trl_loss(case, old="behavior_logprobs", loss_type="vespo", temperatures=settings)
+    assert agree(ours(objective, case), expected)
+    assert not agree(expected, ours(replace(objective, correction=vespo), case))
 
 
 def test_sapo_of_trl_and_liger_is_sapo():

@@ -64,6 +64,8 @@ CORRECTIONS = [
     ("sequence_mask", {}),
     ("sequence_mask", {"low": 0.0, "high": 3.0}),
     ("sequence_mask", {"low": 0.0, "high": inf}),
+    ("vespo", {}),
+    ("vespo", {"positive": (1.0, 0.5), "negative": (0.0, 4.0)}),
 ]
 
 
@@ -77,7 +79,7 @@ def test_corrections_are_their_formulas(name, bounds):
         assert not weights.requires_grad
         assert close(weights, [weight for weight, _ in expected])
         met += [bounded for _, bounded in expected]
-    unbounded = name == "uncorrected" or inf in bounds.values()
+    unbounded = name in ("uncorrected", "vespo") or inf in bounds.values()
     assert unbounded is not any(met)
     assert not all(met)
 
@@ -240,8 +242,8 @@ def test_presets_are_their_formulas(name):
             assert (stats.clipped == 0) if name == "none" else (0 < stats.clipped < 1)
 
 
-def test_sapo_alone_clips_softly():
-    assert [name for name, objective in PRESETS.items() if objective.clips != "hard"] == ["sapo"]
+def test_only_sapo_and_vespo_clip_softly():
+    assert [name for name, objective in PRESETS.items() if objective.clips != "hard"] == ["vespo", "sapo"]
     assert PRESETS["sapo"].clips == "soft"
     assert Objective(surrogate=partial(surrogates.sapo, positive=2.0)).clips == "soft"
     assert Objective(surrogate=lambda tokens: tokens.logprobs).clips == "unknown"
