@@ -10,8 +10,6 @@ from typing import Any
 GROWTH = {"device_bytes": 64 << 20, "trainer_allocated_bytes": 0, "trainer_mappings": 16}
 """What may grow over the publishes of a run by more than a few."""
 A_FEW = 4
-MPS_SHARES = (30, 50, 100)
-"""Percentages of the GPU's threads that the trainer may have with the Multi-Process Service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +144,11 @@ def mps_swap(result: dict[str, Any]) -> Told:
     yield from gaps_beside_a_trainer(f"{result['model']}, a trainer with {share} % of the GPU", result["busy"])
 
 
+def finite(result: dict[str, Any]) -> Told:
+    text = f"a trainer with {result['share']} % of the GPU computes finite log-probabilities"
+    yield text, str(result["runs"]), not any(run["logprobs"] for run in result["runs"])
+
+
 def learning(result: dict[str, Any]) -> Told:
     ratio = result["ratio"]
     measured = "target not reached" if ratio is None else f"{ratio:.2f} times as soon"
@@ -163,7 +166,9 @@ CHECKS: list[tuple[str, str, Callable[[Any], Told]]] = [
     ("kernels", "kernels.json", kernels),
     ("decode", "decode.json", decode),
     ("swap", "swap-growth.json", swap),
-    *(("mps", f"mps-swap-{share}.json", mps_swap) for share in MPS_SHARES),
+    ("mps", "mps-swap-50.json", mps_swap),
+    ("mps", "mps-staleness-100.json", staleness),
+    *(("mps", f"mps-finite-{share}.json", finite) for share in (50, 75, 100)),
     ("mps", "mps-learning.json", learning),
     ("throughput", "throughput-qwen3-1.7b.json", throughput),
     ("throughput", "throughput-qwen3-0.6b.json", throughput),

@@ -6,12 +6,12 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from claims import MPS_SHARES
-
 ROOT = Path(__file__).parents[2]
 BENCH = "-m inflight.tools.cli bench"
 VLLM_TESTS = "tests/engine/test_backends.py"
 SWAP_TESTS = "tests/engine/test_swaps.py"
+MPS_SHARES = (50, 75, 100)
+"""Percentages of the GPU's threads that a trainer may have in the search for values that are not finite."""
 REHEARSAL_LIMIT_S = 300
 GROUPS = (
     "environment,parity,kernels,decode",
@@ -56,6 +56,7 @@ def gpu_parts() -> list[Part]:
     )
     loss = "loss --device cuda --dtype bfloat16 --tokens 8192 --hidden 4096 --vocab 131072 --pairs 3"
     loop = "--device cuda --dtype bfloat16 --model qwen3-0.6b"
+    steps = f"{BENCH} staleness {loop} --sequences 64 --tokens 256 --steps 15"
     on_vllm = "--device cuda --dtype bfloat16 --model qwen3-1.7b --backend vllm --peer vllm"
     lengths = "--prompt-tokens 100-1024 --tokens 100-1024"
     peers = "--peer transformers --peer vllm" if os.environ.get("PEERS_PATH") else "--peer transformers"
@@ -71,7 +72,14 @@ def gpu_parts() -> list[Part]:
             [f"{throughput} {model} --json {{out}}/throughput-{model}.json" for model in ("qwen3-1.7b", "qwen3-0.6b")],
         ),
         Part("swap", 290, ["benchmarks/swap_growth.py cuda {out}"]),
-        Part("staleness", 150, [f"{BENCH} staleness {loop} --sequences 64 --steps 15 --json {{out}}/staleness.json"]),
+        Part(
+            "staleness",
+            160,
+            [
+                f"{steps} --mode {mode} --json {{out}}/{name}.json"
+                for mode, name in (("inflight", "staleness"), ("sync", "staleness-sync"))
+            ],
+        ),
         Part("loss", 110, [f"{BENCH} {loss} --json {{out}}/loss.json"]),
         Part("learning", 230, [f"{learning} {{out}}/learning.json"]),
         Part("peers", 450, [f"{throughput} qwen3-1.7b {peers} --json {{out}}/peers.json"], by_default=False),
@@ -99,7 +107,15 @@ def gpu_parts() -> list[Part]:
         Part(
             "mps",
             450,
-            [*(mps_swap(share) for share in MPS_SHARES), f"{mps_shares(50)} {learning} {{out}}/mps-learning.json"],
+            [
+                mps_swap(50),
+                f"{mps_shares(100)} {steps} --json {{out}}/mps-staleness-100.json",
+                *(
+                    f"{mps_shares(share)} benchmarks/gpu/not_finite.py --json {{out}}/mps-finite-{share}.json"
+                    for share in MPS_SHARES
+                ),
+                f"{mps_shares(100)} {learning} {{out}}/mps-learning.json",
+            ],
             by_default=False,
             mps=True,
         ),

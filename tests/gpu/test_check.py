@@ -154,7 +154,8 @@ def test_without_its_daemon_the_part_of_mps_fails_with_a_reason_and_the_others_r
 def test_the_part_of_mps_gives_the_trainer_shares_and_the_engine_the_priority(check, tmp_path):
     [mps] = [part for part in check.gpu_parts() if part.mps]
     seen = [check.read_command(command, tmp_path)[0] for command in mps.commands]
-    assert [one["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for one in seen] == ["30", "50", "100", "50"]
+    shares = [one["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for one in seen]
+    assert shares == ["50", "100", "50", "75", "100", "100"]
     for variables in seen:
         ours = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
         theirs = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_CLIENT_PRIORITY": "0"}
@@ -180,7 +181,7 @@ def test_every_command_takes_the_options_that_it_is_given(check, tmp_path):
             elif arguments[0] != "-m":
                 assert (ROOT / arguments[0]).is_file()
                 scripts.add(arguments[0])
-    assert len(scripts) == 5
+    assert len(scripts) == 6
 
 
 def test_a_gap_counts_as_held_if_it_is_less_than_a_pass_longer(check):
