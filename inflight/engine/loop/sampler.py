@@ -62,11 +62,40 @@ class _Rows:
     seeds: torch.Tensor
     batch_rows: torch.Tensor
     adjusted: list[int]
+    penalized: "_Penalized | None"
     filtered: "_Filtered | None"
     entropy: bool
     top: int
     own: dict[str, ColumnFunction]
     """Custom columns that some row asked for."""
+
+
+class _Penalized(NamedTuple):
+    """P rows with a repetition penalty."""
+
+    rows: list[int]
+    index: torch.Tensor
+    """i64[P], the same rows on the device."""
+    batch_rows: torch.Tensor
+    """i64[P]"""
+    penalties: torch.Tensor
+    """f32[P, 1]"""
+
+    @classmethod
+    def of(
+        cls, special: Seq[tuple[int, SamplingParams]], batch_rows: torch.Tensor, device: torch.device
+    ) -> "_Penalized | None":
+        """Return the rows with a penalty among these (row, parameters), or None."""
+        rows = [row for row, params in special if params.repetition_penalty != 1]
+        if not rows:
+            return None
+        index = to_device(rows, device, torch.int64)
+        penalties = to_device(
+            [params.repetition_penalty for _, params in special if params.repetition_penalty != 1],
+            device,
+            torch.float32,
+        )
+        return cls(rows, index, batch_rows[index], penalties[:, None])
 
 
 class _Filtered(NamedTuple):
@@ -126,7 +155,7 @@ class Sampler:
         rows, sequences = self._rows_of(draws.cohort), draws.cohort.sequences
         positions = to_device(torch.from_numpy(draws.positions), self._device)
         if rows.adjusted:
-            logits_MV = self._adjust(logits_MV.float(), sequences, rows.adjusted)
+            logits_MV = self._adjust(logits_MV.float(), sequences, rows)
         if rows.filtered is not None:
             logits_MV = _filter(logits_MV.float(), rows.filtered)
         samples = self._sample(logits_MV, rows, positions)
@@ -137,24 +166,24 @@ class Sampler:
             logprobs_MV = (logits_MV.float() / _recorded_temperatures(rows.temperatures)).log_softmax(-1)
             samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
         self._last_tokens.index_copy_(0, rows.batch_rows, samples.tokens)
-        watched = [i for i in rows.adjusted if sequences[i].params.repetition_penalty != 1]
-        if watched and self._seen is not None:
-            index = self._tensor(watched, torch.int64)
-            self._seen[rows.batch_rows[index], samples.tokens[index]] = True
-            for sequence in (sequences[i] for i in watched):
+        if rows.penalized is not None and self._seen is not None:
+            self._seen[rows.penalized.batch_rows, samples.tokens[rows.penalized.index]] = True
+            for sequence in (sequences[i] for i in rows.penalized.rows):
                 self._seen_by[sequence.batch_row] = (sequence.request_id, sequence.length)
         return samples
 
     def _rows_of(self, cohort: Cohort) -> _Rows:
         if self._rows is None or self._rows.cohort is not cohort:
             special = [(i, cohort.sequences[i].params) for i in cohort.special]
+            batch_rows = to_device(torch.from_numpy(cohort.rows), self._device)
             asked = {name for _, params in special for name in params.columns}
             self._rows = _Rows(
                 cohort=cohort,
                 temperatures=to_device(torch.from_numpy(cohort.temperatures), self._device),
                 seeds=to_device(torch.from_numpy(cohort.seeds), self._device),
-                batch_rows=to_device(torch.from_numpy(cohort.rows), self._device),
+                batch_rows=batch_rows,
                 adjusted=[i for i, params in special if params.adjusted],
+                penalized=_Penalized.of(special, batch_rows, self._device),
                 filtered=_Filtered.of(special, self._vocab_size, self._device),
                 entropy=any(params.return_entropy for _, params in special),
                 top=max((params.top_logprobs for _, params in special), default=0),
@@ -165,40 +194,42 @@ class Sampler:
     def _tensor(self, values: Seq[float] | Seq[int], dtype: torch.dtype) -> torch.Tensor:
         return to_device(values, self._device, dtype)
 
-    def _adjust(self, logits_MV: torch.Tensor, sequences: Seq[Sequence], adjusted: list[int]) -> torch.Tensor:
+    def _adjust(self, logits_MV: torch.Tensor, sequences: Seq[Sequence], rows: _Rows) -> torch.Tensor:
         logits_MV = logits_MV.clone()
-        rows: list[int] = []
+        if rows.penalized is not None:
+            self._penalize(logits_MV, sequences, rows.penalized)
+        changed: list[int] = []
         tokens: list[int] = []
         biases: list[float] = []
-        for row in adjusted:
+        for row in rows.adjusted:
             sequence = sequences[row]
             params = sequence.params
-            if params.repetition_penalty != 1:
-                penalty, seen_V = params.repetition_penalty, self._seen_tokens(sequence)
-                row_V = logits_MV[row]
-                logits_MV[row] = torch.where(seen_V, torch.where(row_V > 0, row_V / penalty, row_V * penalty), row_V)
             changes = dict(params.logit_bias)
             # The token to be drawn is already pending.
             if len(sequence.tokens) + sequence.num_pending <= params.min_tokens:
                 ends = (*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids))
                 changes |= dict.fromkeys(ends, float("-inf"))
-            rows += [row] * len(changes)
+            changed += [row] * len(changes)
             tokens += changes
             biases += changes.values()
-        if rows:
-            where = (self._tensor(rows, torch.int64), self._tensor(tokens, torch.int64))
+        if changed:
+            where = (self._tensor(changed, torch.int64), self._tensor(tokens, torch.int64))
             logits_MV.index_put_(where, self._tensor(biases, torch.float32), accumulate=True)
         return logits_MV
 
-    def _seen_tokens(self, sequence: Sequence) -> torch.Tensor:
+    def _penalize(self, logits_MV: torch.Tensor, sequences: Seq[Sequence], penalized: _Penalized) -> None:
+        """Divide positive logits of seen tokens by the penalty of their row, and multiply negative ones, in place."""
         if self._seen is None:
             batch_rows = len(self._last_tokens)
             self._seen = torch.zeros(batch_rows, self._vocab_size, dtype=torch.bool, device=self._device)
-        seen_V = self._seen[sequence.batch_row]
-        if self._seen_by.get(sequence.batch_row) != (sequence.request_id, sequence.length - 1):
-            seen_V.zero_()
-            seen_V[self._tensor(sequence.token_ids(), torch.int64)] = True
-        return seen_V
+        for sequence in (sequences[row] for row in penalized.rows):
+            if self._seen_by.get(sequence.batch_row) != (sequence.request_id, sequence.length - 1):
+                seen_V = self._seen[sequence.batch_row]
+                seen_V.zero_()
+                seen_V[self._tensor(sequence.token_ids(), torch.int64)] = True
+        logits_PV, penalties_P1 = logits_MV[penalized.index], penalized.penalties
+        changed_PV = torch.where(logits_PV > 0, logits_PV / penalties_P1, logits_PV * penalties_P1)
+        logits_MV[penalized.index] = torch.where(self._seen[penalized.batch_rows], changed_PV, logits_PV)
 
     def _sample(self, logits_MV: torch.Tensor, rows: _Rows, positions: torch.Tensor) -> Samples:
         tokens, logprobs, entropies = draw(logits_MV, rows.temperatures, rows.seeds, positions, entropy=rows.entropy)
