@@ -162,6 +162,8 @@ class Evaluation:
                         rollout.reward = reward
             rollouts = [rollout for group in groups for rollout in group]
             scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+            if not scores and self._scorer.last_error is not None:
+                raise self._scorer.last_error
             result = EvaluationResult(
                 name=self.name,
                 step=running.step,
