@@ -160,7 +160,7 @@ class Admission:
     def failures(self) -> dict[str, int]:
         """Number of exceptions of score functions and rollout functions, "error: NAME", and of further attempts,
         "retries: NAME"; of episodes also the time limits that they reached."""
-        of_episodes: Counter[str] = getattr(self.engine, "failures", Counter())
+        of_episodes: Any = getattr(self.engine, "failures", Counter())
         return dict(self.engine.stream.failures + of_episodes)
 
     def _check(self, scored: ScoredGroups) -> None:

@@ -50,6 +50,8 @@ class GroupScoring:
         """Scorings in the order in which they began, if groups leave in that order."""
         self._scorer: GroupScorer | None = None
         """The scorer of the last request."""
+        self._again = False
+        """The next request scores groups without a reward again."""
         self._own_scorer: Scorer | None = None
         """The scorer that was made here from a plain function."""
         self._busy: set[_Scoring] = set()
@@ -68,6 +70,9 @@ class GroupScoring:
                     self._own_scorer.close()
                 scorer = self._own_scorer = Scorer(score)
             self._scorer = scorer
+            if self._again:
+                self._again = False
+                self._forget_unrewarded()
             overtaken = [s.record for s in self._busy if s.is_last and s.scorer is not scorer]
             scorings = [self._register(record, scorer) for record in overtaken]
         for scoring in scorings:
@@ -104,15 +109,11 @@ class GroupScoring:
 
     def check(self, scored: ScoredGroups, least: int) -> None:
         """Raise ScoreError if the score function has failed, at least `least` groups of a batch were scored, and no
-        rollout has a reward. Outstanding groups without a reward are then scored again when they are requested."""
+        rollout has a reward. The next request then scores outstanding groups without a reward again."""
         error = None if self._scorer is None else self._scorer.last_error
         if error is None or scored.groups or scored.dropped.num_unscored_groups < least:
             return
-        with self._lock:
-            for record in list(self._ledger.table.records.values()):
-                is_scored = isinstance(record.scoring, _Scoring) and record.scoring.done
-                if is_scored and all(rollout.reward is None for rollout in record.rollouts):
-                    record.scoring = None
+        self._again = True
         raise ScoreError(
             f"no rollout of a batch has a reward, because the score function has failed: {type(error).__name__}: "
             f"{error}; calls that failed: {dict(self.failures)}"
@@ -142,6 +143,12 @@ class GroupScoring:
             scorer, self._own_scorer = self._own_scorer, None
         if scorer is not None:
             scorer.close()
+
+    def _forget_unrewarded(self) -> None:
+        for record in list(self._ledger.table.records.values()):
+            is_scored = isinstance(record.scoring, _Scoring) and record.scoring.done
+            if is_scored and all(rollout.reward is None for rollout in record.rollouts):
+                record.scoring = None
 
     def _register(self, record: GroupRecord, scorer: GroupScorer) -> _Scoring:
         """Register a new last scoring of the group. Results of earlier ones are ignored."""
