@@ -122,6 +122,9 @@ class Episodes:
         """Maps the ids of groups in progress to their tasks. Only the event loop changes it."""
         self._is_closed = False
 
+    can_pin = False
+    """Prompts cannot be pinned to a version: no slot keeps it between two turns."""
+
     # ---- the parts of an engine that training loops use ---------------------------------------------------------
 
     @property
