@@ -194,7 +194,7 @@ class EngineWorker:
         rewards = await asyncio.wrap_future(self._rewards.start(group))
         error = self._rewards.last_error
         if error is not None and not isinstance(error, TimeoutError):
-            raise error  # TRL's trainers end with what a reward function raises.
+            raise error  # As TRL's trainers do.
         for sample in self._samples(group_id, group, rewards):
             self.rollout_buffer.put(sample)
             self._num_pending -= 1
