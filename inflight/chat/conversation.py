@@ -7,7 +7,7 @@ new messages, and the beginning of the next answer.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -54,12 +54,21 @@ class Conversation:
         own = {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if isinstance(token, int)}
         self._stops = frozenset(stop_ids) | named | own
 
-    def begin(self, messages: Sequence[Message], tools: Tools | None = None, **template_kwargs: Any) -> list[int]:
-        """Return the token ids of a prompt: the messages and the beginning of an answer. Raises InvalidRequestError if
-        they do not fit the template."""
+    def begin(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Return the token ids of a prompt: the messages and, with `add_generation_prompt`, the beginning of an answer.
+        template_kwargs: variables of the template, or `continue_final_message`. Raises InvalidRequestError if they do
+        not fit the template."""
         plain = [_with_arguments(message) for message in messages]
         guarded, (tools, template_kwargs), mark = self._encoder.guard(plain, [tools, template_kwargs])
-        text = self._renderer.render(guarded, tools, generate=True, **template_kwargs)
+        text = self._renderer.render(guarded, tools, generate=add_generation_prompt, **template_kwargs)
         return self._encoder.encode(text, mark, inside=False)
 
     def extend(
@@ -127,6 +136,17 @@ class Conversation:
             end = ids.index(token, end) + 1
             drawn = end if token == last else drawn
         return drawn or (end if last in self._stops else 0)
+
+
+def conversation_of(tokenizer: PreTrainedTokenizerBase) -> Conversation:
+    """Return the conversation of a tokenizer with its present chat template. The last few are kept. One thread uses a
+    tokenizer at a time. Raises InvalidRequestError if it has no chat template."""
+    return _kept(tokenizer, str(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=4)
+def _kept(tokenizer: PreTrainedTokenizerBase, template: str) -> Conversation:
+    return Conversation(tokenizer)
 
 
 def _with_arguments(message: Message) -> Message:

@@ -106,8 +106,8 @@ class LoggerError(InflightError, OSError):
 
 
 class ScoreError(InflightError):
-    """A score function that runs in processes cannot be imported there, has raised, or has ended its process; the
-    message has the traceback."""
+    """No rollout of a batch has a reward, because the score function has failed. Or the exception of a score function
+    in a process; the message has its traceback."""
 
 
 class RoutedExpertsError(InflightError, ValueError):

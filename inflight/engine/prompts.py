@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from inflight.chat.conversation import conversation_of
 from inflight.core.errors import InvalidRequestError
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
@@ -43,7 +44,8 @@ def encode_prompts(
     """Return the token ids of each prompt, and the other columns of a row. model: the name of the model in errors.
 
     Text is tokenised with the tokenizer's special tokens, except text that begins with the token that begins a
-    sequence: a rendered chat template already has it. Raises InvalidRequestError, naming the prompt.
+    sequence: a rendered chat template already has it. No text of chat messages becomes a special token. Raises
+    InvalidRequestError, naming the prompt.
     """
     if isinstance(prompts, (str, Mapping)):
         raise InvalidRequestError(f"submit takes a list of prompts, got {_short(prompts)}; wrap it in a list")
@@ -68,7 +70,7 @@ def _encode(
 def _token_ids(
     name: str, prompt: Any, tokenizer: PreTrainedTokenizerBase | None, model: str, tools: Any = None
 ) -> list[int]:
-    is_chat = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
+    is_chat = isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(each, Mapping) for each in prompt)
     if not is_chat and not isinstance(prompt, str):
         try:
             return [operator.index(token) for token in prompt]
@@ -81,16 +83,10 @@ def _token_ids(
     if isinstance(prompt, str):
         begins = tokenizer.bos_token is not None and prompt.startswith(str(tokenizer.bos_token))
         return list(tokenizer(prompt, add_special_tokens=not begins)["input_ids"])
-    if tokenizer.chat_template is None:
-        raise InvalidRequestError(f"{name} is chat messages, but the tokenizer of {model!r} has no chat template")
     try:
-        messages: Any = [dict(message) for message in prompt]
-        encoded: Any = tokenizer.apply_chat_template(
-            messages, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-    except Exception as error:  # a template can raise anything
-        raise InvalidRequestError(f"{name} does not fit the chat template of {model!r}: {error}") from error
-    return list(encoded["input_ids"])
+        return conversation_of(tokenizer).begin(prompt, tools or None)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{name} is chat messages for {model!r}: {error}") from error
 
 
 def _short(value: object) -> str:

@@ -19,6 +19,7 @@ from inflight.chat.conversation import Conversation
 from inflight.core.arguments import named
 from inflight.core.errors import InflightError
 from inflight.core.extras import needing
+from inflight.core.failures import Failures, reason_of
 from inflight.core.messages import Prompt
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
@@ -96,12 +97,13 @@ class Episodes:
             )
         self.engine, self.limits = engine, limits or Limits()
         self._rollout, self.adapter, self._across = rollout, adapter, prefix_across_versions
-        self._min_share, self._retries, self._max_running = min_share, dict(retries or {}), max_running
+        self._min_share, self._max_running = min_share, max_running
         self.workers = Workers("call")
         self.counts: Counter[str] = Counter()
         """Number of episodes by the reason of their end ("completed", "max_turns", "error: ValueError", …); of
         "attempts", "turns", "drawn tokens", "prompt tokens", "reused prompt tokens", "conversations rendered again",
         and "calls that timed out"."""
+        self._failures = Failures("an episode", logger, retries, self.counts)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time that episodes spent in "turns", "calls" and "rendering", added up over episodes."""
         self._conversation: Conversation | None = None
@@ -120,6 +122,9 @@ class Episodes:
         """Maps the ids of groups in progress to their tasks. Only the event loop changes it."""
         self._is_closed = False
 
+    can_pin = False
+    """Prompts cannot be pinned to a version: no slot keeps it between two turns."""
+
     # ---- the parts of an engine that training loops use ---------------------------------------------------------
 
     @property
@@ -136,6 +141,11 @@ class Episodes:
     def members(self) -> list[Any]:
         """The generators of the engine."""
         return self.engine.members
+
+    @property
+    def failures(self) -> Counter[str]:
+        """The part of `counts` about exceptions, retries and time limits."""
+        return Counter({name: n for name, n in self.counts.copy().items() if name in TIMEOUTS or ": " in name})
 
     def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
         """As `Engine.wait_for_version`."""
@@ -425,20 +435,13 @@ class Episodes:
                 self.counts["conversations rendered again"] += session.num_rendered_again
                 for stage, seconds in session.seconds.items():
                     self.seconds[stage] += seconds
-                if error is not None and (kind := self._retried(error, attempts)) is not None:
-                    attempts[kind] += 1
-                    self.count(f"retries: {type(error).__name__}")
+                if error is not None and self._failures.allow_retry(error, attempts):
                     self.stream.ledger.forget_turns(group.id, sample)
                     continue
                 reward, parts, reason = self._settle(session, value, reason)
                 self.count(reason)
                 finish_reason = _finish_reason(session, reason, reward)
                 return session.rollouts(finish_reason, reward, parts) or [group.nothing(sample, finish_reason)]
-
-    def _retried(self, error: Exception, attempts: Counter[type[Exception]]) -> type[Exception] | None:
-        """Return the class of `retries` that allows another attempt after this exception, or None."""
-        kinds = (kind for kind in self._retries if isinstance(error, kind) and attempts[kind] < self._retries[kind])
-        return next(kinds, None)
 
     async def _attempt(self, session: Session, row: Any) -> tuple[str, Reward, Exception | None]:
         """Run the rollout function once. Returns the reason of its end, its result, and its exception."""
@@ -463,8 +466,8 @@ class Episodes:
             return reason, task.result(), None
         if is_served and reason != "completed":  # The agent has failed because its requests were refused.
             return reason, None, None
-        reason = f"error: {type(failure).__name__}"
-        self._log(failure, reason)
+        reason = reason_of(failure)
+        self._failures.log(failure, reason)
         return reason, None, failure if isinstance(failure, Exception) else None
 
     async def _end(self, session: Session, task: "asyncio.Future[Any]", reason: str) -> None:
@@ -495,7 +498,7 @@ class Episodes:
                     session.reward(value)
             except (TypeError, ValueError) as error:
                 reason = "error: reward"
-                self._log(error, reason)
+                self._failures.log(error, reason)
                 return None, {}, reason
             return session.total_reward, parts, reason
         at_end: AtEnd = "exclude"
@@ -508,13 +511,6 @@ class Episodes:
         if at_end != "keep":
             session.reward(at_end)
         return session.total_reward or 0.0, {}, reason
-
-    def _log(self, error: BaseException, reason: str) -> None:
-        """Log the first exception of a kind with its traceback, and later ones in one line."""
-        if self.counts[reason] == 0:
-            logger.error("an episode has failed (%s); later ones of this kind are counted", reason, exc_info=error)
-        else:
-            logger.info("an episode has failed: %s: %s", reason, error)
 
 
 def _finish_reason(session: Session, reason: str, reward: float | None) -> str:

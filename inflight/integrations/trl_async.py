@@ -192,6 +192,9 @@ class EngineWorker:
         for rollout in group:
             rollout.metadata = dict(row)
         rewards = await asyncio.wrap_future(self._rewards.start(group))
+        error = self._rewards.last_error
+        if error is not None and not isinstance(error, TimeoutError):
+            raise error  # As TRL's trainers do.
         for sample in self._samples(group_id, group, rewards):
             self.rollout_buffer.put(sample)
             self._num_pending -= 1

@@ -4,15 +4,15 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from transformers import PreTrainedTokenizerBase
 
+from inflight.chat.conversation import conversation_of
 from inflight.core.errors import InvalidRequestError
 from inflight.engine.prompts import encode_prompts
 from inflight.server.requests import ChatRequest, TokenizeRequest
 from inflight.server.responses import ApiError
 
-_OURS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+_OURS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages", "generate"}
 """Parameters that a request cannot set by chat_template_kwargs."""
 
 
@@ -43,31 +43,22 @@ def completion_prompts(
 def chat_prompt(
     fields: ChatRequest | TokenizeRequest, tokenizer: PreTrainedTokenizerBase | None, model: str
 ) -> list[int]:
-    """Return token ids of a conversation, by the model's chat template. Raises ApiError."""
+    """Return token ids of a conversation, by the model's chat template. No text of a message becomes a special token.
+    Raises ApiError."""
     if tokenizer is None or tokenizer.chat_template is None:
         what = "tokenizer" if tokenizer is None else "chat template"
         raise ApiError(400, f"{model!r} has no {what}; use /v1/completions or /inference/v1/generate with token ids")
     if not fields.messages:
         raise ApiError(400, "messages is empty", param="messages")
     kwargs = template_kwargs(fields)
-    plain: Any = [
-        _with_mappings(f"messages[{index}]", message) for index, message in enumerate(plain_messages(fields.messages))
-    ]
-    tools: Any = fields.tools or None
-    continued = bool(fields.continue_final_message)
+    if fields.continue_final_message:
+        kwargs |= {"continue_final_message": True}
+    generates = fields.add_generation_prompt is not False and not fields.continue_final_message
+    plain = plain_messages(fields.messages)
     try:
-        encoded: Any = tokenizer.apply_chat_template(
-            plain,
-            tools=tools,
-            add_generation_prompt=fields.add_generation_prompt is not False and not continued,
-            continue_final_message=continued,
-            tokenize=True,
-            return_dict=True,
-            **kwargs,
-        )
-    except Exception as error:  # Templates raise errors of any class.
-        raise ApiError(400, f"the messages do not fit the chat template: {error}", param="messages") from error
-    return list(encoded["input_ids"])
+        return conversation_of(tokenizer).begin(plain, fields.tools, add_generation_prompt=generates, **kwargs)
+    except InvalidRequestError as error:
+        raise ApiError(400, str(error), param="messages") from error
 
 
 def template_kwargs(fields: ChatRequest | TokenizeRequest) -> dict[str, Any]:
@@ -99,12 +90,6 @@ def _plain(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _with_mappings(where: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the arguments of its tool calls as mappings, as templates expect them."""
-    calls = message.get("tool_calls")
-    return message | {"tool_calls": [_with_arguments(where, call) for call in calls]} if calls else message
-
-
 def _text_of(where: str, part: Any) -> str:
     if isinstance(part, str):
         return part
@@ -113,18 +98,3 @@ def _text_of(where: str, part: Any) -> str:
         message = f"{where}.content has a part that is no text; the engine runs text alone"
         raise ApiError(400, message, param=f"{where}.content")
     return text
-
-
-def _with_arguments(where: str, call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments, a string of JSON, as a mapping."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        raise ApiError(400, f"{where}.tool_calls holds no function", param=f"{where}.tool_calls")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}")
-        except msgspec.DecodeError as error:
-            message = f"{where}.tool_calls has arguments that are no JSON: {error}"
-            raise ApiError(400, message, param=f"{where}.tool_calls") from error
-    return {**call, "function": {**function, "arguments": arguments}}

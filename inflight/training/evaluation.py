@@ -12,12 +12,13 @@ from typing import Any
 
 from inflight.core.arguments import named
 from inflight.core.errors import InflightError
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, samples_of
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span
+from inflight.stream.held_groups import Group
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scoring import GroupScorer, Score, Scorer
-from inflight.training.schedules import RolloutEngine, as_example
+from inflight.training.schedules import LIVE_S, RolloutEngine, as_example
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +31,23 @@ class EvaluationResult:
     step: int
     """The optimizer step after which the evaluation began; 0: before the first."""
     version: int
-    """The version that drew every token."""
+    """The newest version at the start. It drew every token, unless the samples are episodes."""
+    newest_version: int
+    """The newest version that drew a token: `version`, unless the samples are episodes."""
     reward: float | None
-    """Mean over the rollouts that have a reward; None if there are none."""
+    """Mean over the samples that have a reward; None if there are none."""
     num_failed: int
-    """Rollouts without a reward."""
+    """Samples without a reward."""
     rollouts: list[Rollout] = field(repr=False)
 
     def as_dict(self) -> dict[str, float]:
         """Return "NAME/reward", "NAME/step" and the like, and "NAME/reward/PART" of each of several score functions."""
-        lengths = [len(rollout.token_ids) for rollout in self.rollouts]
-        reasons = [rollout.finish_reason for rollout in self.rollouts]
+        samples = samples_of(self.rollouts)
+        lengths = [sum(rollout.num_drawn for rollout in sample) for sample in samples]
+        reasons = [sample[0].finish_reason for sample in samples]
         numbers: dict[str, Any] = {} if self.reward is None else {"reward": self.reward}
-        numbers |= {"step": self.step, "version": self.version, "num_failed": self.num_failed}
+        numbers |= {"step": self.step, "version": self.version, "newest_version": self.newest_version}
+        numbers["num_failed"] = self.num_failed
         numbers |= {"mean_length": fmean(lengths), "truncated": reasons.count("length") / len(reasons)}
         numbers |= {f"reward/{part}": mean for part, mean in mean_parts(self.rollouts).items()}
         return {f"{self.name}/{key}": number for key, number in numbers.items()}
@@ -61,28 +66,35 @@ class Evaluation:
     `launch(slots=3)` other versions are published in the meantime, with two slots publishing waits. One evaluation runs
     at a time. One that is due earlier is skipped. Skips and failures are logged, and training continues. In a custom
     loop, call `start` after `publish`, `finished` now and then, and `wait` last.
+
+    Of `Episodes`, each token is drawn by the version that is live then: `version` or a newer one. No slot keeps a
+    version between two turns. `EvaluationResult.newest_version` has the last one.
     """
 
     def __init__(
         self,
         engine: RolloutEngine,
         examples: Iterable[Any],
-        score: Score | GroupScorer,
+        score: Score | GroupScorer | None,
         *,
         sampling: SamplingParams | None = None,
         every: int = 25,
         name: str = "eval",
     ):
-        """examples: as in `grpo`; all of them are answered each time. sampling: None is greedy, with at most 256
-        tokens. every: optimizer steps between two; `grpo` evaluates before the first step and after the last, too.
-        name: prefix of its numbers. Raises ValueError without a prompt, and for `every` below 1."""
+        """engine: an engine, or `Episodes`. examples: as in `grpo`; all of them are answered each time. score: None for
+        episodes, which have rewards. sampling: None is greedy, with at most 256 tokens. every: optimizer steps between
+        two; `grpo` evaluates before the first step and after the last, too. name: prefix of its numbers. Raises
+        ValueError without a prompt, for `every` below 1, for episodes with a score, and for prompts without."""
         self._engine, self._examples = engine, [as_example(example) for example in examples]
         if not self._examples:
             raise ValueError("an evaluation needs at least one prompt")
         if every < 1:
             raise ValueError(f"every must be at least 1 optimizer step, got {every}")
+        self._are_episodes = not getattr(engine, "can_pin", True)
+        if self._are_episodes != (score is None):
+            raise ValueError("prompts need a score, and episodes have rewards: give score=None for episodes alone")
         self.sampling, self.every, self.name = sampling or SamplingParams(temperature=0), every, name
-        self._scorer = score if isinstance(score, GroupScorer) else Scorer(score)
+        self._scorer = score if score is None or isinstance(score, GroupScorer) else Scorer(score)
         self._own_scorer = None if self._scorer is score else self._scorer
         self._running: _Running | None = None
         self.last_begun: int | None = None
@@ -115,7 +127,10 @@ class Evaluation:
             )
             return
         prompts, metadata = [e.prompt for e in self._examples], [e.metadata for e in self._examples]
-        ids = self._engine.submit(prompts, self.sampling, metadata=metadata, version=version, train=False)
+        if self._are_episodes:
+            self._engine.wait_for_version(version, timeout_s=LIVE_S)
+        pin = None if self._are_episodes else version
+        ids = self._engine.submit(prompts, self.sampling, metadata=metadata, version=pin, train=False)
         self._running, self.last_begun = _Running(step, version, ids), step
         threading.Thread(target=self._evaluate, args=(self._running,), name="inflight-evaluation", daemon=True).start()
 
@@ -156,29 +171,43 @@ class Evaluation:
         try:
             with span("evaluation"):
                 groups = self._engine.stream.collect(running.group_ids)
-                scorings = [self._scorer.start(group) for group in groups]
-                for group, scoring in zip(groups, scorings, strict=True):
-                    for rollout, reward in zip(group, scoring.result(), strict=True):
-                        rollout.reward = reward
-            rollouts = [rollout for group in groups for rollout in group]
-            scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-            result = EvaluationResult(
-                name=self.name,
-                step=running.step,
-                version=running.version,
-                reward=fmean(scores) if scores else None,
-                num_failed=len(rollouts) - len(scores),
-                rollouts=rollouts,
-            )
-            running.result.set_result(result)
+                if self._scorer is not None:
+                    _score(groups, self._scorer)
+            running.result.set_result(self._result(running, [rollout for group in groups for rollout in group]))
         except Exception as error:  # `_take_result` reports the error; after `close` it is dropped.
             self._give_up(running.group_ids)
             running.result.set_exception(error)
+
+    def _result(self, running: "_Running", rollouts: list[Rollout]) -> EvaluationResult:
+        """Return the result. An episode counts once, whatever its number of rollouts."""
+        samples = [rollout for rollout, *_ in samples_of(rollouts)]
+        scores = [rollout.reward for rollout in samples if rollout.reward is not None]
+        drawn = [int(rollout.weight_versions[rollout.drawn].max(initial=0)) for rollout in rollouts]
+        return EvaluationResult(
+            name=self.name,
+            step=running.step,
+            version=running.version,
+            newest_version=max(running.version, *drawn),
+            reward=fmean(scores) if scores else None,
+            num_failed=len(samples) - len(scores),
+            rollouts=rollouts,
+        )
 
     def _give_up(self, group_ids: list[int]) -> None:
         with suppress(InflightError):  # The engine might have ended.
             self._engine.stream.ledger.drop(group_ids)
             self._engine.cancel(group_ids)
+
+
+def _score(groups: list[Group], scorer: GroupScorer) -> None:
+    """Fill in the rewards of the rollouts. Raises the exception of the score function if none has a reward."""
+    scorings = [scorer.start(group) for group in groups]
+    for group, scoring in zip(groups, scorings, strict=True):
+        for rollout, reward in zip(group, scoring.result(), strict=True):
+            rollout.reward = reward
+    error = scorer.last_error
+    if error is not None and all(rollout.reward is None for group in groups for rollout in group):
+        raise error
 
 
 @dataclass(frozen=True, slots=True)

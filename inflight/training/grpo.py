@@ -23,7 +23,6 @@ from inflight.core.waiting import telling
 from inflight.observability.loggers import JsonLines, Logger
 from inflight.training.config import GRPOConfig
 from inflight.training.data.batch import PackedBatch
-from inflight.training.data.lead_state import LeadState
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
@@ -126,7 +125,7 @@ def grpo(
             with admission, closing(trainer):
                 source = resolve_schedule(config.schedule).run(admission)
                 for step, scored in enumerate(islice(source, max(0, config.steps - begin)), begin + 1):
-                    report = trainer.take(step, scored, admission.lead)
+                    report = trainer.take(step, scored, admission)
                     if evaluation is not None:
                         if step % evaluation.every == 0:
                             evaluation.start(step, publisher.version)
@@ -238,7 +237,7 @@ class _Trainer:
         present.batches.append(batch)
         present.gradient.add(batch, share=1.0 if is_whole else len(scored.groups) / config.groups_per_step)
 
-    def take(self, step: int, scored: ScoredGroups, lead: LeadState) -> StepReport:
+    def take(self, step: int, scored: ScoredGroups, admission: Admission) -> StepReport:
         """Train on the groups of a step, and publish."""
         config, probe, meter, present = self.config, self.probe, self.engine.staleness, self.present
         self.compute(scored, is_whole=True)
@@ -274,8 +273,9 @@ class _Trainer:
             reward_kl=present.sum_reward_kl / len(scored.rollouts) if has_reward_kl else None,
             staleness=staleness,
             causes=causes,
-            lead=lead,
+            lead=admission.lead,
             dropped=self.dropped,
+            failures=admission.failures,
             finished_ns=now_ns(),
             groups=scored.groups,
         )

@@ -42,6 +42,9 @@ class StepReport:
     """How far the generator ran ahead when the step began, and why."""
     dropped: Dropped
     """Counts of omissions since the run began, by reason."""
+    failures: dict[str, int]
+    """Number of exceptions of score functions and rollout functions since the program began, "error: NAME", and of
+    further attempts, "retries: NAME"; for episodes also "turn_timeout" and "episode_timeout"."""
     finished_ns: int
     """The time at which the step ended, CLOCK_MONOTONIC."""
     groups: list[list[Rollout]] = field(repr=False)
@@ -82,8 +85,8 @@ class StepReport:
     def as_dict(self) -> dict[str, float]:
         """Return all values as numbers under flat names, for any logger (docs/training.md#numbers-for-a-logger):
         `_NUMBERS`, `LossStats.as_dict` ("ratio/ess", …), "reward/NAME", "length/min", "staleness/token_age_ms",
-        "lead/wait_share", "dropped/stale_share", "probe/mismatch/kl" and the like, and `EvaluationResult.as_dict` of
-        the newest finished evaluation. Values of None or NaN are left out."""
+        "lead/wait_share", "dropped/stale_share", "failures/error/NAME", "probe/mismatch/kl" and the like, and
+        `EvaluationResult.as_dict` of the newest finished evaluation. Values of None or NaN are left out."""
         numbers: dict[str, float | None] = {} if self.stats is None else {**self.stats.as_dict()}
         numbers |= {name: getattr(self, name) for name in _NUMBERS}
         numbers |= {f"reward/{name}": mean for name, mean in self.reward_parts.items()}
@@ -94,6 +97,7 @@ class StepReport:
             numbers["staleness/age_over_bound"] = self.staleness.age_over_bound
         numbers |= {f"lead/{name}": number for name, number in self.lead.as_dict().items()}
         numbers |= {f"dropped/{name}": number for name, number in self.dropped.as_dict().items()}
+        numbers |= {f"failures/{name.replace(': ', '/')}": number for name, number in self.failures.items()}
         if self.causes is not None:
             for cause in ("mismatch", "staleness", "total"):
                 numbers |= getattr(self.causes, cause).as_dict(f"probe/{cause}")

@@ -15,6 +15,7 @@ further prompts replace groups that cannot be trained on and, if configured, gro
 trainer computes on the groups that a step has so far while it waits for others (`Admission.while_incomplete`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ class Admission:
         )
         if (continue_saved := getattr(engine, "continue_saved", None)) is not None:
             continue_saved()
+        self._num_taken = 0
+        """Number of calls of `take`."""
         self._background = ExitStack()
         self.while_incomplete: Callable[[ScoredGroups], None] | None = None
         """Called by `take` before it waits, with the groups of the step so far: each call has the groups of the call
@@ -140,20 +143,38 @@ class Admission:
             is_usable = scored.add(group)
             missing = count - len(scored.groups)
             submitter.took(group[0].group_id, missing)
-            if (num_unusable := scored.dropped.num_unusable_groups) > count:
-                raise InflightError(
-                    f"{num_unusable} groups failed while one batch of {count} was taken: samples of them were "
-                    "cancelled, ended with an error (log-probabilities that are not finite, or lost frames), or none "
-                    "of a group's has a reward (None, not finite, or it took too long)"
-                )
+            self._check(scored)
             may_replace = is_usable and len(scored.replaced) < self._config.replace_uniform_groups
             if may_replace and scored.last_is_uniform and submitter.replace(missing + 1, version):
                 scored.replace_last()
             elif not is_usable:
                 submitter.replace(missing, version)
+        if not scored.groups and not self._num_taken:
+            self.engine.stream.check_scores(scored, 1)
+        self._num_taken += 1
         self.lead = submitter.begin()
         scored.dropped.num_unfit_examples, submitter.num_unfit = submitter.num_unfit, 0
         return scored
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Number of exceptions of score functions and rollout functions, "error: NAME", and of further attempts,
+        "retries: NAME"; of episodes also the time limits that they reached."""
+        of_episodes: Any = getattr(self.engine, "failures", Counter())
+        return dict(self.engine.stream.failures + of_episodes)
+
+    def _check(self, scored: ScoredGroups) -> None:
+        """Raise InflightError if more groups than a step has cannot be trained on."""
+        num_unusable, count = scored.dropped.num_unusable_groups, self._config.groups_per_step
+        if num_unusable <= count:
+            return
+        self.engine.stream.check_scores(scored, count)
+        raise InflightError(
+            f"{num_unusable} groups failed while one batch of {count} was taken: samples of "
+            "them were cancelled, ended with an error (log-probabilities that are not finite, or lost frames), or "
+            "none of a group's has a reward (None, not finite, or an exception); exceptions: "
+            f"{self.failures or 'none'}"
+        )
 
     def _compute(self, scored: ScoredGroups, waiting: ExitStack) -> None:
         """Have the trainer compute on the groups of an incomplete step. waiting: holds the span of the wait."""

@@ -65,7 +65,8 @@ def test_every_form_of_a_prompt(tokenizer, prompt, expected, columns):
     ("prompt", "message"),
     [
         ({"question": "2+2", "answer": 4}, "prompt 1 is a row with the columns question, answer; expected one called"),
-        ([{"role": "system", "content": "x"}], "prompt 1 does not fit the chat template of 'the-model': no system"),
+        ([{"role": "system", "content": "x"}], "prompt 1 .*'the-model': the messages do not fit .*: no system"),
+        ([USER, "2+2"], "prompt 1 is .*, expected text, token ids, chat messages or a row of a dataset"),
         ({"prompt": 3}, "prompt 1 is 3, expected text, token ids, chat messages or a row of a dataset"),
     ],
 )
@@ -74,9 +75,15 @@ def test_a_prompt_that_cannot_be_read_is_named(tokenizer, prompt, message):
         encode(tokenizer, "hi", prompt)
 
 
+def test_no_text_of_a_message_becomes_a_special_token(tokenizer):
+    [(found, _)] = encode(tokenizer, [{"role": "user", "content": f"a {EOS_TOKEN} b"}])
+    assert found == ids(f"<user>a {EOS_TOKEN} b>")
+    assert found.count(EOS_TOKEN_ID) == 1  # the beginning, which the template writes
+
+
 def test_what_a_tokenizer_lacks_is_named(tokenizer):
     tokenizer.chat_template = None
-    with pytest.raises(InvalidRequestError, match="prompt 0 is chat messages, but the tokenizer of 'the-model' has no"):
+    with pytest.raises(InvalidRequestError, match=r"prompt 0 .*'the-model': the tokenizer has no chat template"):
         encode(tokenizer, [USER])
     with pytest.raises(InvalidRequestError, match="'the-model' has no tokenizer; submit token ids"):
         encode_prompts(["hi"], None, model="the-model")

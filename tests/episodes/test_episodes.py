@@ -11,6 +11,7 @@ import torch
 from tiny_models import VOCABULARY, make_model
 
 import inflight
+from inflight.core.errors import InflightError
 from inflight.core.rollout import samples_of
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
@@ -325,6 +326,24 @@ def test_exceptions_are_counted_by_name_and_retried_where_that_is_asked_for(engi
     assert group[0].finish_reason == "error"
     assert (counts["error: KeyError"], counts["completed"], counts["retries: ConnectionError"]) == (1, 3, 2)
     assert "no such key" in caplog.text
+
+
+def test_training_ends_if_all_episodes_of_a_step_fail_and_reports_name_those_that_do(own_engine):
+    async def fails(session, row):
+        await session.complete(row)
+        if row[0] or session.sample == 0:
+            raise KeyError("no such key")
+        return float(session.sample)
+
+    model = make_model("qwen3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = inflight.GRPOConfig(steps=3, groups_per_step=1, sampling=PARAMS, schedule="sync")
+    with own_engine.publisher(model) as publisher, inflight.Episodes(own_engine, fails) as episodes:
+        rows = ([min(index, 1), 3] for index in range(100))
+        reports = inflight.grpo(episodes, publisher, model, optimizer, rows, None, config)
+        assert next(reports).failures == {"error: KeyError": 1}
+        with pytest.raises(InflightError, match=r"2 groups failed .*exceptions: {'error: KeyError': 9}"):
+            next(reports)
 
 
 def test_a_group_needs_a_share_of_its_episodes(engine):

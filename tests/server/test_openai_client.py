@@ -9,6 +9,8 @@ import pytest
 from http_calls import call
 from scripted_model import ANSWER, CALL
 
+from inflight.engine.model.shapes import EOS_TOKEN, EOS_TOKEN_ID
+
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 TEXT = "".join(ANSWER[1:])
@@ -200,6 +202,19 @@ def test_parts_of_text_and_template_arguments_reach_the_template(served):
     )
     prompt = served.engine.tokenizer.decode(answer.to_dict()["prompt_token_ids"])
     assert prompt == "user: a\nb;SHOUT<answer>"
+
+
+def test_a_last_message_is_continued(served):
+    messages = [*USER, {"role": "assistant", "content": f"It is {EOS_TOKEN} "}]
+    answer = served.client.chat.completions.create(
+        model="policy",
+        messages=messages,
+        max_tokens=1,
+        extra_body={"return_token_ids": True, "add_generation_prompt": False, "continue_final_message": True},
+    )
+    ids = answer.to_dict()["prompt_token_ids"]
+    assert served.engine.tokenizer.decode(ids) == f"user: hi;assistant: It is {EOS_TOKEN} "
+    assert EOS_TOKEN_ID not in ids
 
 
 def test_arguments_of_earlier_tool_calls_are_objects_for_the_template(served):

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import threading
 from functools import partial
 from itertools import count
 
@@ -13,7 +14,7 @@ from made_batches import make_batch, make_rollouts
 from tiny_models import VOCABULARY, make_model
 
 import inflight
-from inflight.core.errors import NonFiniteLossError, NonFiniteWeightsError
+from inflight.core.errors import NonFiniteLossError, NonFiniteWeightsError, ScoreError
 from inflight.observability.events import Consumed, Step, Swapped, Version, read_events
 from inflight.training.data.batch import pack
 from inflight.training.data.scored_groups import ScoredGroups
@@ -359,3 +360,33 @@ def test_a_recorder_is_a_logger_and_hears_the_rest_by_itself(engine, tmp_path):
         assert report.staleness is not None
         assert event.measures["token_age_ms"][1] == pytest.approx(np.median(report.staleness.token_age_ms), rel=1e-3)
     assert len([event for event in events if isinstance(event, Swapped)]) >= 4
+
+
+def test_scores_that_raise_or_hang_cost_their_rollouts_and_training_goes_on(engine):
+    numbers, never = count(1), threading.Event()
+
+    def score(rollout):
+        number = next(numbers)
+        if number % 7 == 0:
+            raise ConnectionError("the judge is away")
+        return float(never.wait() if number == 10 else number % 3)
+
+    scorer = inflight.Scorer(score, timeout_s=0.5)
+    model = make_model("qwen3")
+    reports = run(engine, model, torch.optim.SGD(model.parameters(), lr=0.1), score=scorer, steps=5)
+    never.set()
+    assert [report.step for report in reports] == [1, 2, 3, 4, 5]
+    failures = reports[-1].failures
+    assert failures["error: TimeoutError"] == 1
+    assert failures["error: ConnectionError"] >= 5
+    assert reports[-1].dropped.num_unscored_rollouts == 1 + 5
+    assert reports[-1].as_dict()["failures/error/TimeoutError"] == 1
+    assert engine.stream.outstanding == []
+
+
+def test_a_score_that_always_raises_ends_training_with_its_error(engine):
+    model = make_model("qwen3")
+    with pytest.raises(ScoreError, match=r"no rollout of a batch has a reward.*ZeroDivisionError") as raised:
+        run(engine, model, torch.optim.SGD(model.parameters(), lr=0.1), score=lambda rollout: 1 / 0)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert engine.stream.outstanding == []

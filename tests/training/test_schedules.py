@@ -1,7 +1,7 @@
 """Three schedules of generating and training: which weights draw what, in which order."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import closing
 from copy import deepcopy
 from itertools import count, islice
@@ -103,6 +103,11 @@ class Journal:
         assert timeout_s >= 3600  # an evaluation may keep the slot for long
         self.events.append(("wait", version))
         self.live = version
+
+    failures = Counter()
+
+    def check_scores(self, scored, least):
+        pass
 
     def drop(self, group_ids):
         assert sorted(self.outstanding) == group_ids

@@ -1,16 +1,17 @@
 """Scores the groups of a ledger as they finish, and returns them in the order in which their scorings end."""
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 
+from inflight.core.errors import ScoreError
 from inflight.stream.group_table import GroupRecord
 from inflight.stream.held_groups import Group
 from inflight.stream.ledger import Ledger
-from inflight.training.data.scored_groups import LEAST_MEMBERS
+from inflight.training.data.scored_groups import LEAST_MEMBERS, ScoredGroups
 from inflight.training.data.scoring import GroupScorer, Prepare, Reward, Score, Scorer
 
 
@@ -22,7 +23,7 @@ class _Scoring:
     scorer: GroupScorer
     done: bool = False
     error: BaseException | None = None
-    """The exception of the score function."""
+    """Set if the scorer was closed, or text could not be decoded."""
 
     @property
     def is_last(self) -> bool:
@@ -49,6 +50,8 @@ class GroupScoring:
         """Scorings in the order in which they began, if groups leave in that order."""
         self._scorer: GroupScorer | None = None
         """The scorer of the last request."""
+        self._again = False
+        """The next request scores groups without a reward again."""
         self._own_scorer: Scorer | None = None
         """The scorer that was made here from a plain function."""
         self._busy: set[_Scoring] = set()
@@ -67,6 +70,9 @@ class GroupScoring:
                     self._own_scorer.close()
                 scorer = self._own_scorer = Scorer(score)
             self._scorer = scorer
+            if self._again:
+                self._again = False
+                self._forget_unrewarded()
             overtaken = [s.record for s in self._busy if s.is_last and s.scorer is not scorer]
             scorings = [self._register(record, scorer) for record in overtaken]
         for scoring in scorings:
@@ -101,9 +107,26 @@ class GroupScoring:
             self._begin(scoring)
         return record
 
+    def check(self, scored: ScoredGroups, least: int) -> None:
+        """Raise ScoreError if the score function has failed, at least `least` groups of a batch were scored, and no
+        rollout has a reward. The next request then scores outstanding groups without a reward again."""
+        error = None if self._scorer is None else self._scorer.last_error
+        if error is None or scored.groups or scored.dropped.num_unscored_groups < least:
+            return
+        self._again = True
+        raise ScoreError(
+            f"no rollout of a batch has a reward, because the score function has failed: {type(error).__name__}: "
+            f"{error}; calls that failed: {dict(self.failures)}"
+        ) from error
+
+    @property
+    def failures(self) -> Counter[str]:
+        """The failures of the present scorer."""
+        return Counter() if self._scorer is None else self._scorer.failures
+
     def has_rewards(self, record: GroupRecord, scorer: GroupScorer) -> bool:
-        """Return True if the group has the rewards of this scorer, or gets none from any. Raises the exception of the
-        score function once; then the group is not scored."""
+        """Return True if the group has the rewards of this scorer, or gets none from any. Raises an error once that
+        prevented the scoring; then the group is not scored."""
         with self._lock:
             scoring: _Scoring | None = record.scoring
             if scoring is not None and scoring.error is not None:
@@ -120,6 +143,12 @@ class GroupScoring:
             scorer, self._own_scorer = self._own_scorer, None
         if scorer is not None:
             scorer.close()
+
+    def _forget_unrewarded(self) -> None:
+        for record in list(self._ledger.table.records.values()):
+            is_scored = isinstance(record.scoring, _Scoring) and record.scoring.done
+            if is_scored and all(rollout.reward is None for rollout in record.rollouts):
+                record.scoring = None
 
     def _register(self, record: GroupRecord, scorer: GroupScorer) -> _Scoring:
         """Register a new last scoring of the group. Results of earlier ones are ignored."""

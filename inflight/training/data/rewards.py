@@ -1,6 +1,7 @@
 """Rewards of several score functions, each with a weight."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from math import isfinite, isnan
@@ -22,7 +23,7 @@ class Rewards(GroupScorer):
     Each is a function of a rollout, plain or `async`, or a `Scorer` with a separate time limit and batching. All are
     called at the same time. `rollout.rewards` contains the unweighted results by name; reports contain their means as
     "reward/NAME". A function that returns None does not count. The rollout has no reward if all return None, or if one
-    returns a number that is not finite, or takes too long.
+    fails or returns a number that is not finite.
     """
 
     def __init__(
@@ -55,6 +56,14 @@ class Rewards(GroupScorer):
             return self._sums(group, [part.result() for part in parts])
 
         return scorers[0].run(rewards())
+
+    @property
+    def failures(self) -> Counter[str]:
+        return sum((scorer.failures for scorer in self._scorers.values()), Counter())
+
+    @property
+    def last_error(self) -> BaseException | None:
+        return next((s.last_error for s in self._scorers.values() if s.last_error is not None), None)
 
     def close(self) -> None:
         """Close all scorers."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import warnings
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -96,6 +97,12 @@ class RolloutStream:
         return self.ledger.frames.num_tokens
 
     @property
+    def failures(self) -> Counter[str]:
+        """Number of calls of the score function that failed, "error: NAME", and of repeated calls, "retries: NAME", by
+        exception class."""
+        return self._scoring.failures
+
+    @property
     def state(self) -> str:
         """State of the engine: "generating" (also while its forward passes are slow), "idle", "paused", "asleep",
         "waits for weights", "restarting"; "silent" if nothing has arrived for some seconds, and "closed" once nothing
@@ -119,8 +126,8 @@ class RolloutStream:
         group_ids: only these, each as soon as it has finished. None: all that were submitted for training
         (`engine.submit(…)` without `train=False`) and that no call has named.
         score: samples that ended by themselves have their rewards (None for a sample that has none, and for all of a
-        group of which too many were cancelled). Groups arrive in the order in which they are scored. Exceptions of the
-        function are raised here; the group is scored again when it is requested again.
+        group of which too many were cancelled). Groups arrive in the order in which they are scored. A rollout whose
+        score fails has no reward, and `failures` counts it.
         before_waiting: called each time before this waits for a group.
         Raises EngineDiedError, EngineHungError, JournalError when a journal cannot be written, or FrameError or
         StreamGapError when frames were lost. Then the samples of every group that was in flight have the finish_reason
@@ -196,8 +203,9 @@ class RolloutStream:
         Ends when all submitted prompts are finished; the last batch can be smaller. Warns if it ends without a batch,
         and if there is nothing to learn from one: all rewards are equal, or n is 1 and advantages are relative to a
         group. The age of a batch's tokens is measured when the next batch is requested.
-        Raises the exceptions of `score` and `groups`. They lose no rollout, and neither does Ctrl-C: the next call of
-        `batches` yields the rollouts that were not in a batch yet.
+        Raises the exceptions of `groups`, and ScoreError if `score` fails and no rollout of a batch gets a reward.
+        They lose no rollout, and neither does Ctrl-C: the next call of `batches` yields the rollouts that were not in a
+        batch yet, and calls `score` again.
         On rank 0 of a trainer of several ranks, yields this rank's share of such batches. It then also raises
         RankLostError, naming a rank that has ended or does not take its share.
         """
@@ -260,10 +268,13 @@ class RolloutStream:
                         num_greedy += 1
                         continue
                     taken.append(answer.group_id)
-                    scored.add(answer.rollouts)
+                    if not scored.add(answer.rollouts):
+                        self.check_scores(scored, ceil(rollouts / len(answer.rollouts)))
                     if submitter is not None:
                         missing = ceil((rollouts - len(scored.rollouts)) / len(answer.rollouts))
                         submitter.took(answer.group_id, missing)
+                if not num_batches:
+                    self.check_scores(scored, 1)
                 if submitter is not None:
                     submitter.fill()
                     self.lead = submitter.begin()
@@ -312,6 +323,10 @@ class RolloutStream:
             ahead=ahead,
             in_flight=self.ledger.queue.outstanding,
         )
+
+    def check_scores(self, scored: ScoredGroups, least: int) -> None:
+        """As `GroupScoring.check`."""
+        self._scoring.check(scored, least)
 
     def close(self) -> None:
         """Stop reading, and end the threads."""

@@ -38,10 +38,6 @@ _POLL_S = 1.0
 _LENGTH = struct.Struct("<Q")
 
 
-class ProcessTimeout(Exception):
-    """A call took too long, and its process was ended."""
-
-
 class _Request(msgspec.Struct, frozen=True):
     rollouts: list[RolloutHeader]
 
@@ -67,7 +63,7 @@ class ScoreProcesses:
         self._all: set[_Process] = set()
 
     def __call__(self, given: Rollout | list[Rollout]) -> Any:
-        """Return the reward of a rollout, or the rewards of a group. Raises ScoreError, ProcessTimeout, and
+        """Return the reward of a rollout, or the rewards of a group. Raises ScoreError, TimeoutError, and
         InvalidRequestError for metadata that a message cannot hold."""
         rollouts = given if isinstance(given, list) else [given]
         data = encode(_Request([header_of(rollout) for rollout in rollouts]), [arrays_of(r) for r in rollouts])
@@ -140,12 +136,12 @@ class _Process:
         self._started = False
 
     def ask(self, data: bytes, timeout_s: float) -> _Answer:
-        """Return the result or the error of the function. Raises ScoreError and ProcessTimeout; the process must then
+        """Return the result or the error of the function. Raises ScoreError and TimeoutError; the process must then
         be ended."""
         if not self._started:
             try:
                 error = self._exchange(None, _START_S).error
-            except ProcessTimeout as late:
+            except TimeoutError as late:
                 raise ScoreError(f"a process could not import the score function within {_START_S:g} s") from late
             if error:
                 raise ScoreError(error)
@@ -172,7 +168,7 @@ class _Process:
                 _write_message(self._file, data)
             answer = _read_message(self._file)
         except TimeoutError as late:
-            raise ProcessTimeout from late
+            raise TimeoutError(f"a score took longer than {timeout_s:g} s") from late
         except OSError:  # The process did not read all of the data.
             answer = None
         if answer is None:

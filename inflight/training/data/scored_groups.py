@@ -33,7 +33,8 @@ class Dropped:
     num_unscored_groups: int = 0
     """Groups without a rewarded sample."""
     num_unscored_rollouts: int = 0
-    """Rollouts without a reward: it was None, not finite, or took too long. Failed groups do not count here."""
+    """Rollouts without a reward: it was None or not finite, or the score function failed. Failed groups do not count
+    here."""
     num_failed_rollouts: int = 0
     """Rollouts that were cancelled without a reward or ended with an error, and whose groups continue without them."""
     num_unfit_examples: int = 0

@@ -6,19 +6,19 @@ import logging
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from inflight.core.arguments import named
+from inflight.core.failures import Failures, reason_of
 from inflight.core.rollout import Rollout
 from inflight.core.workers import Workers, is_async
 from inflight.stream.held_groups import Group
-from inflight.training.data.score_processes import ProcessTimeout, ScoreProcesses
+from inflight.training.data.score_processes import ScoreProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,6 @@ BatchScore = Callable[[Sequence[Rollout]], Rewards] | Callable[[Sequence[Rollout
 Prepare = Callable[[Group], object]
 """A function that is called with a group before it is scored."""
 
-_TOO_LATE = float("nan")
-"""The reward of a rollout if its score took too long."""
 _QUICK_S = 1e-3
 _REMEMBERED = 9
 _CANCEL_S = 1.0
@@ -52,7 +50,17 @@ class GroupScorer(ABC):
     @abstractmethod
     def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
         """Start to score the wanted rollouts of a group. The future returns a reward for each rollout, None if it has
-        none, or raises the exception of the function. prepare: called first, in the event loop's thread."""
+        none. prepare: called first, in the event loop's thread."""
+
+    @property
+    def failures(self) -> "Counter[str]":
+        """Number of calls that failed, "error: NAME", and of repeated calls, "retries: NAME", by exception class."""
+        return Counter()
+
+    @property
+    def last_error(self) -> BaseException | None:
+        """Exception of the newest failed call, or None if a call has succeeded since."""
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -68,11 +76,13 @@ class Scorer(GroupScorer):
         Scorer(score, timeout_s=30, workers=16)
         Scorer(check, processes=4)               # of a module or file, if Python computes for long
         Scorer(progress, cancelled=True)         # of samples that you cancel, too
+        Scorer(judge, retries={ConnectionError: 2})
 
-    A rollout has no reward if the function returns None or a number that is not finite, or takes longer than
-    `timeout_s`. Such a rollout takes no part in training and is counted. (A thread cannot be ended: a function that
-    hangs keeps its worker. A process is ended and replaced.) Exceptions are raised to the trainer; the group is scored
-    again when it is requested again.
+    A rollout has no reward if the function returns None or a number that is not finite, or raises an exception, or
+    takes longer than `timeout_s`: a TimeoutError. Such a rollout is left out of training and counted. (A thread cannot
+    be ended: a function that hangs keeps its worker. A process is ended and replaced.) Exceptions are counted in
+    `failures`, and the first of each class is logged with its traceback. They reach the trainer only as a ScoreError if
+    no rollout of a batch gets a reward.
     """
 
     def __init__(
@@ -84,13 +94,15 @@ class Scorer(GroupScorer):
         timeout_s: float = 600.0,
         processes: int = 0,
         cancelled: bool = False,
+        retries: Mapping[type[Exception], int] | None = None,
     ):
         """workers: simultaneous calls, including coroutines. timeout_s: limit of one call. processes: number of
         processes that call the function, one call each at a time, instead of threads of one interpreter. They import
         the function by its name, so that it must be a plain function of a module or of the program's file. 0: threads.
         cancelled: cancelled samples get a reward too and are trained on, such as samples that a process reward ended
-        early; their finish_reason is "cancelled". False: their groups continue without them. Raises ValueError for
-        numbers out of range and for a function that other processes cannot import."""
+        early; their finish_reason is "cancelled". False: their groups continue without them. retries: maximum number of
+        further calls for a rollout, or a batched group, after an exception of a class. Processes raise ScoreError.
+        Raises ValueError for numbers out of range and for a function that other processes cannot import."""
         if not callable(score):
             raise TypeError(f"score must be a function of a rollout, got {score!r}")
         if workers < 1:
@@ -113,8 +125,15 @@ class Scorer(GroupScorer):
         self._places: asyncio.Semaphore | None = None
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         """Durations of the last calls."""
-        self.num_timeouts = 0
-        """Number of calls that took longer than `timeout_s`."""
+        self._failures = Failures("a score", logger, retries)
+
+    @property
+    def failures(self) -> Counter[str]:
+        return Counter(self._failures.counts)
+
+    @property
+    def last_error(self) -> BaseException | None:
+        return self._failures.last
 
     def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
         async def rewards() -> list[Reward]:
@@ -124,7 +143,7 @@ class Scorer(GroupScorer):
 
     async def part(self, group: Group, prepare: Prepare) -> list[Reward]:
         """Score a group as one of several functions. The reward is None for a rollout that is not wanted or that the
-        function excludes, and NaN for a number that is not finite or a call that took too long."""
+        function excludes, and NaN for a number that is not finite or a call that failed."""
         wanted = [rollout for rollout in group if self.wants(rollout)]
         rewards = iter(await self._score_group(wanted, prepare) if wanted else ())
         return [next(rewards) if self.wants(rollout) else None for rollout in group]
@@ -152,27 +171,52 @@ class Scorer(GroupScorer):
     async def _score_group(self, group: Group, prepare: Prepare) -> list[Reward]:
         prepare(group)
         if self._batched:
-            rewards = await self._call(self._function, group)
-            if rewards is None or rewards is _TOO_LATE:
-                return [rewards] * len(group)
-            if len(rewards) != len(group):
-                raise ValueError(
-                    f"the score function returned {len(rewards)} rewards for the {len(group)} rollouts of a group"
-                )
-            return [_reward(value) for value in rewards]
-        first = await self._score_in_turn(group) if self._is_quick() else []
-        rest = await asyncio.gather(*(self._call(self._timed, rollout) for rollout in group[len(first) :]))
-        return [_reward(value) for value in (*first, *rest)]
+            rewards = await self._score(self._function, group, lambda values: _rewards(values, len(group)))
+            return [math.nan] * len(group) if rewards is None else rewards
+        known = await self._score_in_turn(group) if self._is_quick() else []
+        calls = (self._score(self._timed, r, _reward, known[i : i + 1]) for i, r in enumerate(group))
+        return [math.nan if reward is None else reward[0] for reward in await asyncio.gather(*calls)]
+
+    async def _score(
+        self,
+        function: Callable[..., Any],
+        argument: Rollout | list[Rollout],
+        read: Callable[[Any], list[Reward]],
+        known: Sequence[Any] = (),
+    ) -> list[Reward] | None:
+        """Call the function, again after exceptions that allow it. Returns None if it has failed. read: converts the
+        result. known: the result, or the exception, of a first call that was made before."""
+        attempts: Counter[type[Exception]] = Counter()
+        while True:
+            try:
+                result = known[0] if known else await self._call(function, argument)
+                if isinstance(result, Exception):
+                    raise result
+                rewards = read(result)
+            except Exception as error:  # Score functions can raise anything.
+                reason = reason_of(error)
+                self._failures.log(error, reason)
+                if not self._failures.allow_retry(error, attempts):
+                    self._failures.counts[reason] += 1
+                    return None
+                known = ()
+            else:
+                self._failures.last = None
+                return rewards
 
     def _is_quick(self) -> bool:
         """Return True if, judged by the last calls, passing a call to a thread would cost more than the call itself."""
         return not self._is_async and len(self._seconds) == _REMEMBERED and median(self._seconds) < _QUICK_S
 
     async def _score_in_turn(self, group: Group) -> list[Any]:
-        """Call the function for one rollout after another in one thread, up to the first call that takes too long."""
-        rewards: list[Any] = []
-        await self._call(lambda rollouts: rewards.extend(map(self._timed, rollouts)), group)
-        return [*rewards, _TOO_LATE][: len(group)]
+        """Call the function for one rollout after another in one thread, up to the first call that fails. Returns the
+        results, and then its exception."""
+        results: list[Any] = []
+        try:
+            await self._call(lambda rollouts: results.extend(map(self._timed, rollouts)), group)
+        except Exception as error:  # Score functions can raise anything.
+            return [*results, error][: len(group)]
+        return results
 
     def _timed(self, rollout: Rollout) -> Any:
         began = perf_counter()
@@ -181,21 +225,20 @@ class Scorer(GroupScorer):
         return reward
 
     async def _call(self, function: Callable[..., Any], argument: Rollout | list[Rollout]) -> Any:
-        """Call the function, in a worker thread unless it is async. Returns `_TOO_LATE` if that takes too long."""
+        """Call the function, in a worker thread unless it is async. Raises its exceptions, and TimeoutError if that
+        takes too long."""
         assert self._places is not None
         async with self._places:
             if self._is_async:
                 call = asyncio.ensure_future(self.score(argument))
             else:
                 call = asyncio.wrap_future(self._workers.start(function, argument))
+            # Processes measure the time themselves.
             done, _ = await asyncio.wait([call], timeout=None if self._processes else self._timeout_s)
-            with suppress(ProcessTimeout):  # Processes measure the time themselves.
-                if done:
-                    return call.result()
+            if done:
+                return call.result()
             call.cancel()
-            self.num_timeouts += 1
-            logger.warning("a score took longer than %g s: its rollouts have no reward", self._timeout_s)
-            return _TOO_LATE
+            raise TimeoutError(f"a score took longer than {self._timeout_s:g} s")
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -207,12 +250,21 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def _reward(value: Any) -> Reward:
-    """Return None, a finite number, or NaN for a number that is not finite."""
+def _rewards(values: Any, count: int) -> list[Reward]:
+    """Return the rewards of a batched function, None for each rollout if it returned None."""
+    if values is None:
+        return [None] * count
+    if len(values) != count:
+        raise ValueError(f"the score function returned {len(values)} rewards for the {count} rollouts of a group")
+    return [reward for value in values for reward in _reward(value)]
+
+
+def _reward(value: Any) -> list[Reward]:
+    """Return a list of None, a finite number, or NaN for a number that is not finite."""
     if value is None:
-        return None
+        return [None]
     try:
         reward = float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"the score function returned {value!r}, expected a number or None") from error
-    return reward if math.isfinite(reward) else math.nan
+    return [reward if math.isfinite(reward) else math.nan]

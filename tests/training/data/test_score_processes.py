@@ -91,11 +91,12 @@ def test_a_group_arrives_whole_and_what_hangs_raises_or_dies_costs_its_own_call(
         ("let go", "has ended with -9"),
     ):
         rollouts[0].text = text
+        assert scorer.start(rollouts[:1]).result(30) == [None]
         with pytest.raises(ScoreError, match=message):
-            scorer.start(rollouts[:1]).result(30)
+            raise scorer.last_error
     rollouts[0].text = "hang"
     assert scorer.start(rollouts[:1]).result(60) == [None]
-    assert scorer.num_timeouts == 1
+    assert scorer.failures == {"error: ScoreError": 3, "error: TimeoutError": 1}
     rollouts[0].text = "fine"
     assert scorer.start(rollouts[:1]).result(60) == [1.0]
     scorer.close()
@@ -110,8 +111,9 @@ def test_programs_that_a_function_starts_read_nothing_and_end_with_its_call(func
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not alive(pid) or "zombie" in Path(f"/proc/{pid}/status").read_text())
     scorer.close()
+    assert scorer.start([rollout]).result(60) == [None]
     with pytest.raises(ScoreError, match="was closed"):
-        scorer.start([rollout]).result(60)
+        raise scorer.last_error
 
 
 @pytest.mark.parametrize("what", ["lambda", "local", "method"])

@@ -15,6 +15,7 @@ import pytest
 from made_frames import Wire, ends, make_frame, starts
 from waiting import wait_until
 
+from inflight.core.errors import ScoreError
 from inflight.core.frames import Finish
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
@@ -115,6 +116,7 @@ def test_a_score_that_takes_too_long_costs_its_rollout_alone(wire, caplog, is_as
     with caplog.at_level(logging.WARNING):
         assert rewards(batches(wire, Scorer(ahang if is_async else hang, timeout_s=0.3))) == [0, 2, 3]
     assert "a score took longer than 0.3 s" in caplog.text
+    assert wire.stream.failures == {"error: TimeoutError": 1}
     assert wire.stream.dropped.num_unscored_rollouts == 1
     never.set()
 
@@ -127,25 +129,88 @@ def test_advantages_of_batches_are_a_choice(wire):
         next(wire.stream.batches(rollouts=4, score=by_group, advantages="best"))
 
 
-def test_a_score_function_that_raises_loses_nothing(wire):
-    broken = {1, 3}
-
+@pytest.mark.parametrize("kind", ["thread", "task", "in turn", "batched"])
+def test_a_score_that_raises_costs_its_rollout_alone(wire, caplog, kind):
     def score(rollout):
-        if rollout.group_id in broken:
+        if rollout.group_id in (1, 3):
             raise ConnectionError("the judge is away")
         return by_group(rollout)
 
+    async def ascore(rollout):
+        return score(rollout)
+
+    functions = {"task": ascore, "batched": lambda group: [score(rollout) for rollout in group]}
+    scorer = Scorer(functions.get(kind, score), batched=kind == "batched")
+    if kind == "in turn":
+        scorer._seconds.extend([0.0] * _REMEMBERED)
     send_groups(wire, 6)
-    seen = []
-    for _ in range(20):
-        try:
-            for batch in batches(wire, score, rollouts=2):
-                seen += [rollout.group_id for rollout in batch.rollouts]
-            break
-        except ConnectionError:
-            broken.pop()
-    assert sorted(seen) == [0, 1, 2, 3, 4, 5]
+    assert rewards(batches(wire, scorer)) == [0, 2, 4, 5]
     assert wire.stream.outstanding == []
+    assert wire.stream.dropped.num_unscored_rollouts == 2
+    assert wire.stream.failures == {"error: ConnectionError": 2}
+    assert caplog.text.count("ConnectionError: the judge is away") == 1  # the second is logged at INFO
+
+
+def test_calls_in_turn_go_on_after_one_that_raises():
+    def score(rollout):
+        return 1 / rollout.sample
+
+    scorer = Scorer(score)
+    scorer._seconds.extend([0.0] * _REMEMBERED)
+    assert scorer.start(group_of(0, 3)).result(20) == [None, 1.0, 0.5]
+    assert scorer.failures == {"error: ZeroDivisionError": 1}
+    scorer.close()
+
+
+def test_scores_are_computed_again_after_exceptions_that_allow_it(wire):
+    calls = []
+
+    def score(rollout):
+        calls.append(rollout.group_id)
+        if rollout.group_id == 0 or calls.count(1) == 1 == rollout.group_id:
+            raise ConnectionError("try again")
+        return by_group(rollout)
+
+    send_groups(wire, 3)
+    assert rewards(batches(wire, Scorer(score, retries={OSError: 2}))) == [1, 2]
+    assert sorted(calls) == [0, 0, 0, 1, 1, 2]
+    assert wire.stream.failures == {"error: ConnectionError": 1, "retries: ConnectionError": 3}
+
+
+@pytest.mark.parametrize(("retries", "error"), [({int: 1}, TypeError), ({OSError: -1}, ValueError)])
+def test_retries_that_cannot_be(retries, error):
+    with pytest.raises(error, match="retries must"):
+        Scorer(by_group, retries=retries)
+
+
+def test_a_batch_without_a_score_raises_and_loses_nothing(wire):
+    """Of four groups the first batch takes two, and the others are taken after it."""
+    away = [True]
+
+    def score(rollout):
+        if away:
+            raise ConnectionError("the judge is away")
+        return by_group(rollout)
+
+    send_groups(wire, 4)
+    scorer = Scorer(score)
+    for _ in range(2):
+        with pytest.raises(ScoreError, match=r"ConnectionError: the judge is away.*'error: ConnectionError'"):
+            next(batches(wire, scorer))
+        wait_until(lambda: not wire.stream._scoring._busy)
+    away.clear()
+    assert rewards(batches(wire, scorer)) == [0, 1, 2, 3]
+    assert wire.stream.outstanding == []
+    assert wire.stream.dropped.num_unscored_groups == 0
+
+
+def test_failures_after_the_last_whole_batch_do_not_raise(wire):
+    def score(rollout):
+        return 1 / (rollout.group_id < 2)
+
+    send_groups(wire, 3)
+    assert rewards(batches(wire, score)) == [1, 1]
+    assert wire.stream.dropped.num_unscored_groups == 1
 
 
 def test_an_interrupt_while_a_batch_is_put_together_loses_nothing(wire, monkeypatch):
@@ -193,7 +258,7 @@ def test_what_is_not_submitted_for_training_is_not_trained_on(wire):
 )
 def test_what_is_no_reward_is_named(wire, score, message):
     send_groups(wire, 1)
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(ScoreError, match=message):
         next(batches(wire, score))
 
 
@@ -228,7 +293,7 @@ def test_quick_functions_score_a_group_in_one_thread_and_a_slow_call_among_them_
         expected = [None if (group_id, sample) == (100, 2) else sample for sample in range(_REMEMBERED)]
         assert scores == expected
     assert len(set(threads[2 * _REMEMBERED : 3 * _REMEMBERED])) == 1
-    assert scorer.num_timeouts == 1
+    assert scorer.failures == {"error: TimeoutError": 1}
     never.set()
     scorer.close()
 
@@ -323,23 +388,6 @@ def test_a_scoring_that_is_cancelled_while_another_scorer_takes_over_does_not_ma
     finally:
         never.set()
         scoring.close()
-
-
-def test_a_score_function_that_raised_is_called_again_and_what_it_raised_is_raised_once(wire):
-    errors = [ConnectionError("the judge is away")]
-
-    def score(rollout):
-        if errors:
-            raise errors.pop()
-        return 1.0
-
-    wire.stream.ledger.expect([0])
-    arrive(wire, [0])
-    scorer = Scorer(score)
-    with pytest.raises(ConnectionError):
-        next(wire.stream.groups(score=scorer))
-    assert wire.stream.outstanding == [0]
-    assert [group[0].reward for group in wire.stream.groups(score=scorer)] == [1.0]
 
 
 def test_groups_in_order_wait_for_those_before_them_but_not_for_what_nobody_wants(tmp_path):
