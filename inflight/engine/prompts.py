@@ -83,14 +83,21 @@ def _token_ids(
         return list(tokenizer(prompt, add_special_tokens=not begins)["input_ids"])
     if tokenizer.chat_template is None:
         raise InvalidRequestError(f"{name} is chat messages, but the tokenizer of {model!r} has no chat template")
+    messages: Any = [dict(message) for message in prompt]
+    parts = [part for message in messages for part in _parts(message.get("content"))]
+    if any(isinstance(part, Mapping) and part.get("type", "text") != "text" for part in parts):
+        raise InvalidRequestError(f"{name} holds an image or sound; the engine draws from text alone")
     try:
-        messages: Any = [dict(message) for message in prompt]
         encoded: Any = tokenizer.apply_chat_template(
             messages, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=True
         )
     except Exception as error:  # a template can raise anything
         raise InvalidRequestError(f"{name} does not fit the chat template of {model!r}: {error}") from error
     return list(encoded["input_ids"])
+
+
+def _parts(content: Any) -> Sequence[Any]:
+    return content if isinstance(content, (list, tuple)) else ()
 
 
 def _short(value: object) -> str:

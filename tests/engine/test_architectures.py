@@ -23,7 +23,7 @@ from inflight.training.model.forward import score_tokens
 
 MIXTURES = {"qwen2_moe-sliding", "phimoe-sliding", "flex_olmo", "llama4_text", "llama4_text-full"}
 FUSED = {"qwen2_moe-sliding", "flex_olmo", "llama-dynamic", "olmo3", "smollm3", "smollm3-sliding"}
-UNSCORED = {"t5", "emu3", "qwen2_5_vl", "qwen3_vl", "mistral3"}
+UNSCORED = {"t5", "emu3"}
 """No causal language model of Transformers."""
 
 

@@ -114,7 +114,7 @@ class FusedDecoder:
 
     def __init__(self, model: PreTrainedModel, memory: KVMemory, max_context: int):
         self._memory = memory
-        body = _part(model, "model", nn.Module)
+        body = model.get_decoder()  # It can be inside a multimodal model.
         self._embed = _part(body, "embed_tokens", nn.Module)
         ropes = _Ropes(_part(body, "rotary_emb", nn.Module), max_context)
         self._layers = [_layer(module, ropes) for module in _part(body, "layers", nn.ModuleList)]
