@@ -109,8 +109,10 @@ def _small(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> d
     small: dict[str, Any] = {}
     for name, value in vars(default).items():
         if isinstance(value, PretrainedConfig):
-            of_part = {**OVERRIDES.get(value.model_type, {}), **(overrides.get(name) or {})}
-            small[name] = {"model_type": value.model_type, **_small(type(value), of_part)}
+            asked = overrides.get(name) or {}
+            kind = CONFIG_MAPPING[asked["model_type"]] if "model_type" in asked else type(value)
+            of_part = {**OVERRIDES.get(kind.model_type, {}), **asked}
+            small[name] = {"model_type": kind.model_type, **_small(kind, of_part)}
         elif name in overrides:
             small[name] = overrides[name]
         elif name in _parameters(config_class):

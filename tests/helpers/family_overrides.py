@@ -139,6 +139,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "one-layer": {"num_hidden_layers": 1},
     },
     "mistral": {"nosliding": _NO_SLIDING, "yarn": YARN, "tied": TIED},
+    "mistral3": {"ministral3": {"text_config": {"model_type": "ministral3"}}},
     "mixtral": {"sliding": _SLIDING},
     "ministral3": {"sliding": _SLIDING, "yarn": {}},
     "qwen2": {"sliding": _QWEN_SLIDING, "yarn": YARN, "tied": TIED, "dynamic": _ROPES["dynamic"]},

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import models_page
 import pytest
 import transformers
 from family_check import FUSED, GOOD, NOT_BUILT, REFUSED, RIGHT, UNFUSED, check_family
@@ -67,6 +68,12 @@ def test_the_page_lists_each_checkpoint_with_a_row_that_exists():
         assert f"| {checkpoint} | {name} | {DOCUMENTED[name].engine.kind} |" in TABLE
     sources = {published.source for published in OF_ANOTHER_KIND} | {source for _, source in LIKE_A_ROW.values()}
     assert sources == SOURCES.keys()
+
+
+def test_the_first_page_lists_checkpoints_as_the_rows_say():
+    """`python tests/helpers/models_page.py` writes the table."""
+    assert models_page.table() in models_page.PAGE.read_text()
+    assert len(models_page.table().splitlines()) > 40
 
 
 def test_rows_that_are_kept_do_not_change():
