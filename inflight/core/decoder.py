@@ -35,7 +35,10 @@ class LayerNorms:
         return self.after_mlp or self.before_mlp
 
 
-ATTENTION = (Projections(("q_proj", "k_proj", "v_proj"), whole="qkv_proj", out="o_proj"),)
+ATTENTION = (
+    Projections(("q_proj", "k_proj", "v_proj"), whole="qkv_proj", out="o_proj"),
+    Projections(("q_proj", "k_proj", "v_proj"), whole="qkv_proj", out="dense"),  # Phi
+)
 MLP = (Projections(("gate_proj", "up_proj"), whole="gate_up_proj", out="down_proj"),)
 
 LAYER_NORMS = (
@@ -45,7 +48,13 @@ LAYER_NORMS = (
         before_mlp="pre_feedforward_layernorm",
         after_mlp="post_feedforward_layernorm",
     ),
-    LayerNorms(  # Llama, Qwen, Mistral, Phi-3
+    LayerNorms(  # GLM 4
+        before_attention="input_layernorm",
+        after_attention="post_self_attn_layernorm",
+        before_mlp="post_attention_layernorm",
+        after_mlp="post_mlp_layernorm",
+    ),
+    LayerNorms(  # Llama, Qwen, Mistral, Phi-3; Cohere and Phi without the second
         before_attention="input_layernorm",
         after_attention=None,
         before_mlp="post_attention_layernorm",
@@ -53,3 +62,7 @@ LAYER_NORMS = (
     ),
 )
 """The first match applies, otherwise the last entry."""
+LAST_NORMS = ("norm", "final_layernorm")
+"""Names of the norm before the head."""
+MLPS = ("mlp", "block_sparse_moe", "shared_mlp")
+"""Names of a layer's MLPs. The outputs of several are added."""

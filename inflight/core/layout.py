@@ -43,7 +43,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 class Alias(msgspec.Struct, frozen=True, array_like=True):
     """Another name for a tensor of a slot or for a part of it: a tied tensor's second name, or a checkpoint's name.
 
-    The part begins at element `offset` of the tensor and has this shape and these strides, in elements.
+    The part begins at element `offset` of the tensor and has this shape and these strides, in elements. If `tensor` is
+    "", the engine does not use tensors with this name and ignores them.
     """
 
     name: str

@@ -23,7 +23,7 @@ from inflight.engine.loop.scheduler import Scheduler
 from inflight.engine.loop.stopping import StopCondition
 from inflight.engine.model.adapters import AdapterBank
 from inflight.engine.model.agreement import check_model
-from inflight.engine.model.aliases import aliases_of
+from inflight.engine.model.aliases import aliases_of, ignored_aliases
 from inflight.engine.model.attention.backend import AttentionBackend
 from inflight.engine.model.attention.flashinfer import FlashInferAttention, why_not_flashinfer
 from inflight.engine.model.attention.paged import PagedAttention
@@ -34,6 +34,7 @@ from inflight.engine.model.loading import (
     ids_without_token,
     load_model,
     load_tokenizer,
+    media_token_ids,
     module_over,
     prefill_limit,
     ranges_of,
@@ -44,6 +45,7 @@ from inflight.engine.model.shapes import SHAPES
 from inflight.engine.model.warm_up import warm_up
 from inflight.weights.engine.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
+from inflight.weights.towers import drop_towers
 
 logger = logging.getLogger("inflight.engine")
 
@@ -72,6 +74,8 @@ class Parts:
             trust=options.trust_remote_code,
             kinds=kinds,
         )
+        ignored = ignored_aliases(model)
+        drop_towers(model)
         layers = classify_layers(model, kinds)
         unfused_reason = check_model(model, fused=options.fused, kinds=kinds)
         text_config = model.config.get_text_config()
@@ -81,7 +85,7 @@ class Parts:
         layout = layout_of(model)
         slots = [make_slot(layout.total_bytes, self.device)]
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
-        self.aliases = aliases_of(model)
+        self.aliases = aliases_of(model) + ignored
         modules = [module_over(model, layout, slots[0].buffer)]
         del model
         if self.device.type == "cuda":
@@ -129,6 +133,7 @@ class Parts:
             vocab_size=self.vocab_size,
             can_read_text=tokenizer is not None,
             banned=ranges_of(banned),
+            media_ids=media_token_ids(modules[0].config),
         )
         own_columns = load_columns(options.columns, vocab_size=self.vocab_size, device=self.device)
         self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns, banned)

@@ -8,6 +8,7 @@ from torch import nn
 
 from inflight.core.errors import LayoutMismatchError
 from inflight.core.layout import DTYPE_BYTES, WeightLayout
+from inflight.weights.towers import towers_of
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
 """Names of classes that hold a model as their `module`. Names suffice, so that deepspeed need not be imported."""
@@ -39,12 +40,13 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers under the model's own names, in the model's order, tied tensors once."""
+    """Return parameters and persistent buffers under the model's own names, in the model's order, tied tensors once.
+    Towers of a multimodal model are not published."""
     model = unwrap(model)
-    persistent = model.state_dict(keep_vars=True)
+    persistent, towers = model.state_dict(keep_vars=True), towers_of(model)
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     tensors.update({name: buffer for name, buffer in model.named_buffers() if name in persistent})
-    return tensors
+    return {name: tensor for name, tensor in tensors.items() if name not in towers}
 
 
 def layout_of(model: nn.Module | Mapping[str, torch.Tensor]) -> WeightLayout:

@@ -26,7 +26,6 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     Ministral3Config,
-    Mistral3Config,
     MptConfig,
     NemotronConfig,
     Olmo3Config,
@@ -34,9 +33,7 @@ from transformers import (
     PhimoeConfig,
     PretrainedConfig,
     PreTrainedModel,
-    Qwen2_5_VLConfig,
     Qwen2MoeConfig,
-    Qwen3VLConfig,
     RobertaConfig,
     SmolLM3Config,
     T5Config,
@@ -201,9 +198,6 @@ REFUSED: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
     "bert-generation": (lambda: BertGenerationConfig(**_ENCODER), "BertGenerationDecoder is no causal decoder"),
     "ernie": (lambda: ErnieConfig(**_ENCODER), "ErnieForCausalLM is no causal decoder"),
     "doge": (lambda: DogeConfig(num_experts=4, keep_window_size=8, **_SHAPE), "DogeForCausalLM .*mask of its own"),
-    "qwen2_5_vl": (lambda: Qwen2_5_VLConfig(), "qwen2_5_vl is multimodal.*take one that AutoModelForCausalLM loads"),
-    "qwen3_vl": (lambda: Qwen3VLConfig(), "qwen3_vl is multimodal"),
-    "mistral3": (lambda: Mistral3Config(), "mistral3 is multimodal"),
 }
 """What the engine refuses, and how it says so."""
 

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from family_configs import VOCABULARY, Family, auto_class
 from family_weights import make_model
-from safetensors.torch import save_file
 from tiny_models import run
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from inflight.core.errors import InflightError, ModelLoadError
 from inflight.core.messages import Prompt
@@ -26,6 +25,8 @@ from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.engine import Engine
+from inflight.engine.model.checkpoints import auto_class as loading_class
+from inflight.engine.model.loading import load_config
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
 
@@ -67,8 +68,7 @@ def check_family(family: Family) -> Result:
             model = make_model(family)
         except Exception as error:  # no model to compare with; whoever asks for it must be told so
             config.save_pretrained(directory)
-            save_file({"nothing": torch.zeros(1)}, f"{directory}/model.safetensors", {"format": "pt"})
-            return Result(family.name, _check_engine(directory, None, names), Outcome(NOT_BUILT, _line(error)))
+            return Result(family.name, _check_config(directory, names), Outcome(NOT_BUILT, _line(error)))
         model.save_pretrained(directory)
         names.add(type(model).__name__)
         truth = model if _runs_on_tokens(model) else None
@@ -188,6 +188,15 @@ def _generate(directory: str, dtype: str) -> tuple[list[Rollout], str | None]:
         return rollouts, engine.runner.unfused_reason
 
 
+def _check_config(directory: str, names: set[str]) -> Outcome:
+    """Whether a model that cannot be built here is refused before it is loaded."""
+    try:
+        load_config(directory)
+    except Exception as error:
+        return _refusal(error, (ModelLoadError,), names)
+    return Outcome(NOT_BUILT, "its configuration is accepted")
+
+
 def _check_engine(directory: str, model: PreTrainedModel | None, names: set[str]) -> Outcome:
     reasons: list[str | None] = []
     for dtype, check in (("float32", _wrong_in_fp32), ("bfloat16", _wrong_in_bf16)):
@@ -262,7 +271,8 @@ def _wrong_in_bf16(directory: str, model: PreTrainedModel, rollouts: list[Rollou
 
 
 def _load(directory: str, dtype: torch.dtype) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    auto = loading_class(AutoConfig.from_pretrained(directory))
+    return auto.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
 
 
 # ---- trainer ----------------------------------------------------------------------------------------------------

@@ -82,6 +82,11 @@ def other_families() -> list[str]:
     return [name for name in names if name not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 
 
+def multimodal_families() -> list[str]:
+    """The model types that draw tokens from text, and from images or sound, too."""
+    return list(dict.fromkeys(name for names, _ in _OTHERS[:2] for name in names))
+
+
 def auto_class(config: PretrainedConfig) -> type:
     """The first of the classes that build models by their configuration and have one for this one."""
     if type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -104,8 +109,10 @@ def _small(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> d
     small: dict[str, Any] = {}
     for name, value in vars(default).items():
         if isinstance(value, PretrainedConfig):
-            of_part = {**OVERRIDES.get(value.model_type, {}), **(overrides.get(name) or {})}
-            small[name] = {"model_type": value.model_type, **_small(type(value), of_part)}
+            asked = overrides.get(name) or {}
+            kind = CONFIG_MAPPING[asked["model_type"]] if "model_type" in asked else type(value)
+            of_part = {**OVERRIDES.get(kind.model_type, {}), **asked}
+            small[name] = {"model_type": kind.model_type, **_small(kind, of_part)}
         elif name in overrides:
             small[name] = overrides[name]
         elif name in _parameters(config_class):
@@ -129,6 +136,8 @@ def _smaller(name: str, value: Any, default: PretrainedConfig, layers: list[int]
         return SMALL[name]
     if name.removesuffix("_token_id") in _SPECIAL_TOKENS:
         return _within_vocabulary(value, _SPECIAL_TOKENS[name.removesuffix("_token_id")])
+    if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and 10 <= value < VOCABULARY:
+        return 9 if name.startswith("image") else 8  # Prompts are drawn from 10 on and must contain no image.
     if name == "rope_parameters":
         return _short_rope(value, vars(default))
     if isinstance(value, (list, tuple)) and len(value) == _num_layers(default) and len(value) > LAYERS:
@@ -173,7 +182,7 @@ def _chosen_layers(config: PretrainedConfig) -> list[int]:
 
 
 def _within_vocabulary(token: Any, otherwise: int) -> Any:
-    if isinstance(token, list):
+    if isinstance(token, (list, tuple)):
         return [otherwise]
     return token if token is None or 0 <= token < VOCABULARY else otherwise
 

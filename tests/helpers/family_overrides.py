@@ -3,7 +3,14 @@
 from typing import Any
 
 _ATTENTION_ONLY = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+
+
+def _mrope(*section: int) -> dict[str, Any]:
+    """Make the override for pairs of a head's numbers by the axes of multimodal positions."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section)}}
+
+
+_MROPE = _mrope(4, 2, 2)
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -63,6 +70,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"head_dim": 32, "num_heads": 4},
     "nemotron": {"num_key_value_heads": 2},
+    **{name: {"text_config": _MROPE} for name in ("glm4v", "glm46v", "glm_ocr", "glmga", "qwen2_5_omni_thinker")},
+    "glm4v_moe": {"text_config": _mrope(2, 1, 1)},
+    "hunyuan_vl": {"text_config": _mrope(2, 2, 2, 2)},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "granite_docling": {"vision_config": {"out_hidden_size": 64}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 2]}},
+    "muse_spark": {"audio_config": {"out_hidden_size": 64}, "vision_config": {"out_hidden_size": 64}},
+    "kyutai_speech_to_text": {"audio_pad_token_id": 6, "audio_bos_token_id": 7},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 3}},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
     "qwen2_5_vl": {"text_config": _MROPE},
     "qwen2_vl": {"text_config": _MROPE, "vision_config": {"hidden_size": 64}},
     "paddleocr_vl": {"text_config": _MROPE},
@@ -120,6 +139,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "one-layer": {"num_hidden_layers": 1},
     },
     "mistral": {"nosliding": _NO_SLIDING, "yarn": YARN, "tied": TIED},
+    "mistral3": {"ministral3": {"text_config": {"model_type": "ministral3"}}},
     "mixtral": {"sliding": _SLIDING},
     "ministral3": {"sliding": _SLIDING, "yarn": {}},
     "qwen2": {"sliding": _QWEN_SLIDING, "yarn": YARN, "tied": TIED, "dynamic": _ROPES["dynamic"]},

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 from family_check import GOOD, NOT_BUILT, Outcome, Result, check_family
-from family_configs import Family, all_families, causal_families
+from family_configs import Family, all_families, causal_families, multimodal_families
 from family_published import rows_of_checkpoints
 from transformers.utils.logging import disable_progress_bar
 
@@ -32,7 +32,7 @@ and [engine.md](engine.md#which-models-run) which models run fused.
 
 Find your checkpoint here, then its row in the next table. A row has the checkpoint's kinds of layers, rotary scaling,
 biases, norms, windows, tied embeddings, experts and multipliers. Multimodal checkpoints that AutoModelForCausalLM does
-not load (Qwen3-VL, Mistral Small 3, Kimi K2.5) are in the last table.
+not load (Qwen3-VL, Mistral Small 3, Kimi K2.5) are in the table of multimodal models.
 
 {checkpoints}
 
@@ -50,8 +50,14 @@ each sequence alone. In fp32 they agree to 1e-3 nats. In bf16 their errors are a
 
 {counts}
 """
+MULTIMODAL = """
+## Multimodal models
+
+The engine draws text from text. It leaves out towers for images and sound. A model that is "not built" has no small
+configuration here, or needs a package. {counts}
+"""
 OTHERS = """
-## Models that are not made for text alone, encoder-decoders and encoders
+## Encoder-decoders and encoders
 
 The engine runs none of them. {counts}
 """
@@ -121,7 +127,8 @@ def main() -> int:
     disable_progress_bar()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    causal, others = [], []
+    causal, multimodal, others = [], [], []
+    kinds = [(causal_families(), causal), (multimodal_families(), multimodal)]
     for family in all_families():
         if _is_named(family, arguments.families):
             result = check_family(family)
@@ -130,14 +137,15 @@ def main() -> int:
             result = kept[family.name]
         else:
             continue
-        (causal if family.model_type in causal_families() else others).append(result)
+        next((rows for names, rows in kinds if family.model_type in names), others).append(result)
     version = transformers.__version__
     print(INTRODUCTION.format(version=version, checkpoints=_checkpoints(causal), counts=_counts(causal)))
     print(_table(causal))
-    if others:
-        print(OTHERS.format(counts=_counts(others)))
-        print(_table(others))
-    outcomes = [outcome for result in causal + others for outcome in (result.engine, result.trainer)]
+    for heading, rows in ((MULTIMODAL, multimodal), (OTHERS, others)):
+        if rows:
+            print(heading.format(counts=_counts(rows)))
+            print(_table(rows))
+    outcomes = [outcome for result in causal + multimodal + others for outcome in (result.engine, result.trainer)]
     return int(any(outcome.kind not in (*GOOD, NOT_BUILT) for outcome in outcomes))
 
 

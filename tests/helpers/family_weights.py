@@ -10,7 +10,7 @@ GAIN = 1.5
 """Standard deviation of what a linear map gives for an input of standard deviation 1. Attention is sharp then, and
 distributions over tokens are peaked."""
 
-MAX_PARAMETERS = 30_000_000
+MAX_PARAMETERS = 130_000_000
 
 SCALED = {"dory"}
 """Their vectors begin small and are multiplied by up to 56 (nGPT): far from where they begin rounding decides."""

@@ -21,12 +21,14 @@ class PromptCheck:
         vocab_size: int,
         *,
         can_read_text: bool,
+        media_ids: frozenset[int] = frozenset(),
     ):
         """check_sequence: `Schedules.check`. options: max_context (a number of tokens, not 0), lora_rank, adapters and
-        columns are used. can_read_text: the model has a tokenizer, as stop strings require."""
+        columns are used. can_read_text: the model has a tokenizer, as stop strings require. media_ids: tokens in place
+        of images or sound."""
         self._check_sequence = check_sequence
         self._slot_table, self._max_context = slot_table, options.max_context
-        self._vocab_size, self._can_read_text = vocab_size, can_read_text
+        self._vocab_size, self._can_read_text, self._media_ids = vocab_size, can_read_text, media_ids
         self._adapters = options.adapters if options.lora_rank else ()
         self._columns = [own_column_name(path) for path in options.columns]
 
@@ -45,6 +47,10 @@ class PromptCheck:
         ids, max_context, vocab_size = prompt.token_ids, self._max_context, self._vocab_size
         if not ids:
             raise InvalidRequestError(f"{name} is empty; the engine needs at least one token")
+        if self._media_ids and (media := self._media_ids.intersection(ids)):
+            raise InvalidRequestError(
+                f"{name} has token id {min(media)} in place of an image or sound; the engine draws from text alone"
+            )
         if len(ids) >= max_context:
             # Clients of vLLM recognize this error by its first words.
             raise PromptTooLongError(

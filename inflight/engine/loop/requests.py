@@ -66,11 +66,14 @@ class Requests:
         vocab_size: int,
         can_read_text: bool,
         banned: tuple[tuple[int, int], ...] = (),
+        media_ids: frozenset[int] = frozenset(),
     ):
         """Uses max_queued, record_routed_experts and the options of `PromptCheck`. banned: ranges of the ids that are
-        never drawn."""
+        never drawn. media_ids: as for `PromptCheck`."""
         self._scheduler, self._slot_table, self._options, self._banned = scheduler, slot_table, options, banned
-        self._prompt_check = PromptCheck(scheduler.check, slot_table, options, vocab_size, can_read_text=can_read_text)
+        self._prompt_check = PromptCheck(
+            scheduler.check, slot_table, options, vocab_size, can_read_text=can_read_text, media_ids=media_ids
+        )
         self.unfinished: dict[int, Sequence] = {}
         """Maps request ids to sequences."""
         self._groups: dict[int, set[int]] = {}

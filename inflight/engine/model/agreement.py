@@ -34,6 +34,7 @@ from inflight.model_checks.twin import (
     twin_of,
 )  # fmt: skip
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
+from inflight.weights.towers import drop_towers
 
 logger = logging.getLogger("inflight.engine")
 
@@ -58,6 +59,7 @@ def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKin
             raise UnsupportedModelError(f"{name} is no causal decoder: what a token gives depends on those behind it")
         try:
             packed = twin.with_attention(ATTENTION_NAME)
+            drop_towers(packed)
         except Exception as error:  # a foreign class can raise anything
             raise UnsupportedModelError(
                 f"{name} does not take its attention from Transformers' attention interface: {first_line(error)}"
@@ -67,9 +69,9 @@ def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKin
     if getattr(model, "hf_quantizer", None) is None and size <= (_SMALL if twin is not None else _LARGEST):
         packed = copy.deepcopy(model)
         nn.Module.to(packed, "cpu", torch.float32)
-        packed.set_attn_implementation("eager")
+        packed.config._attn_implementation = "eager"
         sequences, logits = try_sequences(packed)
-        packed.set_attn_implementation(ATTENTION_NAME)
+        packed.config._attn_implementation = ATTENTION_NAME
         reason = _compare(packed, sequences, logits, fused=fused and reason is None, kinds=kinds) or reason
     elif twin is None:
         raise UnsupportedModelError(
@@ -87,13 +89,13 @@ def check_weights(model: PreTrainedModel, batch: ForwardBatch, memory: KVMemory)
     memory.begin(batch)
     ours = run_packed(model, batch, memory)
     try:
-        model.set_attn_implementation("eager")
+        model.config._attn_implementation = "eager"
         theirs = model(input_ids=batch.token_ids[None], use_cache=False).logits[0, batch.rows]
     except Exception as error:  # eager attention is not available for every quantization and device
         logger.info("%s is not compared over its own weights: %s", type(model).__name__, first_line(error))
         return ours
     finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.config._attn_implementation = ATTENTION_NAME
     if not agrees_with(ours, theirs, model.dtype):
         raise UnsupportedModelError(
             f"{type(model).__name__} computes something else over these weights ({model.dtype} on {theirs.device}) "

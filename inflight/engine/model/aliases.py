@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from inflight.core.layout import Alias
 from inflight.weights.tensors import published_tensors
+from inflight.weights.towers import towers_of
 
 logger = logging.getLogger("inflight.engine")
 
@@ -29,18 +30,29 @@ def aliases_of(model: PreTrainedModel) -> list[Alias]:
     return tied + _in_checkpoints(model, own)
 
 
-def _in_checkpoints(model: PreTrainedModel, own: dict[str, torch.Tensor]) -> list[Alias]:
-    names = {id(tensor): name for name, tensor in own.items()}
+def ignored_aliases(model: PreTrainedModel) -> list[Alias]:
+    """Return all names of the tensors of a model's towers, as aliases of no tensor."""
+    towers = towers_of(model)
+    own = {n: torch.empty(t.shape, device="meta") for n, t in model.state_dict().items() if n in towers}
+    return [Alias(name, "", (), (), 0) for name in {**own, **_saved(model, own)}]
+
+
+def _saved(model: PreTrainedModel, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return these tensors under the names that they have in checkpoints."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
 
         with _Views():
-            saved = revert_weight_conversion(model, own)
+            return revert_weight_conversion(model, own)
     except Exception as error:  # depends on the installed version of Transformers
         logger.warning("weights can be published under the model's own names alone: %r", error)
-        return []
+        return {}
+
+
+def _in_checkpoints(model: PreTrainedModel, own: dict[str, torch.Tensor]) -> list[Alias]:
+    names = {id(tensor): name for name, tensor in own.items()}
     aliases = []
-    for name, part in saved.items():
+    for name, part in _saved(model, own).items():
         tensor = names.get(id(part)) or names.get(id(part._base))  # none for tensors that are joined from several
         if name not in own and tensor is not None:
             aliases.append(_alias(name, tensor, part))

@@ -18,7 +18,16 @@ from typing import Any, Self
 
 from safetensors import safe_open
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file
 
@@ -40,7 +49,8 @@ _PREDICTS_MORE = re.compile(r"(.*\.\d+\.)eh_proj\.")
 
 
 def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """Load a causal language model with all of its weights. options: arguments of `from_pretrained`.
+    """Load a language model with all of its weights, by the class of `auto_class`. options: arguments of
+    `from_pretrained`.
 
     Weights that Transformers can dequantise are dequantised, on every device: their layout is the layout of a trainer
     without quantised weights. Raises ModelLoadError if the checkpoint does not fit the model, and the exceptions of
@@ -48,7 +58,7 @@ def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> Pre
     method = _quantisation(config).get("quant_method")
     with _ConversionErrors() as broken:
         try:
-            result: Any = AutoModelForCausalLM.from_pretrained(
+            result: Any = auto_class(config).from_pretrained(
                 model,
                 config=_dequantised(config),
                 output_loading_info=True,
@@ -121,11 +131,27 @@ def _check_names(checkpoint: str, model: PreTrainedModel, info: dict[str, Any], 
     raise ModelLoadError(f"the checkpoint {checkpoint!r} does not fit {name}: {'; '.join(faults)}. {advice}.")
 
 
+_AUTO_CLASSES: list[tuple[Any, Any]] = [
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+    (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+]
+"""Transformers' classes that load language models, with their models by config. The first that has a model is used."""
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the class of Transformers that loads checkpoints with this config as language models:
+    AutoModelForCausalLM, or another one for multimodal models. None if there is no such class."""
+    if brings_its_model(config):
+        return AutoModelForCausalLM
+    return next((auto for auto, models in _AUTO_CLASSES if type(config) in models), None)
+
+
 def model_class(config: PretrainedConfig) -> str:
-    """Return the name of the class of causal language models that Transformers makes of a config."""
+    """Return the name of the class of language models that Transformers makes of a config."""
     if brings_its_model(config):
         return config.auto_map["AutoModelForCausalLM"]
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    found: Any = next((models[type(config)] for _, models in _AUTO_CLASSES if type(config) in models), type(config))
     return (found[0] if isinstance(found, tuple) else found).__name__
 
 

@@ -1,29 +1,31 @@
 """Known decoders, run with fused kernels over the slot's own weights.
 
-A decoder is known if it consists of these parts: embedding; layers of attention and MLP with RMSNorms before them
-(Llama, Qwen, Mistral, Phi-3, mixtures of experts), after them (OLMo 2) or both (Gemma); a norm; a head. It is used only
-if its logits agree with the logits of the Transformers model (`agreement.py`). Transformers runs all other models.
+A decoder is known if it consists of these parts: embedding; layers of attention and MLP with norms before them (Llama,
+Qwen, Mistral, Phi-3, mixtures of experts), after them (OLMo 2) or both (Gemma), one after the other or from one norm
+(Cohere); a norm; a head. It is used only if its logits agree with the logits of the Transformers model
+(`agreement.py`). Transformers runs all other models. Norms other than RMSNorm run with their own code.
 
 No weights are copied. q, k and v are adjacent in the slot, and so are gate and up, so that one product covers them. T
 tokens, D head dimension, M rows that are drawn from, V vocabulary.
 """
 
 import copy
-import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from inflight_kernels import Norm, add_rms_norm, gated_activation, linear, rms_norm, rope_and_cache, unrounded_linear
+from inflight_kernels import Norm as RMSNorm
+from inflight_kernels import add_rms_norm, gated_activation, linear, rms_norm, rope_and_cache, unrounded_linear
 from torch import nn
 from transformers import PreTrainedModel
 
-from inflight.core.decoder import ATTENTION, LAYER_NORMS, MLP
+from inflight.core.decoder import ATTENTION, LAST_NORMS, LAYER_NORMS, MLP, MLPS
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.adapters import Lora, lora_of, merge_lora
 from inflight.engine.model.attention.backend import ForwardBatch
+from inflight.engine.model.rotation import Rotation, Rotations
 
 
 class UnknownPartError(Exception):
@@ -43,8 +45,9 @@ class _Linear:
         return y
 
 
-_Rope = tuple[torch.Tensor, torch.Tensor]
-"""The cosines and the sines f32[max_context, R]."""
+_Norm = RMSNorm | nn.Module
+"""An RMSNorm with its own kernel, or a module of another kind, such as LayerNorm."""
+_Block = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,10 @@ class _Attention:
     index: int
     qkv: _Linear
     out: _Linear
-    rope: _Rope
-    head_norms: tuple[Norm, Norm] | None
+    rotation: Rotation
+    head_norms: tuple[RMSNorm, RMSNorm] | None
     """Norms of each query and key head (Qwen 3, Gemma 3)."""
-    whole_norms: tuple[Norm, Norm] | None
+    whole_norms: tuple[RMSNorm, RMSNorm] | None
     """Norms of all query heads together, and of all key heads (OLMo 2)."""
     sinks: torch.Tensor | None
 
@@ -66,15 +69,21 @@ class _Attention:
             q_width, k_width = len(q_norm.weight), len(k_norm.weight)
             q, k, v = qkv.tensor_split((q_width, q_width + k_width), 1)
             qkv = torch.cat((rms_norm(q, q_norm), rms_norm(k, k_norm), v), 1)
+        rotation = self.rotation
+        if rotation.order is not None:
+            qkv = qkv[:, rotation.order]
         query = rope_and_cache(
             qkv,
-            *self.rope,
+            rotation.cos,
+            rotation.sin,
             batch.positions,
             batch.cache_index[memory.group_of[self.index]],
             memory.keys[self.index],
             memory.values[self.index],
             self.head_norms,
         )
+        if rotation.query_scale is not None:
+            query = rotation.query_scale(query, batch.positions)
         return self.out(memory.backend.attend(self.index, query, self.sinks).flatten(1))
 
 
@@ -100,13 +109,44 @@ class _Opaque:
 
 
 @dataclass(frozen=True, slots=True)
+class _Sum:
+    """Several MLPs with the same input (experts and a shared MLP)."""
+
+    parts: tuple[_Block, ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = (part(x) for part in self.parts)
+        return sum(others, first)
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
-    before_attention: Norm | None
+    before_attention: _Norm | None
     attention: _Attention
-    after_attention: Norm | None
-    before_mlp: Norm | None
-    mlp: _Mlp | _Opaque
-    after_mlp: Norm | None
+    after_attention: _Norm | None
+    before_mlp: _Norm | None
+    mlp: _Block
+    after_mlp: _Norm | None
+    parallel: bool
+    """Attention and MLP have the same residual."""
+    scale: float
+    """Factor on the outputs of attention and MLP."""
+
+    def run(
+        self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch, memory: KVMemory
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map the normed input and the residual to the output of the last block and the residual before it. x: [T, H],
+        residual: [T, H]."""
+        attended = self._scaled(self.attention(x, batch, memory), self.after_attention)
+        if self.parallel:
+            x = x if self.before_mlp is None else _normed(residual, self.before_mlp)
+            return attended + self._scaled(self.mlp(x), self.after_mlp), residual
+        x, residual = _add(attended, residual, self.before_mlp)
+        return self._scaled(self.mlp(x), self.after_mlp), residual
+
+    def _scaled(self, x: torch.Tensor, norm: _Norm | None) -> torch.Tensor:
+        x = x if norm is None else _normed(x, norm)
+        return x if self.scale == 1 else x * self.scale
 
 
 class FusedDecoder:
@@ -114,12 +154,14 @@ class FusedDecoder:
 
     def __init__(self, model: PreTrainedModel, memory: KVMemory, max_context: int):
         self._memory = memory
-        body = _part(model, "model", nn.Module)
+        body = model.get_decoder()  # It can be inside a multimodal model.
         self._embed = _part(body, "embed_tokens", nn.Module)
-        ropes = _Ropes(_part(body, "rotary_emb", nn.Module), max_context)
-        self._layers = [_layer(module, ropes) for module in _part(body, "layers", nn.ModuleList)]
-        self._norm = _norm(_part(body, "norm", nn.Module))
+        rotations = Rotations(_part(body, "rotary_emb", nn.Module), max_context)
+        self._layers = [_layer(module, rotations) for module in _part(body, "layers", nn.ModuleList)]
+        self._norm = _norm(_part(body, next((name for name in LAST_NORMS if hasattr(body, name)), "norm"), nn.Module))
         self._head = _linear(_part(model, "lm_head", nn.Linear))
+        self._embed_scale = float(getattr(body, "embedding_multiplier", 1.0))
+        self._logit_scale = _logit_scale(model)
         self._softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
@@ -129,15 +171,11 @@ class FusedDecoder:
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states [M, H] for the head."""
         residual = self._embed(batch.token_ids)
-        x = residual if (first := self._layers[0].before_attention) is None else rms_norm(residual, first)
+        if self._embed_scale != 1:
+            residual = residual * self._embed_scale
+        x = residual if (first := self._layers[0].before_attention) is None else _normed(residual, first)
         for index, layer in enumerate(self._layers):
-            x = layer.attention(x, batch, self._memory)
-            if layer.after_attention is not None:
-                x = rms_norm(x, layer.after_attention)
-            x, residual = _add(x, residual, layer.before_mlp)
-            x = layer.mlp(x)
-            if layer.after_mlp is not None:
-                x = rms_norm(x, layer.after_mlp)
+            x, residual = layer.run(x, residual, batch, self._memory)
             if index + 1 < len(self._layers):
                 x, residual = _add(x, residual, self._layers[index + 1].before_attention)
         return _add(x[batch.rows], residual[batch.rows], self._norm)[0]
@@ -146,17 +184,23 @@ class FusedDecoder:
         """Return logits [M, V] of hidden states [M, H]. On a GPU they are fp32, as in the trainer's loss: a logit of 16
         to 32, rounded to bf16, is off by 0.03 on average."""
         logits = unrounded_linear(hidden, self._head.weight, self._head.bias)  # adapters do not change the head
+        if self._logit_scale != 1:
+            logits = logits * self._logit_scale
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
 
-def _add(x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _normed(x: torch.Tensor, norm: _Norm) -> torch.Tensor:
+    return rms_norm(x, norm) if isinstance(norm, RMSNorm) else norm(x)
+
+
+def _add(x: torch.Tensor, residual: torch.Tensor, norm: _Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (norm(x + residual), x + residual)."""
-    if norm is None:
-        total = x + residual
-        return total, total
-    return add_rms_norm(x, residual, norm)
+    if isinstance(norm, RMSNorm):
+        return add_rms_norm(x, residual, norm)
+    total = x + residual
+    return (total if norm is None else norm(total)), total
 
 
 # ---- from modules to parts ------------------------------------------------------------------------------------------
@@ -169,18 +213,29 @@ def _part(module: nn.Module, name: str, kind: type) -> Any:
     return part
 
 
-def _layer(layer: nn.Module, ropes: "_Ropes") -> _Layer:
+def _logit_scale(model: PreTrainedModel) -> float:
+    """Return the factor between the head's output and the logits. Granite divides by `logits_scaling`."""
+    scaling = float(getattr(model.config.get_text_config(), "logits_scaling", 1.0))
+    scale = 1 / scaling if type(model).__name__.startswith("Granite") else scaling
+    return scale * float(getattr(model, "logit_scale", 1.0))
+
+
+def _layer(layer: nn.Module, rotations: Rotations) -> _Layer:
     norms = {name: child for name, child in layer.named_children() if name.endswith("layernorm")}
     kind = next((kind for kind in LAYER_NORMS if kind.last in norms), LAYER_NORMS[-1])
     places = (kind.before_attention, kind.after_attention, kind.before_mlp, kind.after_mlp)
     if unknown := set(norms) - set(places):
         raise UnknownPartError(f"{type(layer).__name__} has {', '.join(sorted(unknown))}")
     before, after, before_mlp, after_mlp = (_norm(norms[name]) if name in norms else None for name in places)
-    attention = _attention(_part(layer, "self_attn", nn.Module), ropes)
-    return _Layer(before, attention, after, before_mlp, _mlp(_part(layer, "mlp", nn.Module)), after_mlp)
+    attention = _attention(_part(layer, "self_attn", nn.Module), rotations)
+    mlps = [_mlp(part) for name in MLPS if isinstance(part := getattr(layer, name, None), nn.Module)]
+    mlp = _mlp(_part(layer, "mlp", nn.Module)) if not mlps else mlps[0] if len(mlps) == 1 else _Sum(tuple(mlps))
+    parallel = getattr(layer, "use_parallel_residual", not {after, before_mlp, after_mlp} - {None})
+    scale = float(getattr(layer, "residual_multiplier", 1.0))
+    return _Layer(before, attention, after, before_mlp, mlp, after_mlp, bool(parallel), scale)
 
 
-def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
+def _attention(module: nn.Module, rotations: Rotations) -> _Attention:
     head_dim = int(_part(module, "head_dim", int))
     names = next((names for names in ATTENTION if hasattr(module, names.out)), ATTENTION[0])
     parts = (names.whole,) if hasattr(module, names.whole) else names.parts
@@ -189,21 +244,32 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
     if len(products) > 1 and products[0].out_features != out.in_features:  # gates next to the queries, for example
         rows = f"{products[0].out_features} rows where {names.out} takes {out.in_features}"
         raise UnknownPartError(f"{type(module).__name__} has a {parts[0]} of {rows}")
-    norms = None
-    if hasattr(module, "q_norm"):
-        norms = _norm(_part(module, "q_norm", nn.Module)), _norm(_part(module, "k_norm", nn.Module))
-        if norms[0][1:] != norms[1][1:]:  # all but the weights
-            raise UnknownPartError(f"{type(module).__name__} normalises queries and keys in two ways")
+    norms = _query_key_norms(module)
     per_head = norms is not None and norms[0].weight.shape == (head_dim,)
+    width, q_width = len(qkv.weight), out.in_features
+    rotation = rotations.of(module, head_dim=head_dim, q_width=q_width, width=width)
+    if per_head and rotation.order is not None:
+        raise UnknownPartError(f"{type(module).__name__} norms heads and rotates neighbouring numbers")
     return _Attention(
         index=int(_part(module, "layer_idx", int)),
         qkv=qkv,
         out=_linear(out),
-        rope=ropes.of(module),
+        rotation=rotation,
         head_norms=norms if per_head else None,
         whole_norms=None if per_head else norms,
         sinks=getattr(module, "sinks", None),
     )
+
+
+def _query_key_norms(module: nn.Module) -> tuple[RMSNorm, RMSNorm] | None:
+    if not hasattr(module, "q_norm"):
+        return None
+    q_norm, k_norm = (_norm(_part(module, name, nn.Module)) for name in ("q_norm", "k_norm"))
+    if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
+        raise UnknownPartError(f"{type(module.q_norm).__name__} in place of an RMSNorm of queries")
+    if q_norm[1:] != k_norm[1:]:  # all but the weights
+        raise UnknownPartError(f"{type(module).__name__} normalises queries and keys in two ways")
+    return q_norm, k_norm
 
 
 def _mlp(module: nn.Module) -> _Mlp | _Opaque:
@@ -249,49 +315,21 @@ def _cover(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.detach().as_strided(shape, first.stride(), first.storage_offset())
 
 
-def _norm(module: nn.Module) -> Norm:
+def _norm(module: nn.Module) -> _Norm:
     """Return the RMSNorm that a module computes, identified by its output for random numbers in the dtype of its
-    weight."""
+    weight; or the module, if it is a norm of another kind."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
-        raise UnknownPartError(f"{type(module).__name__} in place of an RMSNorm")
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+        return module
     generator = torch.Generator().manual_seed(0)
     probe = copy.deepcopy(module).cpu()
     x, w = (torch.randn(n, len(weight), generator=generator).to(weight.dtype) for n in (7, 1))
     probe.weight = nn.Parameter(w[0], requires_grad=False)
     expected = probe(x)
-    candidates = [Norm(w[0], eps, *kind) for kind in ((0.0, True), (0.0, False), (1.0, False))]
+    candidates = [RMSNorm(w[0], eps, *kind) for kind in ((0.0, True), (0.0, False), (1.0, False))]
     errors = [float((rms_norm(x, norm).float() - expected.float()).abs().mean()) for norm in candidates]
     best = candidates[errors.index(min(errors))]
-    if min(errors) > 1e-3:
-        raise UnknownPartError(f"{type(module).__name__} is no RMSNorm that is known")
-    return Norm(weight, eps, best.offset, best.cast_first)
-
-
-class _Ropes:
-    """Rotary tables by layer type. The model's own module makes them for all positions at once."""
-
-    def __init__(self, module: nn.Module, max_context: int):
-        self._module, self._max_context = module, max_context
-        self._by_type = "layer_type" in inspect.signature(module.forward).parameters
-        self._made: dict[str | None, _Rope] = {}
-
-    def of(self, attention: nn.Module) -> _Rope:
-        kind = None
-        if self._by_type:
-            kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None)
-        if kind not in self._made:
-            device = next(attention.parameters()).device
-            positions = torch.arange(self._max_context, device=device)[None]
-            extra = {"layer_type": kind} if self._by_type else {}
-            made = self._module(torch.zeros(1, 1, device=device), positions, **extra)
-            cos, sin = (table[0].float() for table in made)
-            half = cos.shape[-1] // 2
-            if not torch.equal(cos[:, :half], cos[:, half:]):  # only the first half is given (gpt-oss)
-                cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-            self._made[kind] = cos.contiguous(), sin.contiguous()
-        cos, sin = self._made[kind]
-        if getattr(attention, "use_rope", True):
-            return cos, sin
-        return torch.ones_like(cos), torch.zeros_like(sin)  # SmolLM 3 rotates in some layers only
+    if min(errors) > 1e-3 or getattr(module, "bias", None) is not None:
+        return module
+    return RMSNorm(weight, eps, best.offset, best.cast_first)

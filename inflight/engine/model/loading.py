@@ -3,13 +3,13 @@
 import copy
 import logging
 import os
+import re
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,13 +25,16 @@ from inflight.core.options import DEFAULT_MAX_CONTEXT
 from inflight.engine.cache.classify import check_layer_types
 from inflight.engine.cache.kinds import LayerKind
 from inflight.engine.model.attention.hook import ATTENTION_NAME
-from inflight.engine.model.checkpoints import brings_its_model, load_checkpoint, model_class
+from inflight.engine.model.checkpoints import auto_class, load_checkpoint, model_class
 from inflight.engine.model.shapes import SHAPES, byte_tokenizer, shape_config
 from inflight.model_checks.lengths import length_limit, row_limit
 from inflight.model_checks.twin import first_line
 from inflight.weights.tensors import published_tensors, slot_views
 
 logger = logging.getLogger("inflight.engine")
+
+_MEDIA = re.compile(r"(^|_)(image|img|video|audio|speech|boi|boa)_token_(id|index)$")
+"""Names in configs of tokens in place of images, videos and sound, or before them."""
 
 
 def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype | None:
@@ -91,18 +94,16 @@ def _refuse_remote_code(model: str, error: Exception) -> None:
 
 
 def refuse_other_models(config: PretrainedConfig) -> None:
-    """Raise UnsupportedModelError if Transformers has no causal language model for this kind of configuration, and no
-    code of such a model was loaded with it."""
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or brings_its_model(config):
+    """Raise UnsupportedModelError if Transformers has no language model for this kind of configuration, or an encoder
+    with a decoder, and no code of such a model was loaded with it."""
+    auto = auto_class(config)
+    if auto is AutoModelForCausalLM or (auto is not None and not config.is_encoder_decoder):
         return
     reason = f"no causal language model: Transformers' AutoModelForCausalLM does not take {type(config).__name__}"
-    if getattr(config, "text_config", None) is not None:
-        reason = (
-            f"multimodal, and Transformers' AutoModelForCausalLM does not load {type(config).__name__}; the engine "
-            "runs models of text alone: take one that AutoModelForCausalLM loads"
-        )
-    elif getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False):
         reason = "an encoder and a decoder; the engine runs decoders alone"
+    elif getattr(config, "text_config", None) is not None:
+        reason = f"multimodal, and Transformers has no class that loads {type(config).__name__} as a language model"
     raise UnsupportedModelError(f"{config.model_type} is {reason}")
 
 
@@ -214,6 +215,13 @@ def eos_token_ids(
         getattr(tokenizer, "eos_token", ""), own, sorted(found) or "none",
     )  # fmt: skip
     return found | {own}
+
+
+def media_token_ids(config: PretrainedConfig) -> frozenset[int]:
+    """Return the ids that stand for images, videos or sound in the prompts of a multimodal model."""
+    if getattr(config, "text_config", None) is None:
+        return frozenset()
+    return frozenset(value for name, value in vars(config).items() if _MEDIA.search(name) and isinstance(value, int))
 
 
 def ranges_of(token_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:

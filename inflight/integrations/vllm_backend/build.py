@@ -36,7 +36,7 @@ from inflight.engine.loop.own_columns import load_columns
 from inflight.engine.loop.sequence import Sequence
 from inflight.engine.model.adapters import PROJECTIONS, SLOTS, adapter_layout
 from inflight.engine.model.aliases import aliases_of
-from inflight.engine.model.checkpoints import compare_checkpoint
+from inflight.engine.model.checkpoints import auto_class, compare_checkpoint
 from inflight.engine.model.device import memory_left, resolve_device
 from inflight.engine.model.loading import context_limit, eos_token_ids, load_tokenizer, read_config, resolve_dtype
 from inflight.engine.model.shapes import SHAPES
@@ -213,6 +213,10 @@ def start(options: EngineOptions) -> Started:
         torch.set_num_threads(options.threads)
 
     config = read_config(options.model, trust=options.trust_remote_code)
+    if auto_class(config) is not AutoModelForCausalLM:
+        raise UnsupportedModelError(
+            f"{config.model_type} is multimodal, and AutoModelForCausalLM does not load it; take backend='inflight'"
+        )
     text = config.get_text_config()
     vocab_size = int(text.vocab_size)
     # Invalid columns fail here, before the model is loaded.

@@ -46,7 +46,7 @@ def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False)
     left of those that the engine draws, with the experts that it used. The batch can be on the CPU. Sequences are
     packed if packing gives the same results as scoring each alone; otherwise they are padded or fed one by one
     (`scoring_way`). Raises the errors of `replay_routed_experts`, UnsupportedModelError for a model whose tokens attend
-    to later positions, and ValueError for a token outside of the vocabulary.
+    to later positions or that needs other inputs in train mode, and ValueError for a token outside of the vocabulary.
     """
     model = getattr(model, "_orig_mod", model)  # A model compiled for another head would be recompiled at each call.
     inner = _transformers_model(model)
@@ -57,7 +57,14 @@ def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False)
         raise ValueError(
             f"{type(model).__name__} cannot be fed packed sequences, so that its routed experts are not replayed"
         )
-    return _score(model, inner, batch, way, entropy)
+    try:
+        return _score(model, inner, batch, way, entropy)
+    except ValueError as error:
+        if not (inner.training and "when training" in str(error)):
+            raise
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} cannot be scored in train mode ({first_line(error)}); call model.eval()"
+        ) from error
 
 
 def bf16_on_gpu(model: nn.Module, wanted: bool = True) -> AbstractContextManager[object]:

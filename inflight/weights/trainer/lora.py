@@ -19,6 +19,7 @@ from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
 from inflight.weights.comparison import EngineWeights
 from inflight.weights.tensors import fill, layout_of
+from inflight.weights.towers import towers_of
 from inflight.weights.trainer import peft_layers
 from inflight.weights.trainer.sources import ModelSource, PublishedModel, same_objects
 
@@ -141,15 +142,21 @@ class PeftSource(ModelSource):
     def _adapter_plan(self, layout: WeightLayout) -> _Plan:
         parts: list[_LoraPair] = []
         outside, inside = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        towers = towers_of(self._base)  # Text does not use adapters in towers either.
         for name, module in self._base.named_modules():
+            if name in towers:
+                continue
             peft_layers.refuse_copies(name, module)
             if peft_layers.is_adapted(module):
                 parts += _lora_parts(name, module)
                 self._merged_once = self._merged_once or bool(getattr(module, "merged_adapters", None))
         for name, tensor, adapted in peft_layers.base_parts(self._base):
+            if name in towers:
+                continue
             (inside if adapted else outside)[name] = tensor
         fine = {id(tensor) for part in parts for tensor in (part.a, part.b)}
         fine |= {id(t) for t in (*outside.values(), *inside.values()) if not t.requires_grad}
+        fine |= {id(parameter) for name, parameter in self._base.named_parameters() if name in towers}
         lost = [name for name, parameter in self._root.named_parameters() if id(parameter) not in fine]
         if lost:
             raise LayoutMismatchError(
@@ -209,8 +216,10 @@ class PeftSource(ModelSource):
                 f"{_named(lost)} would not be published, being no weights of the base model; train LoRA, or a method "
                 "that PEFT can merge into the weights"
             )
-        plan, of_tensor = _Plan(), dict[int, nn.Module]()
+        plan, of_tensor, towers = _Plan(), dict[int, nn.Module](), towers_of(self._base)
         for name, holder in peft_layers.holders(self._base):
+            if name in towers:
+                continue
             adapters = ()
             if peft_layers.is_adapted(holder):
                 _check_enabled(name, holder)

@@ -88,6 +88,7 @@ def copy_state_dict(
     naming tensors that are repeated, missing, unknown, of another shape or without values.
     """
     places = _places(views, aliases)
+    ignored = {alias.name for alias in aliases if not alias.tensor}
     missing = {name: view.numel() for name, view in views.items()}
     """Maps a tensor to its number of missing elements."""
     wrong: list[str] = []
@@ -100,6 +101,8 @@ def copy_state_dict(
                 raise TypeError(f"weights are pairs of a name and a tensor, got {str(pair)[:80]}")
         if name.endswith("rotary_emb.inv_freq"):
             continue  # Old checkpoints contain it; the model computes it.
+        if not ignored.isdisjoint((name, unwrapped(name))):
+            continue
         place = places.get(name) or places.get(unwrapped(name))
         problem = _problem(place, tensor, missing)
         if problem is not None:
@@ -149,7 +152,7 @@ def _same(view: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 def _places(views: Mapping[str, torch.Tensor], aliases: Sequence[Alias]) -> dict[str, _Place]:
     places = {name: _Place(name, view) for name, view in views.items()}
-    for alias in aliases:
+    for alias in filter(lambda alias: alias.tensor, aliases):
         view = views.get(alias.tensor)
         last = alias.offset + sum((n - 1) * stride for n, stride in zip(alias.shape, alias.strides, strict=True))
         if view is None or min(alias.offset, *alias.shape, *alias.strides) < 0 or last >= max(1, view.numel()):

@@ -1,0 +1,63 @@
+"""Parts of fused decoders that differ from Llama, against Transformers; a wrong part is not used."""
+
+import family_check
+import pytest
+from family_configs import all_families
+from family_weights import make_model
+
+from inflight.core.options import EngineOptions
+from inflight.engine.loop.engine import Engine
+from inflight.engine.model import fused, rotation
+
+PARTS = {
+    "starcoder2": "LayerNorm",
+    "nemotron": "LayerNorm with 1 + w",
+    "phi": "parallel blocks, and other names",
+    "cohere": "parallel blocks, a logit scale, neighbouring numbers rotated, each in the tables twice",
+    "ernie4_5": "neighbouring numbers rotated",
+    "glm4": "norms before and after, a part of neighbouring numbers rotated",
+    "granite": "scales of embeddings, residuals and logits",
+    "granitemoeshared": "experts and a shared MLP, with scales",
+    "ministral3-yarn": "queries scaled by position",
+    "exaone4": "layers without positions",
+    "cohere2": "layers without positions, told by their window",
+    "qwen3_vl": "a decoder inside a multimodal model",
+}
+QUICK = ["granite", "cohere", "ministral3-yarn"]
+DIFFERENT = "the fused decoder and the Transformers model give different logits"
+FAMILIES = {family.name: family for family in all_families()}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.medium) for n in PARTS])
+def test_a_part_is_computed_as_transformers_computes_it(name: str, tmp_path):
+    """To 1e-4 nats in fp32 with weights of an untrained model; with large ones, and in bf16, as any family."""
+    assert family_check.check_family(FAMILIES[name]).engine.kind == family_check.FUSED
+    model = make_model(FAMILIES[name], large=False)
+    model.save_pretrained(tmp_path)
+    rollouts, unfused_reason = family_check._generate(str(tmp_path), "float32")
+    assert unfused_reason is None
+    assert family_check._differences(model, rollouts).max() < 1e-4
+
+
+def wrong_order(*sizes: int):
+    order = rotation_order(*sizes)
+    return order.flip(0)
+
+
+rotation_order = rotation._halves_first
+MISTAKES = {
+    "logit scale": ("granite", fused, "_logit_scale", lambda model: 1.0),
+    "rotation of halves": ("ernie4_5", rotation, "_rotates_neighbours", lambda attention: False),
+    "order": ("glm4", rotation, "_halves_first", wrong_order),
+    "positions in all layers": ("exaone4", rotation, "_rotates", lambda attention: True),
+    "no query scale": ("ministral3-yarn", rotation, "_query_scale", lambda attention: None),
+    "a missing MLP": ("granitemoeshared", fused, "MLPS", ("block_sparse_moe",)),
+}
+
+
+@pytest.mark.parametrize(("name", "module", "part", "mistake"), MISTAKES.values(), ids=MISTAKES)
+def test_a_wrong_part_is_noticed_at_load(name, module, part, mistake, tmp_path, monkeypatch):
+    make_model(FAMILIES[name]).save_pretrained(tmp_path)
+    monkeypatch.setattr(module, part, mistake)
+    with Engine(EngineOptions(model=str(tmp_path), device="cpu")) as engine:
+        assert engine.runner.unfused_reason == DIFFERENT
