@@ -61,9 +61,10 @@ class RankStore:
         """Add to a counter of all ranks. Returns its value."""
         return self._call("add", name, more) if more else int(self.get(name) or b"0")
 
-    def delete(self, name: str) -> None:
-        """Delete a value."""
-        self._call("delete_key", name)
+    def delete(self, name: str, size: int = 0) -> None:
+        """Delete a value, and its parts if it was `put` with this size."""
+        for part in (*_parts(name, size), name):
+            self._call("delete_key", part)
 
     def put(self, name: str, data: bytes) -> None:
         """Set a value of any size for one `take`."""
@@ -75,7 +76,7 @@ class RankStore:
     def take(self, name: str) -> bytes:
         """Return a value that a rank has `put`, and delete it. Raises ProtocolError if a part is missing."""
         data = self.read(name)
-        self.drop(name, len(data))
+        self.delete(name, len(data))
         return data
 
     def read(self, name: str) -> bytes:
@@ -85,11 +86,6 @@ class RankStore:
         if len(data) != size:
             raise ProtocolError(f"the store of the process group has {len(data)} of {size} bytes of {name}")
         return data
-
-    def drop(self, name: str, size: int) -> None:
-        """Delete a value of this size that was `put`."""
-        for part in (*_parts(name, size), name):
-            self.delete(part)
 
     def wait(
         self,
