@@ -7,6 +7,8 @@ live.
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -14,19 +16,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight.server.requests import read_body, read_fields, read_request
-from inflight.server.responses import ApiError, answer
+from inflight.server.responses import ApiError, answer, as_api_error
 from inflight.server.served import Served
+from inflight.weights.nccl import Rendezvous, why_not
 
 logger = logging.getLogger("inflight.server")
 
 _MOST_BYTES = 1 << 20
 _MOST_NAMES_BYTES = 16 << 20
 """A mixture of experts has tens of thousands of tensors."""
-_NO_NCCL = (
-    "the server receives no tensors over NCCL; send a checkpoint directory that the server can read (POST "
-    '/update_weights {"weight_dir": "/path"}), an adapter directory (POST /v1/load_lora_adapter), or publish from the '
-    "trainer's own process (engine.publisher(model) next to engine.serve())"
+_OTHER_WAYS = (
+    'send a checkpoint directory that the server can read (POST /update_weights {"weight_dir": "/path"}), an adapter '
+    "directory (POST /v1/load_lora_adapter), or publish from the trainer's own process (engine.publisher(model) beside "
+    "engine.serve())"
 )
+_NO_NCCL = f"no tensors come over NCCL here, where no trainer was met in vLLM's way; {_OTHER_WAYS}"
 
 
 class _Pause(msgspec.Struct):
@@ -69,54 +73,76 @@ class _Load(_Unload):
 
 
 async def init_weight_transfer(served: Served, request: Request) -> Response:
-    """Agree on directories as the way to send weights, and forget an unfinished update. Refuse NCCL."""
+    """Meet a trainer that sends tensors by NCCL, unless it sends directories."""
     fields = await read_request(request, _Update, _MOST_BYTES)
-    served.updates.begun = None
-    if fields.init_info and fields.init_info.get("backend") != "directory":
-        raise ApiError(501, _NO_NCCL, param="init_info")
-    return _done("weights come from directories")
+    served.broadcasts.give_up()  # An earlier client did not finish its update.
+    if not fields.init_info or fields.init_info.get("backend") == "directory":
+        return _done("weights come from directories")
+    if reason := why_not(served.engine.info.device):
+        raise ApiError(501, f"no tensors are received: {reason}; {_OTHER_WAYS}", param="init_info")
+    with _never_sent_again():
+        await served.broadcasts.meet(read_fields(fields.init_info, Rendezvous))
+    return _done("the trainer was met; weights come by NCCL")
 
 
 async def shut_down_transfer(served: Served, request: Request) -> Response:
-    """Forget an unfinished update."""
-    served.updates.begun = None
+    """Leave the trainer's group, and forget an unfinished update."""
+    await served.broadcasts.leave()
     return _done("weights come from directories")
 
 
 async def start_update(served: Served, request: Request) -> Response:
-    """Begin a version of the directories that follow. /finish_weight_update publishes it."""
-    served.updates.begun = []
+    """Begin a version of the directories and tensors that follow. /finish_weight_update publishes it."""
+    served.broadcasts.begin()
     return _done("an update has begun")
 
 
 async def update_weights(served: Served, request: Request) -> Response:
-    """Publish a checkpoint directory.
+    """Publish a checkpoint directory, or receive the tensors that `update_info` names.
 
     Between start and finish a directory in `update_info` waits for finish. Other clients do not send `update_info`, so
-    they can publish even if a client that began an update has ended.
+    they can publish even if a client that began an update has ended. While tensors arrive, other updates wait until
+    finish, or for two minutes without a message.
     """
     fields = await read_request(request, _Update, _MOST_NAMES_BYTES)
     info = fields.update_info or {}
+    if "names" in info and served.broadcasts.met:
+        with _never_sent_again():
+            await served.broadcasts.receive(info)
+        return _done("the tensors are here; /finish_weight_update publishes them")
     at_once = fields.weight_dir or fields.model_path
     directory = at_once or info.get("weight_dir") or info.get("path")
     if not isinstance(directory, str):
         raise ApiError(501 if fields.update_info else 400, _NO_NCCL, param="weight_dir")
-    if not at_once and served.updates.begun is not None:
-        served.updates.begun.append(directory)
+    if not at_once and served.broadcasts.begun is not None:
+        served.broadcasts.begun.directories.append(directory)
         return _done("noted; /finish_weight_update publishes it")
     version = await served.updates.publish_directory(directory, fields.weight_version)
     return _done("the weights are live", **_version(served, version))
 
 
+@contextmanager
+def _never_sent_again() -> Iterator[None]:
+    """Raise failures with a status after which clients do not repeat the request. TRL does after 500, 502 and 503, but
+    a trainer broadcasts once."""
+    try:
+        yield
+    except Exception as error:
+        told = as_api_error(error, "an update")
+        if told.status not in (500, 502, 503):
+            raise
+        raise ApiError(424, told.message) from error
+
+
 async def finish_update(served: Served, request: Request) -> Response:
     """Publish the update that was begun."""
     fields = await read_request(request, _Update, _MOST_BYTES)
-    directories, served.updates.begun = served.updates.begun, None
-    if directories is None:
-        raise ApiError(400, "no update has begun; call /start_weight_update first")
-    if not directories and fields.weight_version is not None:
+    update = served.broadcasts.take_begun()
+    with _never_sent_again():
+        are_tensors = await update.publish_tensors(fields.weight_version)
+    if not are_tensors and not update.directories and fields.weight_version is not None:
         served.updates.labels.note(await _live_version(served), fields.weight_version)
-    for directory in directories:
+    for directory in update.directories:
         await served.updates.publish_directory(directory, fields.weight_version)
     return _done("the weights are live", **_version(served, await _live_version(served)))
 

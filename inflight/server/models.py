@@ -10,6 +10,7 @@ from inflight.server.prompts import chat_prompt
 from inflight.server.requests import DetokenizeRequest, TokenizeRequest, read_request
 from inflight.server.responses import ApiError, answer
 from inflight.server.served import Served
+from inflight.weights.nccl import why_not
 
 
 async def health(served: Served, request: Request) -> Response:
@@ -78,7 +79,7 @@ async def server_info(served: Served, request: Request) -> Response:
                 },
                 "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "world_size": 1},
                 "lora_config": lora,
-                "weight_transfer_config": None,
+                "weight_transfer_config": None if why_not(info.device) else {"backend": "nccl"},
             },
         }
     )

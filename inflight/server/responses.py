@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from inflight.core.errors import (
     BackendError,
+    BroadcastError,
     EngineBusyError,
     EngineDiedError,
     EngineHungError,
@@ -30,6 +31,7 @@ _ERRORS_OF: dict[int, tuple[type[Exception], ...]] = {
     422: (LayoutMismatchError, WeightFileError, NonFiniteWeightsError),
     409: (PublisherConflictError,),
     501: (BackendError,),
+    424: (BroadcastError,),
     503: (QueueFullError, EngineDiedError, EngineHungError, EngineBusyError, TimeoutError),
 }
 _TYPE_OF = {
@@ -39,6 +41,7 @@ _TYPE_OF = {
     404: "not_found_error",
     408: "timeout_error",
     409: "conflict_error",
+    424: "failed_dependency_error",
     501: "not_implemented_error",
     503: "service_unavailable_error",
 }

@@ -15,6 +15,7 @@ from inflight.chat.text import TextDecoder
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
 from inflight.server.adapters import Adapter, Adapters
+from inflight.server.broadcasts import Broadcasts
 from inflight.server.engine import ServedEngine
 from inflight.server.generation import Bell, Generation
 from inflight.server.metrics import Metrics
@@ -42,6 +43,7 @@ class Served:
         self.max_body_bytes = int(options.max_body_mib * 2**20)
         self.metrics = Metrics(engine)
         self.updates = Updates(engine)
+        self.broadcasts = Broadcasts(engine, self.updates)
         self.adapters = Adapters(engine, self.updates)
         self._no_adapter = Adapter(self.names[0], "", "")
         self.running: dict[Generation, str] = {}
@@ -70,6 +72,7 @@ class Served:
             self._bell.close()
             for generation in list(self.running):
                 generation.end()
+            await self.broadcasts.leave()
             await asyncio.to_thread(self.updates.close)
 
     def adapter_of(self, model: str | None) -> Adapter:

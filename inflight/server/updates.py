@@ -43,8 +43,6 @@ class Updates:
         self._publisher: Publisher | None = None
         self._kind = ""
         self.labels = VersionNames()
-        self.begun: list[str] | None = None
-        """Directories of the update that a client has begun and not finished; None between updates."""
         self.files = AdapterFiles(engine)
         """All adapters that are loaded: they are published together."""
 
@@ -101,6 +99,11 @@ class Updates:
         """Note the checkpoint of the last weights, with which bases of adapters are compared."""
         if kind != "adapters":
             self.files.note_weights(weights[0] if isinstance(weights[0], str) else "")
+
+    def label_next(self, label: str | None) -> None:
+        """Name the version whose weights `publish` is reading."""
+        assert self._publisher is not None
+        self.labels.note(self._publisher.version + 1, label)
 
     def close(self) -> None:
         """Close the publisher. Safe to call twice."""
