@@ -31,7 +31,7 @@ BENCHES: dict[str, dict[str, str]] = {
             )
         },
         **{
-            f"throughput-{model}-{dtype}-sweep": f"{PEER} --peer transformers --model {model} --dtype {dtype} "
+            f"throughput-{model}-{dtype}-sweep": f"{PEER} --model {model} --dtype {dtype} "
             "--sequences 1,8,32,128,256 --tokens 128"
             for model, dtype in (("small", "bfloat16"), ("tiny", "float32"))
         },

@@ -122,7 +122,7 @@ def make_tiny_model(directory: str) -> str:
 def main(path: str, steps: int) -> list[dict]:
     cuda = torch.cuda.is_available()
     if not cuda:  # replacements for two CUDA features that TRL uses
-        from inflight.integrations.trl_cpu import run_on_cpu
+        from trl_on_cpu import run_on_cpu
 
         run_on_cpu()
     # A turn begins with all turns before it. With prefix_across_versions the engine has computed them already, even if

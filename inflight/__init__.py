@@ -22,7 +22,6 @@ _HOME = {
         "inflight.fleet.engine": "Engine",
         "inflight.fleet.launching": "attach launch",
         "inflight.fleet.process.ray": "RayPlacement",
-        "inflight.fleet.ranks.attached": "AttachedEngine",
         "inflight.episodes.episodes": "Episodes",
         "inflight.episodes.limits": "EpisodeEnd Limits",
         "inflight.episodes.session": "Session",
@@ -70,7 +69,6 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.fleet.launching import attach as attach
     from inflight.fleet.launching import launch as launch
     from inflight.fleet.process.ray import RayPlacement as RayPlacement
-    from inflight.fleet.ranks.attached import AttachedEngine as AttachedEngine
     from inflight.observability.loggers import JsonLines as JsonLines
     from inflight.observability.loggers import PrometheusLogger as PrometheusLogger
     from inflight.observability.loggers import TensorBoard as TensorBoard

@@ -19,7 +19,7 @@ from inflight.core.files import file_errors, replacing
 from inflight.core.messages import Ids, Prompt
 from inflight.core.rollout import Rollout
 from inflight.fleet.engine import Engine
-from inflight.fleet.ranks.attached import AttachedEngine, FollowingPublisher
+from inflight.fleet.ranks.attached import FollowingPublisher
 from inflight.stream.held_groups import SavedGroup
 from inflight.stream.rollout_codec import Arrays, RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
 from inflight.training.random_state import random_state, restore_random_state
@@ -93,7 +93,7 @@ class Run:
     has its Run.
     """
 
-    def __init__(self, engine: "Engine | AttachedEngine", publisher: "Publisher | ShardSender | FollowingPublisher"):
+    def __init__(self, engine: Engine, publisher: "Publisher | ShardSender | FollowingPublisher"):
         self._engine, self._publisher = engine, publisher
         self.progress: dict[str, Any] = {}
         """Notes of the trainer, saved with the run; JSON-like. `grpo` stores its own progress under "grpo"."""
@@ -109,11 +109,11 @@ class Run:
         self._meet()
         path, engine = self._path(directory), self._engine
         version = self._publisher.version
-        if isinstance(engine, Engine) and engine.stream.sharing is None and engine.staleness.unpublished_steps:
+        if engine.rank == 0 and engine.stream.sharing is None and engine.staleness.unpublished_steps:
             version += 1  # steps were taken since: `load` publishes other weights than this version's tokens are from
         header = _File(version, _Clock.read(), self.progress, None)
         arrays: list[Arrays] = []
-        if isinstance(engine, Engine):
+        if engine.rank == 0:
             described, arrays = _describe(engine)
             header = msgspec.structs.replace(header, engine=described)
         _write(path, header, [*arrays, random_state()])
@@ -130,14 +130,14 @@ class Run:
         """
         header, arrays, random_arrays = _read(self._path(directory))
         engine = self._engine
-        if isinstance(engine, Engine) and header.engine is not None:
+        if engine.rank == 0 and header.engine is not None:
             if header.engine.fingerprint != engine.info.layout.fingerprint:
                 raise LayoutMismatchError(
                     f"the run in {directory} was saved with other tensors, shapes or dtypes than this engine's"
                 )
             if engine.stream.outstanding:
                 raise RunFileError("prompts were submitted already; load a run before that")
-        elif isinstance(engine, Engine) or header.engine is not None:
+        elif engine.rank == 0 or header.engine is not None:
             raise RunFileError(f"{self._path(directory)} was written by another rank than the one that reads it")
         if 0 < self._publisher.version >= header.version:
             raise RunFileError(
@@ -147,7 +147,7 @@ class Run:
         if header.version:
             self._publisher.continue_from(header.version)
             self._publisher.publish(*(() if weights is None else (weights,)))
-        if isinstance(engine, Engine) and header.engine is not None:
+        if engine.rank == 0 and header.engine is not None:
             engine.wait_for_version(header.version)
             shift_ns = header.clock.shift_to(_Clock.read())
             engine.staleness.restore([(version, ns + shift_ns) for version, ns in header.engine.published])
@@ -158,12 +158,12 @@ class Run:
         self._meet()
 
     def _path(self, directory: str | Path) -> Path:
-        rank = self._engine.rank if isinstance(self._engine, AttachedEngine) else 0
+        rank = self._engine.rank
         return Path(directory) / (f"run-rank{rank}.inflight" if rank else "run.inflight")
 
     def _meet(self) -> None:
         """Wait for the other ranks, if there are any."""
-        is_shared = isinstance(self._engine, AttachedEngine) or self._engine.stream.sharing is not None
+        is_shared = self._engine.rank > 0 or self._engine.stream.sharing is not None
         if is_shared and dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
 

@@ -59,7 +59,6 @@ def gpu_parts() -> list[Part]:
     steps = f"{BENCH} staleness {loop} --sequences 64 --tokens 256 --steps 15"
     on_vllm = "--device cuda --dtype bfloat16 --model qwen3-1.7b --backend vllm --peer vllm"
     lengths = "--prompt-tokens 100-1024 --tokens 100-1024"
-    peers = "--peer transformers --peer vllm" if os.environ.get("PEERS_PATH") else "--peer transformers"
     return [
         Part("environment", 60, ["-m inflight.tools.cli doctor"]),
         Part("parity", 120, ["benchmarks/gpu/parity.py --device cuda --json {out}/parity.json"]),
@@ -82,7 +81,7 @@ def gpu_parts() -> list[Part]:
         ),
         Part("loss", 110, [f"{BENCH} {loss} --json {{out}}/loss.json"]),
         Part("learning", 230, [f"{learning} {{out}}/learning.json"]),
-        Part("peers", 450, [f"{throughput} qwen3-1.7b {peers} --json {{out}}/peers.json"], by_default=False),
+        Part("peers", 450, [f"{throughput} qwen3-1.7b --peer vllm --json {{out}}/peers.json"], by_default=False),
         Part(
             "vllm",
             450,

@@ -69,6 +69,9 @@ class Engine:
     newest weights. Calls raise EngineDiedError when no member is left.
     """
 
+    rank = 0
+    """This process among the ranks of the trainer that share the engine. Rank 0 launched it."""
+
     def __init__(
         self,
         options: EngineOptions | Sequence[EngineOptions],

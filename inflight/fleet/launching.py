@@ -66,9 +66,10 @@ def launch(
     not exist, ValueError for one that is out of range, ModelLoadError, UnsupportedModelError, RemoteCodeError,
     BackendError, SharedMemoryError, DeviceMemoryError, KeysError, ListenError, EngineDiedError, EngineHungError,
     JournalError, or PlacementError.
-    Under torchrun every rank calls it, after the process group was made. Rank 0 launches the engine. Each other rank
-    gets an AttachedEngine; its `stream.batches` yields the rank's share of each batch. The other ranks raise the error
-    of rank 0, or RankLostError. For an engine of this process alone use `inflight.Engine(inflight.EngineOptions(…))`.
+    Under torchrun every rank calls it, after the process group was made. Rank 0 launches the engine. On each other rank
+    `stream.batches` of the engine yields the rank's share of each batch, and methods other than `submit`, `publisher`
+    and `close` raise AttributeError. The other ranks raise the error of rank 0, or RankLostError. For an engine of this
+    process alone use `inflight.Engine(inflight.EngineOptions(…))`.
     """
     chosen: Any = model[0] if len(model) == 1 and not isinstance(model[0], str) else None
     if chosen is None:
@@ -82,8 +83,7 @@ def launch(
     if store.rank:
         from inflight.fleet.ranks.attached import AttachedEngine
 
-        attached: Any = AttachedEngine(store, first)  # it has the methods of an Engine that every rank can use
-        return attached
+        return AttachedEngine(store, first)
     from inflight.fleet.ranks.sharing import announce
 
     return announce(store, lambda: Engine(chosen, placement), lambda engine: engine._share(store))

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Publishes(Protocol):
-    """Publisher on every rank of a trainer: a Publisher, a ShardSender, or the publisher of an AttachedEngine."""
+    """Publisher on every rank of a trainer: a Publisher, a ShardSender, or a FollowingPublisher."""
 
     def publish(self) -> int: ...
     def wait_copied(self) -> None: ...

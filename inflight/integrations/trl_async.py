@@ -14,7 +14,6 @@ It needs neither a server nor vLLM nor a collective, and nothing pauses while we
 
 import asyncio
 import copy
-import inspect
 import logging
 import math
 import multiprocessing.queues
@@ -32,6 +31,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
+from inflight.core.workers import is_async
 from inflight.fleet.engine import Engine
 from inflight.integrations.trl import check_ended, encode, warn_of_bias
 from inflight.training.data.advantages import group_advantages
@@ -297,9 +297,7 @@ def _scorer(function: RewardFunction, timeout_s: float) -> Scorer:
     async def score_async(group: Any) -> Any:
         return await function(**_arguments(group))
 
-    called: Any = getattr(function, "__call__", None)  # noqa: B004  an object can be called as a coroutine function
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
-    score = score_async if is_async else lambda group: function(**_arguments(group))
+    score = score_async if is_async(function) else lambda group: function(**_arguments(group))
     return Scorer(score, batched=True, timeout_s=timeout_s)
 
 

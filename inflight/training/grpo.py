@@ -303,10 +303,10 @@ def _check_one_rank(engine: RolloutEngine) -> None:
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if dist.is_available() and dist.is_initialized():
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    attached = getattr(engine, "rank", None)  # The rank is set if another rank launched the engine.
-    if attached is not None or (size.isdigit() and int(size) > 1):
+    attached = getattr(engine, "rank", 0)  # It is above 0 if another rank launched the engine.
+    if attached or (size.isdigit() and int(size) > 1):
         raise InflightError(
-            f"grpo trains on one rank, and this is rank {rank if attached is None else attached} of {size}; write the "
+            f"grpo trains on one rank, and this is rank {attached or rank} of {size}; write the "
             "loop over engine.stream.batches: it gives each rank its share (docs/training.md, Several ranks)"
         )
 

@@ -20,7 +20,8 @@ import inflight
 from inflight.core.errors import InflightError, InvalidRequestError, ProtocolError, RankLostError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
-from inflight.fleet.ranks import attached, store, watch
+from inflight.engine.model import loading
+from inflight.fleet.ranks import store, watch
 from inflight.fleet.ranks.attached import AttachedEngine
 from inflight.fleet.ranks.sharing import RankSharing
 from inflight.fleet.ranks.store import RankStore
@@ -322,12 +323,14 @@ def test_rank_0_that_closes_its_engine_is_named(trainer):
 
 
 def test_other_methods_are_for_rank_0(trainer):
-    with pytest.raises(AttributeError, match="generate is not there on an engine that rank 0 launched"):
-        trainer(2).attach(1).generate([[1]])
+    engine = trainer(2).attach(1)
+    for call in (lambda: engine.generate([[1]]), engine.pause, lambda: engine.info, engine.check, engine.serve):
+        with pytest.raises(AttributeError, match="only rank 0, which launched the engine, can do this"):
+            call()
 
 
 def test_other_ranks_take_the_tokenizer_that_rank_0_takes(trainer, monkeypatch):
-    monkeypatch.setattr(attached, "load_tokenizer", lambda model, *, trust=False: (model, trust))
+    monkeypatch.setattr(loading, "load_tokenizer", lambda model, *, trust=False: (model, trust))
     assert trainer(2, trust_remote_code=True).attach(1).tokenizer == ("tiny", True)
 
 

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl_on_cpu import run_on_cpu
 
 import inflight
 from inflight.engine.model.shapes import EOS_TOKEN_ID, PAD_TOKEN_ID, byte_tokenizer
 from inflight.integrations.transformers import PublishCallback
 from inflight.integrations.trl import EngineRollouts
-from inflight.integrations.trl_cpu import run_on_cpu
 
 TEXT = [f"p{index}" for index in range(8)]
 

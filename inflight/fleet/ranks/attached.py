@@ -2,22 +2,18 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator
 from itertools import count
 from math import nan
 from typing import Any, NoReturn
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InvalidRequestError, from_wire
-from inflight.core.messages import to_raw
+from inflight.core.messages import Prompt, to_raw
 from inflight.core.options import EngineOptions
-from inflight.core.sampling import SamplingParams
-from inflight.engine.model.loading import load_tokenizer
-from inflight.engine.prompts import PromptLike, make_prompts
+from inflight.fleet.engine import Engine
 from inflight.fleet.ranks.sharing import NOTHING_ASKED, WAITS_FOR_ROLLOUTS, Answer, Launched, Offer
 from inflight.fleet.ranks.store import RankStore
 from inflight.fleet.ranks.watch import RankWatch
@@ -29,8 +25,9 @@ from inflight.weights.trainer.sources import classify
 from inflight.weights.trainer.state_dict_source import Weights
 
 
-class AttachedEngine:
-    """An engine that rank 0 of the trainer launched. Safe to use from several threads.
+class AttachedEngine(Engine):
+    """The engine on a rank other than 0 of its trainer. Rank 0 launched it. It has `submit` for training, `publisher`,
+    `tokenizer`, `close`, and the `batches` of its stream. All other methods raise AttributeError.
 
     Every call raises RankLostError if a rank has ended, or rank 0 has closed the engine or does not answer.
     """
@@ -40,7 +37,7 @@ class AttachedEngine:
         launched another model."""
         self.options, self.rank, self._store = options, store.rank, store
         self._num_publishers = 0
-        self._publishers: list[ShardSender] = []
+        self._shard_senders: list[ShardSender] = []
         self._tokenizer_lock = threading.Lock()
         self._numbers = count()
         self._state = NOTHING_ASKED
@@ -50,45 +47,14 @@ class AttachedEngine:
         except BaseException:
             store.close()
             raise
-        self.stream = SharedStream(store, self._watch.check, lambda: self._state, options.rank_timeout_s)
+        self._shares = SharedStream(store, self._watch.check, lambda: self._state, options.rank_timeout_s)
+
+    @property
+    def stream(self) -> Any:
         """Yields this rank's shares, by its `batches`."""
+        return self._shares
 
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The model's tokenizer, or None if it has none; prompts are token ids then."""
-        return load_tokenizer(self.options.model, trust=self.options.trust_remote_code)
-
-    def submit(
-        self,
-        prompts: Iterable[PromptLike],
-        params: SamplingParams | None = None,
-        *,
-        metadata: Sequence[Mapping[str, Any]] | None = None,
-        version: int | None = None,
-        adapter: str | None = None,
-    ) -> list[int]:
-        """Queue prompts next to the prompts of other ranks, as `Engine.submit` does. Their groups become part of the
-        batches of all ranks."""
-        with self._tokenizer_lock:
-            messages = make_prompts(
-                prompts, self.tokenizer, self.options.model, params, metadata, version=version, adapter=adapter
-            )
-        data = bytes(to_raw(messages, "prompts"))
-        self._watch.check()
-        number, bound_s = next(self._numbers), self.options.rank_timeout_s  # A missing number would block later ones.
-        self._store.put(f"call/{self.rank}/{number}", data)
-        self._watch.announce()
-        name = f"answer/{self.rank}/{number}"
-        late = f"rank 0 lives and did not answer submit within {bound_s:g} s"
-        self._store.wait(
-            name, bound_s, what=lambda: "rank 0 submits prompts", late=lambda: late, check=self._watch.check
-        )
-        answer = msgpack_decoder(Answer).decode(self._store.take(name))
-        if answer.error is not None:
-            raise from_wire(*answer.error)
-        return answer.group_ids
-
-    def publisher(self, model: Any = None, **options: Any) -> "ShardSender | FollowingPublisher":
+    def publisher(self, model: Any = None, **options: Any) -> Any:
         """Make this rank's counterpart of rank 0's Publisher. All ranks call this at the same time. For a model that
         FSDP2 or ZeRO-3 spreads over ranks it is a `ShardSender`. Otherwise it sends nothing, since rank 0 has the whole
         model. options: the options of `Engine.publisher`; only rank 0 applies them."""
@@ -96,32 +62,49 @@ class AttachedEngine:
         self._num_publishers += 1
         classified = classify(model) if isinstance(model, nn.Module) else None
         if classified is not None and classified.is_sharded:
-            self._publishers.append(ShardSender(classified))
-            return self._publishers[-1]
+            self._shard_senders.append(ShardSender(classified))
+            return self._shard_senders[-1]
         late = f"rank 0 has made no publisher within {bound_s:g} s"
-        self._store.wait(
-            name, bound_s, what=lambda: "rank 0 makes its publisher", late=lambda: late, check=self._watch.check
-        )
+        self._wait_for(name, "rank 0 makes its publisher", late)
         version = int(self._store.get(name) or b"")
         return FollowingPublisher(version, None if isinstance(model, nn.Module) else model)
 
     def close(self) -> None:
         """Detach from the engine. The engine continues. Safe to call twice."""
-        for publisher in self._publishers:
-            publisher.close()
+        for sender in self._shard_senders:
+            sender.close()
         self._watch.close()
 
-    def __enter__(self) -> "AttachedEngine":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{name} is not there on an engine that rank 0 launched; call it on rank 0")
+        """Refuse methods of rank 0: an attribute that they use does not exist here."""
+        raise AttributeError(f"{_FOR_RANK_0} ({name})")
+
+    def _submit(self, prompts: list[Prompt], *, reserved: bool = False) -> list[int]:
+        if reserved:  # Only rank 0 has the groups.
+            raise AttributeError(_FOR_RANK_0)
+        data = bytes(to_raw(prompts, "prompts"))
+        self._watch.check()
+        number, bound_s = next(self._numbers), self.options.rank_timeout_s  # A missing number would block later ones.
+        self._store.put(f"call/{self.rank}/{number}", data)
+        self._watch.announce()
+        name = f"answer/{self.rank}/{number}"
+        late = f"rank 0 lives and did not answer submit within {bound_s:g} s"
+        self._wait_for(name, "rank 0 submits prompts", late)
+        answer = msgpack_decoder(Answer).decode(self._store.take(name))
+        if answer.error is not None:
+            raise from_wire(*answer.error)
+        return answer.group_ids
+
+    def _wait_for(self, name: str, what: str, late: str) -> None:
+        """Return when rank 0 has set a value. Raises RankLostError, with the text of `late` after `rank_timeout_s`."""
+        bound_s = self.options.rank_timeout_s
+        self._store.wait(name, bound_s, what=lambda: what, late=lambda: late, check=self._watch.check)
 
     def _read_state(self) -> None:
         self._state = (self._store.get("state") or b"").decode(errors="replace")
+
+
+_FOR_RANK_0 = "only rank 0, which launched the engine, can do this; other ranks submit for training and take batches"
 
 
 def _wait_for_launch(store: RankStore, options: EngineOptions) -> None:
@@ -184,7 +167,7 @@ class SharedStream:
         self._number += 1
         store.set(taken, b"taken")
         if share is not None:
-            store.drop(place, len(share))
+            store.delete(place, len(share))
         if offer.kind == "error":
             raise from_wire(*offer.error)
         return share

@@ -23,6 +23,8 @@ _FIRST_PAUSE_S = 0.001
 _PAUSE_S = 0.02
 _RANKS_PER_PAUSE = 16
 _LAUNCHES = count(1)
+Tasks = SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None]
+"""Calls of the store: the future of the answer, the method and its arguments. None: the last call."""
 
 
 class RankStore:
@@ -38,12 +40,13 @@ class RankStore:
         self.rank, self.size = rank, size
         self.pause_s = _PAUSE_S * max(1.0, size / _RANKS_PER_PAUSE)
         """Interval between two looks at a value. It keeps the number of looks of all ranks bounded."""
-        self._opened, self._prefix, self._timeout_s = store, f"inflight/engine/{launch}", timeout_s
+        self._timeout_s = timeout_s
         self._failure: str | None = None
         self._lock = threading.Lock()
-        self._tasks: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
+        self._tasks: Tasks = SimpleQueue()
         # Calls of the store have no bound, and cannot be interrupted.
-        threading.Thread(target=self._run, name="inflight-store", daemon=True).start()
+        arguments = self._tasks, store, f"inflight/engine/{launch}"
+        threading.Thread(target=_work, args=arguments, name="inflight-store", daemon=True).start()
 
     def set(self, name: str, value: bytes) -> None:
         """Set a value of at most 4 MiB."""
@@ -61,9 +64,10 @@ class RankStore:
         """Add to a counter of all ranks. Returns its value."""
         return self._call("add", name, more) if more else int(self.get(name) or b"0")
 
-    def delete(self, name: str) -> None:
-        """Delete a value."""
-        self._call("delete_key", name)
+    def delete(self, name: str, size: int = 0) -> None:
+        """Delete a value, and its parts if it was `put` with this size."""
+        for part in (*_parts(name, size), name):
+            self._call("delete_key", part)
 
     def put(self, name: str, data: bytes) -> None:
         """Set a value of any size for one `take`."""
@@ -75,7 +79,7 @@ class RankStore:
     def take(self, name: str) -> bytes:
         """Return a value that a rank has `put`, and delete it. Raises ProtocolError if a part is missing."""
         data = self.read(name)
-        self.drop(name, len(data))
+        self.delete(name, len(data))
         return data
 
     def read(self, name: str) -> bytes:
@@ -85,11 +89,6 @@ class RankStore:
         if len(data) != size:
             raise ProtocolError(f"the store of the process group has {len(data)} of {size} bytes of {name}")
         return data
-
-    def drop(self, name: str, size: int) -> None:
-        """Delete a value of this size that was `put`."""
-        for part in (*_parts(name, size), name):
-            self.delete(part)
 
     def wait(
         self,
@@ -135,16 +134,18 @@ class RankStore:
                 self._failure = str(error)
         raise RankLostError(f"rank 0 cannot be reached: {self._failure}")
 
-    def _run(self) -> None:
-        store = None
-        while (task := self._tasks.get()) is not None:
-            answer, method, arguments = task
-            try:
-                if store is None:
-                    store = dist.PrefixStore(self._prefix, _own(self._opened))
-                answer.set_result(getattr(store, method)(*arguments))
-            except Exception as error:
-                answer.set_exception(error)
+
+def _work(tasks: Tasks, opened: Any, prefix: str) -> None:
+    """Call methods of the store, one after another."""
+    store = None
+    while (task := tasks.get()) is not None:
+        answer, method, arguments = task
+        try:
+            if store is None:
+                store = dist.PrefixStore(prefix, _own(opened))
+            answer.set_result(getattr(store, method)(*arguments))
+        except Exception as error:
+            answer.set_exception(error)
 
 
 def _parts(name: str, size: int) -> list[str]:

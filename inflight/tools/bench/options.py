@@ -28,7 +28,7 @@ class BackendChoice(EngineChoice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputOptions(BackendChoice):
-    """Measure the tokens per second of the engine, and of other engines on the same weights."""
+    """Measure the tokens per second of the engine, and of another engine on the same weights."""
 
     sequences: tuple[int, ...] = option((32,))
     """Sequences drawn at a time. Several numbers, as in 1,8,32, make a sweep."""
@@ -39,8 +39,8 @@ class ThroughputOptions(BackendChoice):
     backlog: int = option(0, min=0)
     """Draw this many times as many sequences, in groups of 8 with one prompt each that end independently, so that
     others wait in the queue. 0: draw all sequences together."""
-    peers: tuple[Literal["vllm", "transformers"], ...] = option((), "--peer")
-    """Engine to measure alternately with ours. Can be given twice."""
+    peer: Literal["vllm"] | None = option(None)
+    """Engine to measure alternately with ours."""
     pairs: int = option(3, min=1)
     """Number of alternated pairs of runs."""
     threads: int = option(0, min=0)

@@ -31,7 +31,7 @@ _NUM_LOG_LINES = 15
 
 
 class Worker:
-    """Process of one engine: "inflight", "inflight_vllm", "transformers", "vllm" or "vllm_swap".
+    """Process of one engine: "inflight", "inflight_vllm", "vllm" or "vllm_swap".
 
     `directory` gets its log. Raises InflightError if its interpreter is missing, if it does not start, or if it ends
     early.

@@ -1,4 +1,4 @@
-"""`inflight bench throughput`: tokens per second, compared with other engines on the same weights.
+"""`inflight bench throughput`: tokens per second, compared with another engine on the same weights.
 
 Each engine has one process (`peers.py`) for the whole run. The processes draw alternately, one at a time: ours, peer,
 ours, peer, … A ratio is the median over such pairs.
@@ -36,19 +36,19 @@ MAX_LOGPROB_GAP = 0.1
 
 
 def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[str, Any]:
-    """Measure tokens per second of our engine and of each peer, for each number of sequences.
+    """Measure tokens per second of our engine and of a peer, for each number of sequences.
 
     Every sequence has its own random prompt and draws at temperature 1, with log-probabilities recorded. Lengths are
     uniform between the two numbers of `prompt_tokens` and of `tokens`. A run is timed from submitting the prompts to
     the last token. The first run of each engine at each number of sequences is a warm-up (on a GPU of at most
-    WARM_UP_TOKENS per sequence). Without peers our engine runs `pairs` times. With `backlog` the engines draw
+    WARM_UP_TOKENS per sequence). Without a peer our engine runs `pairs` times. With `backlog` the engines draw
     `sequences` at a time, and further sequences wait. Raises ValueError for a backlog with several numbers of
     sequences.
     """
     if settings.backlog and len(set(settings.sequences)) > 1:
         raise ValueError(f"--backlog takes one number of --sequences, got {','.join(map(str, settings.sequences))}")
-    for peer in settings.peers:
-        interpreter(peer)
+    if settings.peer:
+        interpreter(settings.peer)
     sizes = sorted(set(settings.sequences))
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as temporary, ExitStack() as stack:
         directory = Path(temporary)
@@ -57,7 +57,7 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
         setup = make_setup(settings, sizes[-1], lengths, threads=settings.threads, directory=directory)
         setup = replace(setup, shared_prompts=settings.backlog > 0)
         workers: dict[str, Worker] = {}
-        for name in (OURS, *settings.peers):
+        for name in filter(None, (OURS, settings.peer)):
             progress(f"{name} is loading the model")
             side = OURS_ON_VLLM if name == OURS and settings.backend == "vllm" else name
             workers[name] = stack.enter_context(Worker(side, setup, directory))
@@ -68,8 +68,7 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
     hellos = {name: worker.wait_until_ready() for name, worker in workers.items()}
     for point in points:
         point["mbu"] = _mbu(point, load_config(settings.model), setup, hellos[OURS])
-    last = points[-1]
-    first_peer = settings.peers[0] if settings.peers else None
+    last, peer = points[-1], settings.peer
     return {
         "tokens": _as_given(settings.tokens),
         "prompt_tokens": _as_given(settings.prompt_tokens),
@@ -77,10 +76,10 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
         "dtype": setup.dtype,
         "sequences": sizes,
         "tokens_per_s": last["tokens_per_s"],
-        "peer_tokens_per_s": last["peers"][first_peer]["tokens_per_s"] if first_peer else None,
-        "ratio": last["peers"][first_peer]["ratio"] if first_peer else None,
+        "peer_tokens_per_s": last["peers"][peer]["tokens_per_s"] if peer else None,
+        "ratio": last["peers"][peer]["ratio"] if peer else None,
         "mbu": last["mbu"],
-        "peer_mode": hellos[first_peer].mode if first_peer else None,
+        "peer_mode": hellos[peer].mode if peer else None,
         "copy_gb_s": hellos[OURS].copy_gb_s,
         "remarks": _remarks(points),
         "points": points,
@@ -130,20 +129,16 @@ def _measure_point(
     for name in workers:
         progress(f"{sequences} sequences: {name} warms up")
         run(name, next(seeds), WARM_UP_TOKENS if workers[name].device == "cuda" else None)
+    peer, theirs = settings.peer, list[Run]()
+    for pair in range(settings.pairs):
+        progress(f"{sequences} sequences: {peer or OURS}, {pair + 1} of {settings.pairs}", pair / settings.pairs)
+        seed = next(seeds)
+        ours.append(run(OURS, seed))
+        theirs += [run(peer, seed)] if peer else []
     peers: dict[str, dict[str, Any]] = {}
-    opponents = settings.peers or (None,)
-    for turn, peer in enumerate(opponents):
-        mine, theirs = [], []
-        for pair in range(settings.pairs):
-            share = (turn + pair / settings.pairs) / len(opponents)
-            progress(f"{sequences} sequences: {peer or OURS}, {pair + 1} of {settings.pairs}", share)
-            seed = next(seeds)
-            mine.append(run(OURS, seed))
-            theirs += [run(peer, seed)] if peer else []
-        ours += mine
-        if peer:
-            ratios = [_speed(a) / _speed(b) for a, b in zip(mine, theirs, strict=True)]
-            peers[peer] = {**_summary(theirs), "ratio": median(ratios), "ratios": ratios}
+    if peer:
+        ratios = [_speed(a) / _speed(b) for a, b in zip(ours, theirs, strict=True)]
+        peers[peer] = {**_summary(theirs), "ratio": median(ratios), "ratios": ratios}
 
     def detail(name: str) -> float | None:
         values = [run.detail[name] for run in ours if name in run.detail]

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from typer.testing import CliRunner
+from vllm_of_a_peer import install
 from waiting import PATIENCE_S
 
 from inflight.core.errors import InflightError
@@ -29,28 +30,29 @@ def last_line(done: subprocess.CompletedProcess) -> dict:
 
 
 @pytest.mark.slow
-def test_throughput_prints_the_documented_keys_and_writes_them(tmp_path):
+def test_throughput_prints_the_documented_keys_and_writes_them(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENVIRONMENT, "PEERS_PATH", str(install(tmp_path / "peers")))
     file = tmp_path / "throughput.json"
     lengths = ("--sequences", "2,1", "--tokens", "4", "--prompt-tokens", "3-5")
-    options = (*lengths, "--pairs", "2", "--peer", "transformers")
+    options = (*lengths, "--pairs", "2", "--peer", "vllm")
     result = last_line(bench("throughput", *TINY, *options, "--json", str(file)))
     assert result["tokens_per_s"] > 0
     assert result["peer_tokens_per_s"] > 0
     assert result["ratio"] > 0
     assert result["mbu"] is None  # a GPU's
-    assert result["peer_mode"] == "generate"
+    assert result["peer_mode"] == "LLM.generate"
     assert [point["sequences"] for point in result["points"]] == [1, 2]
     last = result["points"][-1]
     assert result["tokens_per_s"] == last["tokens_per_s"]
-    assert len(last["peers"]["transformers"]["ratios"]) == 2
+    assert len(last["peers"]["vllm"]["ratios"]) == 2
     assert last["step_ms"]["p50"] > 0
     # Both draw from nearly uniform distributions over 512 tokens, whose mean log-probability is about -ln 512.
     assert last["logprob_mean"] == pytest.approx(-6.2, abs=0.2)
-    assert last["peers"]["transformers"]["logprob_mean"] == pytest.approx(-6.2, abs=0.2)
+    assert last["peers"]["vllm"]["logprob_mean"] == pytest.approx(-6.2, abs=0.2)
     written = json.loads(file.read_text())
     assert {"command", "commit", "machine", "versions"} <= set(written.pop("environment"))
     assert written == result
-    assert written["sides"]["transformers"]["versions"]["transformers"]
+    assert written["sides"]["vllm"]["versions"]["vllm"] == "0.0"
 
 
 @pytest.mark.slow
@@ -132,10 +134,8 @@ def test_a_worker_that_fails_shows_the_end_of_its_log(tmp_path):
         seed=0,
     )
     with (
-        Worker("transformers", setup, tmp_path) as worker,
-        pytest.raises(
-            InflightError, match=r"(?s)transformers ended with code 1 while starting. Its log ends:\n.*Error"
-        ),
+        Worker("inflight", setup, tmp_path) as worker,
+        pytest.raises(InflightError, match=r"(?s)inflight ended with code 1 while starting. Its log ends:\n.*Error"),
     ):
         worker.wait_until_ready()
 

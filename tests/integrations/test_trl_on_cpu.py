@@ -1,4 +1,4 @@
-"""What stands in for CUDA does what TRL asks of it: a packed tree has the log-probabilities of its sequences alone."""
+"""The replacements of CUDA work: a packed tree has the log-probabilities of its sequences alone."""
 
 import os
 
@@ -11,8 +11,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 pytest.importorskip("trl", reason="the trl extra is not installed")
 
 from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, register_tree_attention
-
-from inflight.integrations.trl_cpu import run_on_cpu, varlen_attention
+from trl_on_cpu import run_on_cpu, varlen_attention
 
 SEQUENCES = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 20, 21, 22], [5, 6, 40, 41]]
 
@@ -28,7 +27,7 @@ def test_a_packed_tree_has_the_logits_of_its_sequences(path):
              "group_id": 0}
         )  # fmt: skip
     packed = row.pack()
-    assert len(packed["input_ids"]) < sum(map(len, SEQUENCES))  # what they share is computed once
+    assert len(packed["input_ids"]) < sum(map(len, SEQUENCES))  # the shared prefix is computed once
     tree = AutoModelForCausalLM.from_pretrained(path, attn_implementation=TREE_ATTENTION, dtype=torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():

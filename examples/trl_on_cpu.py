@@ -1,7 +1,7 @@
 """CPU replacements of the CUDA functions that TRL's AsyncGRPOTrainer uses, for trying a run or an adapter without a
 GPU.
 
-    from inflight.integrations.trl_cpu import run_on_cpu
+    from trl_on_cpu import run_on_cpu
 
     run_on_cpu()              # once, before the trainer is made
     AsyncGRPOTrainer(…, args=AsyncGRPOConfig(use_cpu=True, bf16=False, …))
