@@ -5,9 +5,11 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
+from torch import nn
 
+from inflight.engine.model.checkpoints import auto_class
 from inflight.engine.model.loading import load_config
+from inflight.weights.towers import drop_towers
 
 GIB = 1 << 30
 FIXED_BYTES = int(1.5 * GIB)
@@ -28,7 +30,7 @@ class Budget(NamedTuple):
 
     num_parameters: int
     weight_bytes: int
-    """One slot, in bf16."""
+    """One slot, in bf16. It has no towers for images and sound."""
     kv_bytes: int
     """Keys and values of all sequences in bf16, without regard to sliding windows."""
 
@@ -46,13 +48,18 @@ def budget_of(model: str, *, sequences: int, context: int) -> Budget:
     ModelLoadError or UnsupportedModelError."""
     config = load_config(model)
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config)
-    num_parameters = sum(parameter.numel() for parameter in made.parameters())
+        made = auto_class(config).from_config(config)
+    num_parameters = _num_parameters(made)
+    drop_towers(made)
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token_bytes = 2 * text.num_hidden_layers * heads * head_dim * BF16_BYTES
-    return Budget(num_parameters, num_parameters * BF16_BYTES, sequences * context * token_bytes)
+    return Budget(num_parameters, _num_parameters(made) * BF16_BYTES, sequences * context * token_bytes)
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def print_budget(model: str, *, sequences: int, context: int, gpu_gib: float, console: Console) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2_5_VLConfig
 
 from inflight.core.errors import ModelLoadError
 from inflight.engine.cache.classify import classify_layers
@@ -22,6 +22,18 @@ def test_slots_and_cache_have_the_size_of_the_engines(name):
     token_bytes = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize for layer in layers)
     assert budget.kv_bytes == 3 * 10 * token_bytes
     assert budget.engine_bytes(2) - budget.engine_bytes(1) == budget.weight_bytes
+
+
+def test_a_slot_has_no_towers(tmp_path):
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    vision = {"hidden_size": 32, "depth": 2, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen2_5_VLConfig(text_config={**text, "intermediate_size": 128, "vocab_size": 500}, vision_config=vision)
+    config.save_pretrained(tmp_path)
+    budget = budget_of(str(tmp_path), sequences=1, context=1)
+    model = AutoModelForImageTextToText.from_config(config)
+    in_tower = sum(parameter.numel() for parameter in model.model.visual.parameters())
+    assert in_tower > 0
+    assert budget.weight_bytes == 2 * (budget.num_parameters - in_tower)
 
 
 @pytest.mark.parametrize(("trainer", "dtype"), [("fp32, AdamW", torch.float32), ("bf16, AdamW", torch.bfloat16)])
