@@ -82,6 +82,21 @@ OF_EACH_GROUP = frozenset({"grpo", "dr_grpo", "rloo", "maxrl"})
 """Names of the advantages that do not depend on the other groups of a batch."""
 
 
+def per_group(advantages: Advantages) -> Advantages:
+    """Mark a function for `advantages=`: the advantages of a group do not depend on the other groups, so that
+    `GRPOConfig(train_as_they_finish=True)` accepts it. Returns the function. Also a decorator."""
+    vars(advantages)["is_per_group"] = True
+    return advantages
+
+
+def is_per_group(advantages: str | Callable[..., Any]) -> bool:
+    """Return True for names in `OF_EACH_GROUP`, and for functions of `per_group` and their names as "module:name"."""
+    if isinstance(advantages, str) and advantages in ADVANTAGES:
+        return advantages in OF_EACH_GROUP
+    named = any(advantages is ADVANTAGES[name] for name in OF_EACH_GROUP)
+    return named or bool(getattr(resolve_advantages(cast(Any, advantages)), "is_per_group", False))
+
+
 def resolve_advantages(advantages: str | Advantages) -> Advantages:
     """Return the function of the groups' rollouts itself, or load it by its name in `ADVANTAGES` or as "module:name".
     Raises ValueError for an unknown name."""
@@ -146,7 +161,7 @@ def turn_advantages(advantages: str | RewardAdvantages = "rloo", *, discount: fl
                 view[:] = next(values)
         return out
 
-    return compare
+    return per_group(compare) if is_per_group(advantages) else compare
 
 
 def policy_advantages(advantages: str | RewardAdvantages = "rloo") -> Advantages:
@@ -169,7 +184,7 @@ def policy_advantages(advantages: str | RewardAdvantages = "rloo") -> Advantages
         found = {id(rollout): value for s, value in zip(chain(*compared), values, strict=True) for rollout in s}
         return [found[id(rollout)] for group in groups for rollout in group]
 
-    return compare
+    return per_group(compare) if is_per_group(advantages) else compare
 
 
 def _own_reward(rollouts: Sequence[Rollout]) -> float | None:

@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 import numpy as np
 
 from inflight.core.rollout import Rollout, Turn
-from inflight.training.data.advantages import Advantages
+from inflight.training.data.advantages import Advantages, per_group
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +53,7 @@ def tree_advantages(kind: str = "rloo") -> Advantages:
     if kind not in _KINDS:
         raise ValueError(f"unknown tree advantages {kind!r}; choose {', '.join(_KINDS)}")
 
+    @per_group
     def advantages(groups: Sequence[Sequence[Rollout]]) -> list[np.ndarray]:
         return [column for group in groups for column in _of_group(group, _KINDS[kind])]
 
