@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -46,6 +46,8 @@ EPISODE = "inflight.episode"
 _CHECK_S = 0.25
 _BLOCKED_S = 1.0
 _CLOSE_S = 5.0
+_RECENT = 256
+"""Number of last episodes whose mean reward is recorded."""
 
 
 @named()
@@ -106,6 +108,9 @@ class Episodes:
         self._failures = Failures("an episode", logger, retries, self.counts)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time that episodes spent in "turns", "calls" and "rendering", added up over episodes."""
+        self.num_running = self.num_calling = 0
+        """Numbers of episodes, and of calls of tools, in progress."""
+        self._rewards: deque[float] = deque(maxlen=_RECENT)
         self._conversation: Conversation | None = None
         self._bell: TurnBell | None = None
         self._drawn: dict[Place, Rollout] = {}
@@ -230,6 +235,7 @@ class Episodes:
             self._loop = self._thread = None
         if loop is None or thread is None:
             return
+        self.stream.episodes.remove(self._activity)
         loop.call_soon_threadsafe(lambda: loop.create_task(self._stop()))
         thread.join(2 * _CLOSE_S)
         if thread.is_alive():
@@ -259,6 +265,17 @@ class Episodes:
     def count(self, what: str) -> None:
         """Add 1 to one of the `counts`."""
         self.counts[what] += 1
+
+    def _activity(self) -> dict[str, Any]:
+        """Return the fields of an event `Episodes`."""
+        rewards = list(self._rewards)
+        return {
+            "num_running": self.num_running,
+            "num_calling": self.num_calling,
+            "counts": dict(self.counts),
+            "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.copy().items()},
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+        }
 
     def text(self, token_ids: np.ndarray, params: SamplingParams) -> str:
         """Decode tokens, without a tokenizer to ""."""
@@ -347,6 +364,7 @@ class Episodes:
                 self._places = asyncio.Semaphore(self._max_running or 1 << 30)
                 self._thread = threading.Thread(target=_run, args=(self._loop,), name="inflight-episodes", daemon=True)
                 self._thread.start()
+                self.stream.episodes.append(self._activity)
             return self._loop
 
     def _start(self, group: "_Group") -> None:
@@ -431,7 +449,11 @@ class Episodes:
                     sample=sample,
                     seed=sample_seed(group.seed, sample),
                 )
-                reason, value, error = await self._attempt(session, group.row)
+                self.num_running += 1
+                try:
+                    reason, value, error = await self._attempt(session, group.row)
+                finally:
+                    self.num_running -= 1
                 self.counts["conversations rendered again"] += session.num_rendered_again
                 for stage, seconds in session.seconds.items():
                     self.seconds[stage] += seconds
@@ -440,6 +462,8 @@ class Episodes:
                     continue
                 reward, parts, reason = self._settle(session, value, reason)
                 self.count(reason)
+                if reward is not None:
+                    self._rewards.append(reward)
                 finish_reason = _finish_reason(session, reason, reward)
                 return session.rollouts(finish_reason, reward, parts) or [group.nothing(sample, finish_reason)]
 

@@ -58,6 +58,7 @@ class Host(Protocol):
 
     workers: Workers
     adapter: str | None
+    num_calling: int
 
     @property
     def conversation(self) -> Conversation: ...
@@ -269,6 +270,7 @@ class Session:
         timeout_s = self._limits.call_s if timeout_s is None else timeout_s
         began = perf_counter()
         call = self._start(function, *arguments, **keywords)
+        self._host.num_calling += 1
         try:
             # A call that ignores its cancellation is left behind.
             await asyncio.wait([call], timeout=timeout_s)
@@ -279,6 +281,7 @@ class Session:
             return call.result()
         finally:
             call.cancel()
+            self._host.num_calling -= 1
             self.seconds["calls"] += perf_counter() - began
 
     async def clean_up(self, function: Callable[..., Any], *arguments: Any) -> None:
