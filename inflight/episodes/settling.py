@@ -15,7 +15,7 @@ def settle(
 ) -> tuple[float | None, dict[str, float], str]:
     """Return the reward of an ended episode, its named parts, and the reason of its end. value: the result of the
     rollout function. reason: "completed", the name of a limit, or an error. failures: logs a result that is not a
-    reward, whose reason is "error: reward"."""
+    reward; its reason is "error: reward"."""
     parts: dict[str, float] = {}
     is_limit = reason.startswith("max_") or reason == "context"
     if reason == "completed" or (is_limit and value is not None):

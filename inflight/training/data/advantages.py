@@ -69,6 +69,8 @@ def reinforce_advantages(rewards: GroupRewards, *, baseline: bool = False, eps: 
     return (values / (sqrt((values**2).mean()) + eps)).tolist() if len(values) else []
 
 
+WEIGHT = "inflight.weight"
+"""Key of the weight of an episode in its metadata; 1 without the key."""
 ADVANTAGES: dict[str, RewardAdvantages] = {
     "grpo": group_advantages,
     "dr_grpo": partial(group_advantages, scale=False),
@@ -162,6 +164,28 @@ def turn_advantages(advantages: str | RewardAdvantages = "rloo", *, discount: fl
         return out
 
     return per_group(compare) if is_per_group(advantages) else compare
+
+
+@per_group
+def spared_advantages(groups: Sequence[Sequence[Rollout]]) -> list[float]:
+    """Return w_i (r_i − Σ_{j ≠ i} w_j r_j / (n − 1)) for every sample i of a group of n, for `advantages=`.
+
+    w is the weight of an episode: 0 if `Session.spare` has ended it, 1 / share if it was spared, and 1 otherwise. The
+    expectation is the gradient of the mean reward that all episodes would have if none was ended. A group of one sample
+    has the baseline 0. Raises ValueError for a reward that is None.
+    """
+    found: dict[int, float] = {}
+    for group in groups:
+        samples = samples_of(group)
+        weights = [float(rollout.metadata.get(WEIGHT, 1.0)) for rollout, *_ in samples]
+        if any(rollout.reward is None for rollout, *_ in samples):
+            raise ValueError("spared_advantages needs rewards: leave out the samples that have none")
+        rewards = [rollout.reward or 0.0 for rollout, *_ in samples]
+        total = fsum(w * r for w, r in zip(weights, rewards, strict=True))
+        for rollouts, w, r in zip(samples, weights, rewards, strict=True):
+            baseline = (total - w * r) / max(1, len(samples) - 1)
+            found |= {id(rollout): w * (r - baseline) for rollout in rollouts}
+    return [found[id(rollout)] for group in groups for rollout in group]
 
 
 def policy_advantages(advantages: str | RewardAdvantages = "rloo") -> Advantages:

@@ -11,6 +11,7 @@ from made_batches import make_group
 
 import inflight
 from inflight.core.rollout import Rollout, Turn
+from inflight.training.data.advantages import resolve_advantages
 
 KINDS = ["rloo", "treerl", "tree_grpo", "treepo", "vineppo"]
 
@@ -210,6 +211,35 @@ def test_vineppo_is_the_gradient_of_the_first_sequences_by_enumeration():
             exact += weight * first.turns[1].reward * sum(of_tokens)
             expected += weight * sum(value * slope for value, slope in zip(column.tolist(), of_tokens, strict=True))
     assert expected == pytest.approx(exact, rel=1e-5)
+
+
+def test_sparing_a_share_is_unbiased_by_enumeration():
+    """Two episodes of two tokens. After a first token 0 they end, unless they are spared."""
+    p, q, share = 0.3, {0: 0.6, 1: 0.2}, 0.25
+    reward = {(0, 0): 0.2, (0, 1): 1.0, (1, 0): -0.5, (1, 1): 2.0}
+    exact, expected, ended = np.zeros(3), np.zeros(3), np.zeros(3)
+    for outcome in product((0, 1), repeat=6):
+        chance, group, slopes = 1.0, [], []
+        for sample, (a, b, spared) in enumerate((outcome[:3], outcome[3:])):
+            chance *= (p if a else 1 - p) * (q[a] if b else 1 - q[a]) * (share if spared else 1 - share)
+            weight = 1.0 if a else spared / share
+            rollout = sequence(sample, sample, [(2, True, None)])
+            value = reward[a, b] if weight else 7.0  # the reward of an ended episode has no effect
+            group.append(replace(rollout, reward=value, metadata={"inflight.weight": weight}))
+            slopes.append(np.array([a - p, (b - q[0]) * (a == 0), (b - q[1]) * (a == 1)]))
+            exact += chance_of(outcome, p, q, share) * reward[a, b] * slopes[-1]
+        for advantages, total in ((inflight.spared_advantages, expected), (resolve_advantages("rloo"), ended)):
+            total += chance * sum(value * slope for value, slope in zip(advantages([group]), slopes, strict=True))
+    assert expected == pytest.approx(exact, rel=1e-5)
+    assert ended != pytest.approx(exact, rel=1e-1)
+
+
+def chance_of(outcome, p, q, share):
+    parts = [
+        (p if a else 1 - p) * (q[a] if b else 1 - q[a]) * (share if u else 1 - share)
+        for a, b, u in (outcome[:3], outcome[3:])
+    ]
+    return math.prod(parts)
 
 
 def test_samples_without_branches_are_compared_as_a_group():
