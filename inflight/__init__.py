@@ -26,7 +26,9 @@ _HOME = {
         "inflight.episodes.limits": "EpisodeEnd Limits",
         "inflight.episodes.session": "Session",
         "inflight.run": "Run",
-        "inflight.training.data.advantages": "group_advantages policy_advantages turn_advantages",
+        "inflight.training.data.advantages": (
+            "group_advantages per_group policy_advantages spared_advantages turn_advantages"
+        ),
         "inflight.training.data.batch": "PackedBatch pack",
         "inflight.training.data.trees": "tree_advantages",
         "inflight.training.config": "GRPOConfig",
@@ -79,7 +81,9 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.tools.journal_replay import replay as replay
     from inflight.training.config import GRPOConfig as GRPOConfig
     from inflight.training.data.advantages import group_advantages as group_advantages
+    from inflight.training.data.advantages import per_group as per_group
     from inflight.training.data.advantages import policy_advantages as policy_advantages
+    from inflight.training.data.advantages import spared_advantages as spared_advantages
     from inflight.training.data.advantages import turn_advantages as turn_advantages
     from inflight.training.data.batch import PackedBatch as PackedBatch
     from inflight.training.data.batch import pack as pack

@@ -15,7 +15,7 @@ from inflight.episodes.episodes import RolloutFunction
 from inflight.episodes.limits import EpisodeEnd
 from inflight.episodes.segment import Message
 from inflight.episodes.session import Reply, Session
-from inflight.training.data.advantages import rloo_advantages
+from inflight.training.data.advantages import per_group, rloo_advantages
 
 MakeEnvironment = Callable[[Any], Any]
 """Makes an environment from the row of an episode. It is called in a thread."""
@@ -127,6 +127,7 @@ def textarena_rollout(make_env: MakeEnvironment, *, num_players: int = 2) -> Rol
     return rollout
 
 
+@per_group
 def player_advantages(groups: Sequence[Sequence[Rollout]]) -> list[float]:
     """Return an advantage for each token sequence: the sum of its rewards, relative to the mean of the same sequence
     (the first, the second, …) in the other episodes of its group (RLOO). For `GRPOConfig(advantages=…)` with

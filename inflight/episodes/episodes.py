@@ -6,9 +6,9 @@ import inspect
 import logging
 import math
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,26 +26,27 @@ from inflight.core.sampling import SamplingParams
 from inflight.core.workers import Workers, is_async
 from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.endpoint import Endpoint
-from inflight.episodes.limits import TIMEOUTS, AtEnd, EpisodeEnd, Limits
+from inflight.episodes.group import EpisodeGroup
+from inflight.episodes.limits import TIMEOUTS, EpisodeEnd, Limits
+from inflight.episodes.saved_turns import EPISODE, SavedTurns
 from inflight.episodes.session import Place, Session, Watch
+from inflight.episodes.settling import Reward, finish_reason, settle
 from inflight.episodes.watching import TurnBell
 from inflight.fleet.engine import Engine
 from inflight.observability.staleness_meter import StalenessMeter
-from inflight.stream.group_table import GroupRecord
 from inflight.training.data.rollout_stream import RolloutStream
 
 logger = logging.getLogger(__name__)
 
-Reward = float | Mapping[str, float] | None
 RolloutFunction = Callable[[Session, Any], Coroutine[Any, Any, Reward]]
 """An async function of a session and of the row that was submitted. It returns the reward, which is added to the last
 turn; several named parts, which are added up; or None, if `Session.reward` has set the rewards."""
 
-EPISODE = "inflight.episode"
-"""Key of the place of a turn in the metadata of its group."""
 _CHECK_S = 0.25
 _BLOCKED_S = 1.0
 _CLOSE_S = 5.0
+_RECENT = 256
+"""Number of last episodes whose mean reward is recorded."""
 
 
 @named()
@@ -106,12 +107,12 @@ class Episodes:
         self._failures = Failures("an episode", logger, retries, self.counts)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time that episodes spent in "turns", "calls" and "rendering", added up over episodes."""
+        self.num_running = self.num_calling = 0
+        """Numbers of episodes, and of calls of tools, in progress."""
+        self._rewards: deque[float] = deque(maxlen=_RECENT)
         self._conversation: Conversation | None = None
         self._bell: TurnBell | None = None
-        self._drawn: dict[Place, Rollout] = {}
-        """Turns of a saved run that were drawn."""
-        self._drawing: dict[Place, int] = {}
-        """Maps turns of a saved run that were being drawn to their groups."""
+        self._saved = SavedTurns()
         self._agents: Any = None
         """The AgentServer, from the first endpoint on."""
         self._lock = threading.Lock()
@@ -190,7 +191,7 @@ class Episodes:
             given = dict(metadata[index]) if metadata else {}
             task = {"row": row, "metadata": given}
             record = self.stream.ledger.open(Prompt([], params, task), reserved=not train)
-            loop.call_soon_threadsafe(self._start, _Group.of(record))
+            loop.call_soon_threadsafe(self._start, EpisodeGroup.of(record))
             ids.append(record.group_id)
         return ids
 
@@ -205,14 +206,11 @@ class Episodes:
         ledger = self.stream.ledger
         with ledger.table.lock:
             records = list(ledger.table.records.values())
-        for record in records:
-            metadata = record.prompt.metadata if record.prompt is not None else {}
-            if EPISODE in metadata and record.is_wanted:
-                self._drawing[Place(*metadata[EPISODE])] = record.group_id
+        self._saved.add_drawing(records)
         for record in ledger.open_groups:
             if record.group_id not in self._groups:
-                self._drawn |= {Place(*turn.metadata[EPISODE]): turn for turn in record.rollouts}
-                loop.call_soon_threadsafe(self._start, _Group.of(record))
+                self._saved.add_drawn(record.rollouts)
+                loop.call_soon_threadsafe(self._start, EpisodeGroup.of(record))
                 started.append(record.group_id)
         return started
 
@@ -230,6 +228,7 @@ class Episodes:
             self._loop = self._thread = None
         if loop is None or thread is None:
             return
+        self.stream.episodes.remove(self._activity)
         loop.call_soon_threadsafe(lambda: loop.create_task(self._stop()))
         thread.join(2 * _CLOSE_S)
         if thread.is_alive():
@@ -260,6 +259,17 @@ class Episodes:
         """Add 1 to one of the `counts`."""
         self.counts[what] += 1
 
+    def _activity(self) -> dict[str, Any]:
+        """Return the fields of an event `Episodes`."""
+        rewards = list(self._rewards)
+        return {
+            "num_running": self.num_running,
+            "num_calling": self.num_calling,
+            "counts": dict(self.counts),
+            "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.copy().items()},
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+        }
+
     def text(self, token_ids: np.ndarray, params: SamplingParams) -> str:
         """Decode tokens, without a tokenizer to ""."""
         if self._tokenizer is None:
@@ -278,10 +288,11 @@ class Episodes:
     ) -> Rollout:
         """Return the turn after these tokens, without its prompt and with the experts of its new tokens. A turn of a
         saved run is not drawn again: its tokens are returned, or an engine continues it."""
-        if (known := self._drawn.pop(place, None)) is not None:
+        saved = self._saved.take(place)
+        if isinstance(saved, Rollout):
             self.count("turns drawn before")
-            return known
-        if (group_id := self._drawing.pop(place, None)) is not None:
+            return saved
+        if (group_id := saved) is not None:
             self.count("turns continued")
         else:
             if params.prefix_across_versions is None:
@@ -347,13 +358,14 @@ class Episodes:
                 self._places = asyncio.Semaphore(self._max_running or 1 << 30)
                 self._thread = threading.Thread(target=_run, args=(self._loop,), name="inflight-episodes", daemon=True)
                 self._thread.start()
+                self.stream.episodes.append(self._activity)
             return self._loop
 
-    def _start(self, group: "_Group") -> None:
+    def _start(self, group: EpisodeGroup) -> None:
         self._groups[group.id] = task = asyncio.get_running_loop().create_task(self._run_group(group))
         task.add_done_callback(partial(self._ended, group))
 
-    def _ended(self, group: "_Group", task: "asyncio.Task[None]") -> None:
+    def _ended(self, group: EpisodeGroup, task: "asyncio.Task[None]") -> None:
         """Note the end of a group. The trainer waits for it, so that it gets rollouts in any case."""
         self._groups.pop(group.id, None)
         failed = not task.cancelled() and task.exception() is not None
@@ -369,13 +381,6 @@ class Episodes:
             if (group_ids is None or group_id in group_ids) and not task.cancelling():
                 task.cancel()
 
-    def _forget_saved_turns(self, group_id: int) -> None:
-        """Forget turns of a saved run that no episode of this group has asked for."""
-        for place in [place for place in self._drawn if place.group_id == group_id]:
-            del self._drawn[place]
-        if unclaimed := [place for place in self._drawing if place.group_id == group_id]:
-            self.engine.abandon([self._drawing.pop(place) for place in unclaimed])
-
     async def _stop(self) -> None:
         """Cancel all groups, and stop the event loop when they have ended."""
         self._cancel(None)
@@ -385,7 +390,7 @@ class Episodes:
             await self._agents.close()
         asyncio.get_running_loop().stop()
 
-    async def _run_group(self, group: "_Group") -> None:
+    async def _run_group(self, group: EpisodeGroup) -> None:
         """Run the episodes of a row, and pass their rollouts to the ledger."""
         samples = range(group.params.n)
         running = [asyncio.ensure_future(self._run_episode(group, sample)) for sample in samples]
@@ -402,10 +407,11 @@ class Episodes:
             self.count("groups with too few episodes")
             for rollout in rollouts:
                 rollout.reward, rollout.finish_reason = None, "cancelled"
-        self._forget_saved_turns(group.id)
+        if unclaimed := self._saved.forget(group.id):
+            self.engine.abandon(unclaimed)
         self.stream.ledger.fill(group.id, rollouts)
 
-    def _result(self, group: "_Group", sample: int, task: "asyncio.Future[list[Rollout]]") -> list[Rollout]:
+    def _result(self, group: EpisodeGroup, sample: int, task: "asyncio.Future[list[Rollout]]") -> list[Rollout]:
         """Return the rollouts of an episode. The trainer waits for its group, so that it always gets one."""
         if not task.done() or task.cancelled():
             return [group.nothing(sample, "cancelled")]
@@ -415,7 +421,7 @@ class Episodes:
             return [group.nothing(sample, "error")]
         return task.result()
 
-    async def _run_episode(self, group: "_Group", sample: int) -> list[Rollout]:
+    async def _run_episode(self, group: EpisodeGroup, sample: int) -> list[Rollout]:
         """Run one episode, again after exceptions that allow it. Returns its rollouts, at least one."""
         assert self._places is not None
         attempts: Counter[type[Exception]] = Counter()
@@ -431,17 +437,23 @@ class Episodes:
                     sample=sample,
                     seed=sample_seed(group.seed, sample),
                 )
-                reason, value, error = await self._attempt(session, group.row)
+                self.num_running += 1
+                try:
+                    reason, value, error = await self._attempt(session, group.row)
+                finally:
+                    self.num_running -= 1
                 self.counts["conversations rendered again"] += session.num_rendered_again
                 for stage, seconds in session.seconds.items():
                     self.seconds[stage] += seconds
                 if error is not None and self._failures.allow_retry(error, attempts):
                     self.stream.ledger.forget_turns(group.id, sample)
                     continue
-                reward, parts, reason = self._settle(session, value, reason)
+                reward, parts, reason = settle(session, value, reason, self.limits, self._failures)
                 self.count(reason)
-                finish_reason = _finish_reason(session, reason, reward)
-                return session.rollouts(finish_reason, reward, parts) or [group.nothing(sample, finish_reason)]
+                if reward is not None:
+                    self._rewards.append(reward)
+                ended = finish_reason(session, reason, reward)
+                return session.rollouts(ended, reward, parts) or [group.nothing(sample, ended)]
 
     async def _attempt(self, session: Session, row: Any) -> tuple[str, Reward, Exception | None]:
         """Run the rollout function once. Returns the reason of its end, its result, and its exception."""
@@ -484,80 +496,6 @@ class Episodes:
             )
         elif not task.cancelled():
             task.exception()  # else asyncio logs that nobody has read it
-
-    def _settle(self, session: Session, value: Reward, reason: str) -> tuple[float | None, dict[str, float], str]:
-        """Return the reward of an ended episode, its named parts, and the reason of its end."""
-        parts: dict[str, float] = {}
-        is_limit = reason.startswith("max_") or reason == "context"
-        if reason == "completed" or (is_limit and value is not None):
-            try:
-                if isinstance(value, Mapping):
-                    parts = {str(name): float(part) for name, part in value.items()}
-                    value = sum(parts.values())
-                if value is not None:
-                    session.reward(value)
-            except (TypeError, ValueError) as error:
-                reason = "error: reward"
-                self._failures.log(error, reason)
-                return None, {}, reason
-            return session.total_reward, parts, reason
-        at_end: AtEnd = "exclude"
-        if reason in TIMEOUTS:
-            at_end = self.limits.at_timeout
-        elif is_limit:
-            at_end = self.limits.at_limit
-        if at_end == "exclude" or not session.has_drawn:
-            return None, {}, reason
-        if at_end != "keep":
-            session.reward(at_end)
-        return session.total_reward or 0.0, {}, reason
-
-
-def _finish_reason(session: Session, reason: str, reward: float | None) -> str:
-    """Return "length" for an episode that was cut by a limit or in its last turn, "cancelled" for one that takes no
-    part in training, and "error" after an exception."""
-    if reason.startswith("error"):
-        return "error"
-    if reason != "completed":
-        return "cancelled" if reward is None else "length"
-    last = [segment.last_finish_reason for segment in session.segments if segment.num_turns]
-    return last[-1] if last else "stop"
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """The episodes of one row."""
-
-    id: int
-    row: Any
-    metadata: Mapping[str, Any]
-    params: SamplingParams
-    seed: int
-
-    @classmethod
-    def of(cls, record: GroupRecord) -> "_Group":
-        """Return the group of an open record."""
-        prompt = record.prompt
-        assert prompt is not None
-        task, seed = prompt.metadata, prompt.params.seed or 0
-        return cls(record.group_id, task["row"], task["metadata"], prompt.params, seed)
-
-    def nothing(self, sample: int, finish_reason: str) -> Rollout:
-        """Return the rollout of an episode that drew nothing."""
-        ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.int64)
-        return Rollout(
-            request_id=0,
-            group_id=self.id,
-            sample=sample,
-            params=self.params,
-            metadata=dict(self.metadata),
-            prompt_token_ids=ids,
-            token_ids=ids,
-            logprobs=np.zeros(0, np.float32),
-            weight_versions=numbers,
-            sampled_at_ns=numbers,
-            finish_reason=finish_reason,
-        )
 
 
 def _agent_server() -> Any:

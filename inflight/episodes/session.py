@@ -1,6 +1,7 @@
 """The handle of one episode: a rollout function draws turns with it, calls tools, and sets rewards."""
 
 import asyncio
+import inspect
 import json
 import logging
 from collections import defaultdict
@@ -8,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
+from random import Random
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +27,7 @@ from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd, Limits
 from inflight.episodes.segment import Message, Segment, comparable, digests_of
 from inflight.episodes.tools import Tool, schemas_of
+from inflight.training.data.advantages import WEIGHT
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class Host(Protocol):
 
     workers: Workers
     adapter: str | None
+    num_calling: int
 
     @property
     def conversation(self) -> Conversation: ...
@@ -134,6 +138,8 @@ class Session:
         """Sampling parameters of every turn."""
         self.metadata = dict(metadata)
         """Metadata of the episode's rollouts."""
+        self._num_spares = 0
+        """Number of calls of `spare`."""
         self.group_id, self.sample = group_id, sample
         self.segments: list[Segment] = []
         """Token sequences, in the order of their beginnings."""
@@ -269,6 +275,7 @@ class Session:
         timeout_s = self._limits.call_s if timeout_s is None else timeout_s
         began = perf_counter()
         call = self._start(function, *arguments, **keywords)
+        self._host.num_calling += 1
         try:
             # A call that ignores its cancellation is left behind.
             await asyncio.wait([call], timeout=timeout_s)
@@ -279,6 +286,7 @@ class Session:
             return call.result()
         finally:
             call.cancel()
+            self._host.num_calling -= 1
             self.seconds["calls"] += perf_counter() - began
 
     async def clean_up(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -318,6 +326,28 @@ class Session:
             return {"role": "tool", "name": name, "tool_call_id": request.get("id", ""), "content": text}
 
         return list(await asyncio.gather(*map(use, reply.calls)))
+
+    def spare(self, watch: Watch, share: float) -> Watch:
+        """Return a function for `watch=` that ends a turn when `watch` returns True, except for a random share of the
+        turns, which are drawn to their end. The episode gets the weight 0 or 1 / share for
+        `advantages=inflight.spared_advantages`. share: above 0, at most 1."""
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {share}")
+        self._num_spares += 1
+        chance, decided = Random(f"{self._seed} {self._num_spares}").random(), False
+
+        async def decide(turn: Rollout) -> bool:
+            nonlocal decided
+            if decided:
+                return False
+            verdict: Any = watch(turn)
+            decided = bool((await verdict) if inspect.isawaitable(verdict) else verdict)
+            if decided:
+                weight = 1 / share if chance < share else 0.0
+                self.metadata[WEIGHT] = self.metadata.get(WEIGHT, 1.0) * weight
+            return decided and chance >= share
+
+        return decide
 
     # ---- for `Episodes` -----------------------------------------------------------------------------------------
 

@@ -91,6 +91,21 @@ class Engine(_Event, frozen=True, kw_only=True, tag="engine"):
     """Share of the KV cache that sequences hold."""
 
 
+class Episodes(_Event, frozen=True, kw_only=True, tag="episodes"):
+    """Episodes, counted since the program began. Of several `inflight.Episodes` the one that was started first."""
+
+    num_running: int
+    """Number of episodes in progress."""
+    num_calling: int
+    """Number of calls of tools in progress."""
+    counts: dict[str, int]
+    """`Episodes.counts`: ended episodes by reason, and turns."""
+    seconds: dict[str, float]
+    """`Episodes.seconds`: time in turns, calls and rendering, added up over episodes."""
+    reward: float | None = None
+    """Mean reward of the last 256 episodes that have one."""
+
+
 class Version(_Event, frozen=True, kw_only=True, tag="version"):
     """The life of a weight version so far; a later event replaces it."""
 
@@ -133,7 +148,7 @@ class Ended(_Event, frozen=True, kw_only=True, tag="ended"):
     """Number of events that were not recorded: too many were waiting, or JSON cannot represent a value."""
 
 
-Event = Began | Step | Consumed | Swapped | Engine | Version | Samples | Ended
+Event = Began | Step | Consumed | Swapped | Engine | Episodes | Version | Samples | Ended
 
 encode = msgspec.json.Encoder().encode
 _decoder = json_decoder(Event)

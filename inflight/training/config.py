@@ -6,7 +6,7 @@ from typing import Literal
 
 from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams
-from inflight.training.data.advantages import OF_EACH_GROUP, Advantages, resolve_advantages
+from inflight.training.data.advantages import OF_EACH_GROUP, Advantages, is_per_group, resolve_advantages
 from inflight.training.data.lead_state import check_ahead
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
 from inflight.training.objective.objective import Objective, resolve
@@ -143,9 +143,12 @@ class GRPOConfig:
         if not self.train_as_they_finish:
             return
         reason = None
-        if not (isinstance(self.advantages, str) and self.advantages in OF_EACH_GROUP):
+        if not is_per_group(self.advantages):
             known = ", ".join(sorted(OF_EACH_GROUP))
-            reason = f"advantages {self.advantages!r} are computed from all groups of a step: take one of {known}"
+            reason = (
+                f"advantages {self.advantages!r} are computed from all groups of a step: take one of {known}, or a "
+                "function marked by inflight.per_group"
+            )
         elif self.updates_per_batch > 1:
             reason = f"updates_per_batch={self.updates_per_batch} goes over all groups of a step several times: set 1"
         elif self.probe_every:

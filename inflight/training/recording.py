@@ -30,6 +30,7 @@ from inflight.observability.events import (
     Consumed,
     Ended,
     Engine,
+    Episodes,
     Event,
     RunError,
     Sample,
@@ -323,6 +324,8 @@ class _EngineWatcher:
         try:
             while not self._writer.closing.wait(_WRITE_EVERY_S) and self._writer.thread.is_alive():
                 self._writer.put(self._engine_now())
+                for activity in self._engine.stream.episodes[:1]:
+                    self._writer.put(Episodes(time=_now(), **activity()))
         except Exception:
             logger.exception("the run goes on, but its record has no counters of the engine from now on")
 

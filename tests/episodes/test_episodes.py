@@ -11,6 +11,7 @@ import torch
 from tiny_models import VOCABULARY, make_model
 
 import inflight
+import inflight.episodes.session
 from inflight.core.errors import InflightError
 from inflight.core.rollout import samples_of
 from inflight.training.data.batch import pack
@@ -216,6 +217,25 @@ def test_a_watched_turn_ends_when_its_function_says_so(chat_engine, is_async):
         model = make_model("qwen3", vocab_size=len(tokenizer))
         scored = token_logprobs(model, batch)
     torch.testing.assert_close(scored, batch.behavior_logprobs[batch.drawn], atol=1e-4, rtol=0)
+
+
+def test_a_share_of_the_turns_is_spared_and_weighed(chat_engine):
+    """All are judged hopeless after some tokens; each is ended or drawn to its end."""
+
+    async def watched(session, row):
+        reply = await session.complete(row, watch=session.spare(lambda part: True, 0.25), every=4)
+        return float(reply.finish_reason == "length")
+
+    params = inflight.SamplingParams(n=32, max_tokens=1500, ignore_eos=True)
+    [group] = collect(chat_engine, inflight.Episodes(chat_engine, watched), [[1, 2, 3]], params)
+    weights = [rollout.metadata["inflight.weight"] for rollout in group]
+    assert set(weights) == {0.0, 4.0}
+    assert 2 <= weights.count(4.0) <= 16
+    assert all(rollout.num_drawn == 1500 for rollout, weight in zip(group, weights, strict=True) if weight)
+    advantages = inflight.spared_advantages([group])
+    assert {a for a, weight in zip(advantages, weights, strict=True) if not weight} == {0.0}
+    with pytest.raises(ValueError, match="share must be above 0 and at most 1, got 0"):
+        inflight.episodes.session.Session.spare(None, lambda part: True, 0)  # type: ignore[arg-type]
 
 
 def test_an_exception_of_a_watching_function_fails_the_episode_and_frees_the_engine(chat_engine):

@@ -1,5 +1,6 @@
 """Runs of `grpo` in float64 on a policy that is a table, with an engine that draws the same rollouts in every run."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -56,11 +57,15 @@ class FakeEngine:
         self.stream = self.ledger = self
         self.staleness = StalenessMeter()
         self.observers: list[Any] = []
+        self.failures: Counter[str] = Counter()
         self.outstanding: list[int] = []
         self.version = 10
         self.policy = Bigram().table.detach().log_softmax(-1).numpy()
         self._groups: dict[int, list[Rollout]] = {}
         self._ids = count()
+
+    def check_scores(self, scored: Any, least: int) -> None:
+        """Do nothing: no score fails."""
 
     def publish(self) -> int:
         self.version += 1

@@ -15,7 +15,7 @@ from own_schedule import TWO_AHEAD
 import inflight
 from inflight.core import spans
 from inflight.core.errors import InflightError
-from inflight.training.data.advantages import ADVANTAGES, OF_EACH_GROUP
+from inflight.training.data.advantages import ADVANTAGES, OF_EACH_GROUP, resolve_advantages
 from inflight.training.grpo import GRPOConfig
 from inflight.training.objective.objective import PRESETS, Objective
 from inflight.training.objective.trust_regions import m2po_mask
@@ -47,6 +47,10 @@ BRANCHES = {
     "every group": {"skip_uniform_groups": False},
     "a KL in the reward": {"reward_kl_weight": 0.1, "advantages": "rloo", "reference": Bigram(1)},
     "clipped": {"max_grad_norm": 0.05},
+    "turns": {"advantages": inflight.turn_advantages("rloo")},
+    "policies": {"advantages": inflight.policy_advantages("grpo")},
+    "trees": {"advantages": inflight.tree_advantages("rloo")},
+    "own": {"advantages": inflight.per_group(resolve_advantages("rloo"))},
 }
 
 
@@ -223,6 +227,10 @@ def test_the_time_of_a_part_is_no_wait():
         ({"advantages": "reinforce++"}, "advantages 'reinforce[+][+]' are computed from all groups of a step"),
         ({"advantages": "reinforce++_baseline"}, "advantages 'reinforce[+][+]_baseline' are computed"),
         ({"advantages": lambda groups: []}, "advantages <function .* take one of dr_grpo, grpo, maxrl, rloo"),
+        (
+            {"advantages": inflight.turn_advantages("reinforce++")},
+            "advantages <function .* marked by inflight.per_group",
+        ),
         ({"updates_per_batch": 2}, "updates_per_batch=2 goes over all groups"),
         ({"updates_per_batch": 2, "objective": "decoupled_ppo"}, "updates_per_batch=2"),
         ({"probe_every": 5}, "probe_every=5 measures the batch"),

@@ -55,6 +55,7 @@ class MadeEngine:
             state="generating",
             outstanding=[3, 4],
             observers=[],
+            episodes=[],
             texts=SimpleNamespace(of_tokens=lambda ids: [f"<{token}>" for token in ids]),
         )
         self.seconds: dict[str, float] = {}

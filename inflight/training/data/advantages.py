@@ -69,6 +69,8 @@ def reinforce_advantages(rewards: GroupRewards, *, baseline: bool = False, eps: 
     return (values / (sqrt((values**2).mean()) + eps)).tolist() if len(values) else []
 
 
+WEIGHT = "inflight.weight"
+"""Key of the weight of an episode in its metadata; 1 without the key."""
 ADVANTAGES: dict[str, RewardAdvantages] = {
     "grpo": group_advantages,
     "dr_grpo": partial(group_advantages, scale=False),
@@ -80,6 +82,21 @@ ADVANTAGES: dict[str, RewardAdvantages] = {
 """Advantages by name."""
 OF_EACH_GROUP = frozenset({"grpo", "dr_grpo", "rloo", "maxrl"})
 """Names of the advantages that do not depend on the other groups of a batch."""
+
+
+def per_group(advantages: Advantages) -> Advantages:
+    """Mark a function for `advantages=`: the advantages of a group do not depend on the other groups, so that
+    `GRPOConfig(train_as_they_finish=True)` accepts it. Returns the function. Also a decorator."""
+    vars(advantages)["is_per_group"] = True
+    return advantages
+
+
+def is_per_group(advantages: str | Callable[..., Any]) -> bool:
+    """Return True for names in `OF_EACH_GROUP`, and for functions of `per_group` and their names as "module:name"."""
+    if isinstance(advantages, str) and advantages in ADVANTAGES:
+        return advantages in OF_EACH_GROUP
+    named = any(advantages is ADVANTAGES[name] for name in OF_EACH_GROUP)
+    return named or bool(getattr(resolve_advantages(cast(Any, advantages)), "is_per_group", False))
 
 
 def resolve_advantages(advantages: str | Advantages) -> Advantages:
@@ -146,7 +163,29 @@ def turn_advantages(advantages: str | RewardAdvantages = "rloo", *, discount: fl
                 view[:] = next(values)
         return out
 
-    return compare
+    return per_group(compare) if is_per_group(advantages) else compare
+
+
+@per_group
+def spared_advantages(groups: Sequence[Sequence[Rollout]]) -> list[float]:
+    """Return w_i (r_i − Σ_{j ≠ i} w_j r_j / (n − 1)) for every sample i of a group of n, for `advantages=`.
+
+    w is the weight of an episode: 0 if `Session.spare` has ended it, 1 / share if it was spared, and 1 otherwise. The
+    expectation is the gradient of the mean reward that all episodes would have if none was ended. A group of one sample
+    has the baseline 0. Raises ValueError for a reward that is None.
+    """
+    found: dict[int, float] = {}
+    for group in groups:
+        samples = samples_of(group)
+        weights = [float(rollout.metadata.get(WEIGHT, 1.0)) for rollout, *_ in samples]
+        if any(rollout.reward is None for rollout, *_ in samples):
+            raise ValueError("spared_advantages needs rewards: leave out the samples that have none")
+        rewards = [rollout.reward or 0.0 for rollout, *_ in samples]
+        total = fsum(w * r for w, r in zip(weights, rewards, strict=True))
+        for rollouts, w, r in zip(samples, weights, rewards, strict=True):
+            baseline = (total - w * r) / max(1, len(samples) - 1)
+            found |= {id(rollout): w * (r - baseline) for rollout in rollouts}
+    return [found[id(rollout)] for group in groups for rollout in group]
 
 
 def policy_advantages(advantages: str | RewardAdvantages = "rloo") -> Advantages:
@@ -169,7 +208,7 @@ def policy_advantages(advantages: str | RewardAdvantages = "rloo") -> Advantages
         found = {id(rollout): value for s, value in zip(chain(*compared), values, strict=True) for rollout in s}
         return [found[id(rollout)] for group in groups for rollout in group]
 
-    return compare
+    return per_group(compare) if is_per_group(advantages) else compare
 
 
 def _own_reward(rollouts: Sequence[Rollout]) -> float | None:

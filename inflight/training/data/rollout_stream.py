@@ -89,6 +89,8 @@ class RolloutStream:
         """Mean reward of the last batch."""
         self.observers: list[LossObserver] = []
         """Functions that every loss of a batch of this stream calls."""
+        self.episodes: list[Callable[[], dict[str, Any]]] = []
+        """Functions that return the fields of an event `Episodes`, one of each `inflight.Episodes` in progress."""
         self._nothing_to_learn = NothingToLearn()
 
     @property

@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 import numpy as np
 
 from inflight.core.rollout import Rollout, Turn
-from inflight.training.data.advantages import Advantages
+from inflight.training.data.advantages import Advantages, per_group
 
 
 @dataclass(slots=True, eq=False)
@@ -48,11 +48,17 @@ def tree_advantages(kind: str = "rloo") -> Advantages:
     "treepo": of a leaf, the mean of (return − mean return of G), weighted by the size of G, over the sets G of at least
     two leaves below its ancestors and below the root (TreePO, arXiv 2508.17445, without its normalisation over the
     batch); a token gets the mean over L(t).
+    "vineppo": only the first sequence of a sample is trained. Branches are extra continuations that estimate values:
+    V(c) is the mean return of the branches that leave the first sequence at token c, and at its end its own return.
+    At c = 0 the first sequences of the other samples count, too. The tokens between two such places get V(after them)
+    − V(before them) (VinePPO, arXiv 2410.01679). Its expectation is the gradient of the first sequence's return, if the
+    places do not depend on tokens that are drawn after them.
     Raises ValueError for an unknown kind.
     """
     if kind not in _KINDS:
         raise ValueError(f"unknown tree advantages {kind!r}; choose {', '.join(_KINDS)}")
 
+    @per_group
     def advantages(groups: Sequence[Sequence[Rollout]]) -> list[np.ndarray]:
         return [column for group in groups for column in _of_group(group, _KINDS[kind])]
 
@@ -62,7 +68,8 @@ def tree_advantages(kind: str = "rloo") -> Advantages:
 def _of_group(group: Sequence[Rollout], value_of: "Value") -> list[np.ndarray]:
     columns = [np.zeros(len(rollout.token_ids), np.float32) for rollout in group]
     nodes = _nodes(group)
-    forest = _Forest(nodes, _returns(group), [rollout.sample for rollout in group])
+    origins = [_origin(group, index) for index in range(len(group))]
+    forest = _Forest(nodes, _returns(group), [rollout.sample for rollout in group], origins)
     for node in nodes:
         columns[node.rollout][node.begin : node.end] = value_of(node, forest)
     for rollout, column in zip(group, columns, strict=True):
@@ -136,6 +143,8 @@ class _Forest:
     """Maps the leaves to their returns."""
     samples: Sequence[int]
     """The sample of each leaf; each sample is a tree."""
+    origins: Sequence[tuple[int, int] | None]
+    """The sequence that each sequence leaves, and the token; None for the first one."""
 
     def mean(self, leaves: Iterable[int]) -> float:
         """Return the mean return of some leaves."""
@@ -180,4 +189,27 @@ def _treepo(node: _Node, forest: _Forest) -> float:
     return fmean(of_leaf(leaf) for leaf in node.leaves)
 
 
-_KINDS: dict[str, Value] = {"rloo": _rloo, "treerl": _treerl, "tree_grpo": _tree_grpo, "treepo": _treepo}
+def _vineppo(node: _Node, forest: _Forest) -> float:
+    if forest.origins[node.rollout] is not None:
+        return 0.0
+    is_last = not any(n.rollout == node.rollout and n.begin >= node.end for n in forest.nodes)
+    after = forest.returns[node.rollout] if is_last else _value_at(node.rollout, node.end, forest)
+    return after - _value_at(node.rollout, node.begin, forest)
+
+
+def _value_at(rollout: int, token: int, forest: _Forest) -> float:
+    """Return the mean return of the continuations from a place of a first sequence, 0 if there are none."""
+    found = [leaf for leaf, origin in enumerate(forest.origins) if origin == (rollout, token)]
+    if token == 0:
+        sample = forest.samples[rollout]
+        found += [i for i, o in enumerate(forest.origins) if o is None and forest.samples[i] != sample]
+    return forest.mean(found) if found else 0.0
+
+
+_KINDS: dict[str, Value] = {
+    "rloo": _rloo,
+    "treerl": _treerl,
+    "tree_grpo": _tree_grpo,
+    "treepo": _treepo,
+    "vineppo": _vineppo,
+}

@@ -20,6 +20,7 @@ from inflight.observability.events import (
     Consumed,
     Ended,
     Engine,
+    Episodes,
     Event,
     Sample,
     Samples,
@@ -131,6 +132,30 @@ def test_figures_are_those_of_the_run(shown, tmp_path):
     assert re.search(r"trains 50 %, waits for rollouts 30 %, waits for the copy 10 %, .* does other things 10 %", label)
     assert "generates 80 %, has no prompts 20 %" in page.locator("#panel-engine-waits svg").get_attribute("aria-label")
     assert "trained on 500, left out 300" in page.locator("#panel-lives svg").get_attribute("aria-label")
+
+
+def test_a_run_of_episodes_has_tiles_of_its_episodes(shown, tmp_path):
+    counts = {"attempts": 14, "completed": 6, "error: KeyError": 3, "episode_timeout": 1, "turns": 30}
+    episodes = Episodes(
+        time=time.time(),
+        num_running=4,
+        num_calling=2,
+        counts=counts,
+        seconds={"turns": 20.0, "calls": 5.0},
+        reward=0.25,
+    )
+    EventFile(tmp_path / "run").append([*made_run(3), episodes])
+    page = shown()
+    expect(page.locator("h1")).to_have_text("a made run")
+    tiles = [re.split(r"\n+", tile) for tile in page.locator(".tile").all_inner_texts()]
+    assert {lines[0]: lines[1:] for lines in tiles[-6:]} == {
+        "Episodes": ["4in progress", "6 completed"],
+        "Tools": ["2calls in progress", "0 timed out"],
+        "Episodes that failed": ["4", "3 KeyError, 1 episode_timeout"],
+        "Turns": ["3per episode", "2 s drawing"],
+        "Tool time": ["0.5s", "per episode"],
+        "Reward of episodes": ["0.25", "mean, last 256"],
+    }
 
 
 def test_throughput_is_that_of_the_last_seconds_of_a_long_run(shown, tmp_path):

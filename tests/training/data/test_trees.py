@@ -11,8 +11,9 @@ from made_batches import make_group
 
 import inflight
 from inflight.core.rollout import Rollout, Turn
+from inflight.training.data.advantages import resolve_advantages
 
-KINDS = ["rloo", "treerl", "tree_grpo", "treepo"]
+KINDS = ["rloo", "treerl", "tree_grpo", "treepo", "vineppo"]
 
 
 def sequence(request: int, sample: int, turns: list[tuple[int, bool, float | None]], forked_from=None) -> Rollout:
@@ -103,6 +104,8 @@ def restated(kind: str, group: list[Rollout]) -> list[list[float]]:
                 parent = mean if boundary is None else fmean(returns[leaf] for leaf in boundary)
                 assert all(set(below) <= each for each in larger)
                 row.append(((value - mean) + (value - parent)) / math.sqrt(len(below)))
+            elif kind == "vineppo":
+                row.append(restated_value(group, returns, index, token))
             elif kind == "tree_grpo":
                 normal = [(r - mean) / (deviation + 1e-6) for r in returns]
                 tree = [n for n, other in zip(normal, group, strict=True) if other.sample == rollout.sample]
@@ -119,6 +122,22 @@ def restated(kind: str, group: list[Rollout]) -> list[list[float]]:
                 row.append(fmean(found))
         out.append(row)
     return out
+
+
+def restated_value(group: list[Rollout], returns: list[float], index: int, token: int) -> float:
+    """The value of the next place at which a branch leaves, less the value of the last one."""
+    me = group[index]
+    if me.forked_from is not None:
+        return 0.0
+    continued: dict[int, list[float]] = {0: [], len(me.token_ids): [returns[index]]}
+    for other, value in zip(group, returns, strict=True):
+        if other.forked_from is None and other.sample != me.sample:
+            continued[0].append(value)
+        if other.forked_from and other.forked_from[0] == me.request_id and other.forked_from[1] < len(me.token_ids):
+            continued.setdefault(other.forked_from[1], []).append(value)
+    before = continued[max(place for place in continued if place <= token)]
+    after = continued[min(place for place in continued if place > token)]
+    return fmean(after) - (fmean(before) if before else 0.0)
 
 
 def _parent(group, every, index, token):
@@ -172,6 +191,55 @@ def test_rloo_is_the_gradient_of_the_leaves_by_enumeration():
                     total += weight * value * slope
     assert expected["rloo"] == pytest.approx(exact, rel=1e-5)
     assert expected["treerl"] != pytest.approx(exact, rel=1e-2)
+
+
+def test_vineppo_is_the_gradient_of_the_first_sequences_by_enumeration():
+    """Two episodes of two tokens. A branch after the first token estimates its value, and is not trained."""
+    p, q = 0.3, {0: 0.6, 1: 0.2}
+    reward = {(0, 0): 0.2, (0, 1): 1.0, (1, 0): -0.5, (1, 1): 2.0}
+    exact, expected = np.zeros(3), np.zeros(3)
+    for outcome in product((0, 1), repeat=6):
+        weight, group, slopes = 1.0, [], []
+        for sample, (a, b, c) in enumerate((outcome[:3], outcome[3:])):
+            weight *= (p if a else 1 - p) * math.prod(q[a] if x else 1 - q[a] for x in (b, c))
+            first = sequence(2 * sample, sample, [(1, True, None), (1, True, reward[a, b])])
+            group += [first, sequence(2 * sample + 1, sample, [(1, True, reward[a, c])], (2 * sample, 1))]
+            slopes.append([np.array([a - p, 0, 0]), np.array([0, (b - q[0]) * (a == 0), (b - q[1]) * (a == 1)])])
+        columns = inflight.tree_advantages("vineppo")([group])
+        assert columns[1].tolist() == columns[3].tolist() == [0.0]
+        for first, column, of_tokens in zip(group[::2], columns[::2], slopes, strict=True):
+            exact += weight * first.turns[1].reward * sum(of_tokens)
+            expected += weight * sum(value * slope for value, slope in zip(column.tolist(), of_tokens, strict=True))
+    assert expected == pytest.approx(exact, rel=1e-5)
+
+
+def test_sparing_a_share_is_unbiased_by_enumeration():
+    """Two episodes of two tokens. After a first token 0 they end, unless they are spared."""
+    p, q, share = 0.3, {0: 0.6, 1: 0.2}, 0.25
+    reward = {(0, 0): 0.2, (0, 1): 1.0, (1, 0): -0.5, (1, 1): 2.0}
+    exact, expected, ended = np.zeros(3), np.zeros(3), np.zeros(3)
+    for outcome in product((0, 1), repeat=6):
+        chance, group, slopes = 1.0, [], []
+        for sample, (a, b, spared) in enumerate((outcome[:3], outcome[3:])):
+            chance *= (p if a else 1 - p) * (q[a] if b else 1 - q[a]) * (share if spared else 1 - share)
+            weight = 1.0 if a else spared / share
+            rollout = sequence(sample, sample, [(2, True, None)])
+            value = reward[a, b] if weight else 7.0  # the reward of an ended episode has no effect
+            group.append(replace(rollout, reward=value, metadata={"inflight.weight": weight}))
+            slopes.append(np.array([a - p, (b - q[0]) * (a == 0), (b - q[1]) * (a == 1)]))
+            exact += chance_of(outcome, p, q, share) * reward[a, b] * slopes[-1]
+        for advantages, total in ((inflight.spared_advantages, expected), (resolve_advantages("rloo"), ended)):
+            total += chance * sum(value * slope for value, slope in zip(advantages([group]), slopes, strict=True))
+    assert expected == pytest.approx(exact, rel=1e-5)
+    assert ended != pytest.approx(exact, rel=1e-1)
+
+
+def chance_of(outcome, p, q, share):
+    parts = [
+        (p if a else 1 - p) * (q[a] if b else 1 - q[a]) * (share if u else 1 - share)
+        for a, b, u in (outcome[:3], outcome[3:])
+    ]
+    return math.prod(parts)
 
 
 def test_samples_without_branches_are_compared_as_a_group():

@@ -395,6 +395,24 @@ function tiles() {
     ["Lead", text(last("lead/seconds", 1)[0]), "s", `${text(last("lead/groups", 1)[0])} groups in flight`],
     ["Age over bound", text(mean(last("staleness/age_over_bound", 10))), "", "1: groups end when needed"],
     ["Effective sample size", text(mean(last("ratio/ess", 10))), "", "mean, 10 steps"],
+    ...(run.episodes ? episodeTiles(run.episodes) : []),
+  ];
+}
+
+/** Tiles of a run whose samples are episodes. */
+function episodeTiles({ num_running, num_calling, counts, seconds, reward }) {
+  const failed = Object.entries(counts).filter(([name]) => name.startsWith("error: ") || name.endsWith("_timeout"));
+  const count = failed.reduce((sum, [, number]) => sum + number, 0);
+  const worst = failed.sort((a, b) => b[1] - a[1]).slice(0, 2).map(([name, number]) => `${number} ${name.replace("error: ", "")}`);
+  const ended = (counts.attempts ?? 0) - num_running;
+  const each = (number) => text(ended > 0 ? number / ended : null);
+  return [
+    ["Episodes", text(num_running), "in progress", `${text(counts.completed ?? 0)} completed`],
+    ["Tools", text(num_calling), "calls in progress", `${text(counts["calls that timed out"] ?? 0)} timed out`],
+    ["Episodes that failed", text(count), "", worst.join(", ") || "no exception or timeout"],
+    ["Turns", each(counts.turns ?? 0), "per episode", `${each(seconds.turns ?? 0)} s drawing`],
+    ["Tool time", each(seconds.calls ?? 0), "s", "per episode"],
+    ["Reward of episodes", text(reward ?? null), "", "mean, last 256"],
   ];
 }
 

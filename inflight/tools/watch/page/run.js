@@ -21,6 +21,7 @@ export class Run {
     this.consumed = [];
     this.swapped = [];
     this.engine = [];
+    this.episodes = null;
     this.versions = new Map();
     this.samples = [];
   }
@@ -41,6 +42,9 @@ export class Run {
         return kept(this.swapped, { at, ...event });
       case "engine":
         return kept(this.engine, { at, ...event });
+      case "episodes":
+        this.episodes = event;
+        return;
       case "version":
         return this.version(event);
       case "samples":
