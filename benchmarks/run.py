@@ -67,7 +67,7 @@ SCRIPTS = {
     "loss": ["correction_bias"],
     "serve": ["serve"],
     "fuzz": ["fuzz"],
-    "coverage": ["coverage"],
+    "coverage": ["coverage_of_models"],
     "demo_real": ["demo_real"],
 }
 DEMOS = {"demo": ("inflight", "sync"), "demo_vllm": ("vllm",)}

@@ -4,8 +4,12 @@ import family_check
 import pytest
 from family_configs import all_families
 from family_weights import make_model
+from tiny_adapters import error, publish_adapters, with_adapters
+from tiny_models import run
 
+from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
+from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.engine import Engine
 from inflight.engine.model import fused, rotation
 
@@ -37,6 +41,29 @@ def test_a_part_is_computed_as_transformers_computes_it(name: str, tmp_path):
     rollouts, unfused_reason = family_check._generate(str(tmp_path), "float32")
     assert unfused_reason is None
     assert family_check._differences(model, rollouts).max() < 1e-4
+
+
+ADAPTED = {
+    "cohere": "all-linear",
+    "glm4": ["q_proj", "v_proj", "o_proj"],
+    "granite": "all-linear",
+    "phi": ["q_proj", "k_proj", "dense"],
+    "qwen3_vl": "all-linear",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.medium) for n in ADAPTED])
+def test_adapters_of_fused_parts_are_those_of_peft(name: str, tmp_path):
+    make_model(FAMILIES[name]).save_pretrained(tmp_path)
+    adapted = with_adapters(name, "a", targets=ADAPTED[name], base=lambda name: make_model(FAMILIES[name]))
+    params = SamplingParams(max_tokens=16, n=2, seed=1, ignore_eos=True)
+    with Engine(EngineOptions(model=str(tmp_path), device="cpu", lora_rank=4, adapters=("a",))) as engine:
+        assert engine.runner.unfused_reason is None
+        publish_adapters(engine, adapted)
+        adapters = ["a", None, "a"]
+        prompts = [Prompt(list(range(20, 21 + 9 * i)), params, adapter=each) for i, each in enumerate(adapters)]
+        for rollout in run(engine, prompts):
+            assert error(adapted, rollout, adapters[rollout.group_id]) < 5e-4
 
 
 def wrong_order(*sizes: int):

@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import publish, run
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+import inflight
 from inflight.core.errors import InvalidRequestError, LayoutMismatchError, UnsupportedModelError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
@@ -164,6 +165,32 @@ def test_adapters_reach_the_engine_without_those_of_towers(saved, name, lora_ran
             names = [*source._plan.plain, *(name for _, _, own in source._plan.merged for name in own.values())]
             assert set(names) == {spec.name for spec in engine.slot_table.layout.tensors}
     assert not any(each in towers_of(model_of(name)) for each in names)
+
+
+@pytest.mark.medium
+def test_a_trainer_publishes_its_text_to_a_process(saved):
+    """From a model or from a state dict; the loss changes the text alone."""
+    model = model_of("qwen3_vl").train()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    params = inflight.SamplingParams(n=4, max_tokens=10, ignore_eos=True)
+    with inflight.launch(str(saved("qwen3_vl")), device="cpu", threads=1) as engine:
+        for publish_given in (False, True):
+            with engine.publisher(None if publish_given else model) as publisher:
+                groups = engine.generate([[20, 30, 40]], params)
+                batch = inflight.pack(groups[0], [1.0, -1.0, 1.0, -1.0])
+                inflight.policy_loss(model, batch, objective="tis")[0].backward()
+                inflight.clip_and_step(optimizer)
+                version = publisher.publish(model.state_dict()) if publish_given else publisher.publish()
+                engine.wait_for_version(version)
+                for rollout in engine.generate([[20, 30, 40]], params)[0]:
+                    assert set(rollout.weight_versions) == {version}
+                    expected = full_forward_logprobs(model.eval(), rollout)
+                    np.testing.assert_allclose(rollout.logprobs, expected, atol=2e-4)
+    towers = towers_of(model)
+    changed = [key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])]
+    assert changed
+    assert not any(key in towers for key in changed)
 
 
 def test_multimodal_positions_of_another_kind_are_refused(saved, monkeypatch):

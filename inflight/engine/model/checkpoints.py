@@ -141,7 +141,7 @@ _AUTO_CLASSES: list[tuple[Any, Any]] = [
 
 def auto_class(config: PretrainedConfig) -> Any:
     """Return the class of Transformers that loads checkpoints with this config as language models:
-    AutoModelForCausalLM, or another one for multimodal models. None if there is no such class."""
+    AutoModelForCausalLM, or another one for multimodal models. None if Transformers lacks one."""
     if brings_its_model(config):
         return AutoModelForCausalLM
     return next((auto for auto, models in _AUTO_CLASSES if type(config) in models), None)

@@ -35,7 +35,7 @@ from inflight.core.sampling import MAX_TOP_LOGPROBS
 from inflight.engine.loop.own_columns import load_columns
 from inflight.engine.loop.sequence import Sequence
 from inflight.engine.model.adapters import PROJECTIONS, SLOTS, adapter_layout
-from inflight.engine.model.aliases import aliases_of
+from inflight.engine.model.aliases import aliases_of, ignored_aliases
 from inflight.engine.model.checkpoints import auto_class, compare_checkpoint
 from inflight.engine.model.device import memory_left, resolve_device
 from inflight.engine.model.loading import context_limit, eos_token_ids, load_tokenizer, read_config, resolve_dtype
@@ -48,6 +48,7 @@ from inflight.integrations.vllm_backend.worker import Attached, Attachment, Shar
 from inflight.model_checks.twin import first_line
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import layout_of, slot_views
+from inflight.weights.towers import drop_towers
 
 logger = logging.getLogger("inflight.engine")
 
@@ -229,7 +230,9 @@ def start(options: EngineOptions) -> Started:
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=options.trust_remote_code
         )
-    aliases = aliases_of(model)
+    ignored = ignored_aliases(model)
+    drop_towers(model)
+    aliases = aliases_of(model) + ignored
     weights = StagedSlots.make(layout_of(model), options.slots - 1, device)
     adapters = StagedSlots.make(adapter_layout(model, options), SLOTS, device) if options.lora_rank else None
     with tempfile.TemporaryDirectory(prefix="inflight-vllm-") as directory:

@@ -219,7 +219,7 @@ def by_checkpoint_names(views: Mapping[str, torch.Tensor], aliases: list[Alias])
     """Return the tensors of a slot, or their parts if checkpoints hold a tensor in parts. A tied tensor has one
     name."""
     parts: dict[str, list[Alias]] = {}
-    for alias in aliases:
+    for alias in (alias for alias in aliases if alias.tensor):
         whole = alias.offset == 0 and torch.Size(alias.shape) == views[alias.tensor].shape
         if not whole:
             parts.setdefault(alias.tensor, []).append(alias)

@@ -1,6 +1,6 @@
 """Computes the share of the model types of the installed Transformers that engine and trainer run.
 
-    python benchmarks/coverage.py [FILE]
+    python benchmarks/coverage_of_models.py [FILE]
 
 For each type that AutoModelForCausalLM, AutoModelForImageTextToText or AutoModelForMultimodalLM loads, a tiny model
 with random weights is made from the defaults of its configuration. Engine and trainer run it and are compared with
@@ -86,7 +86,7 @@ def main() -> None:
         "types": types,
     }
     finish("coverage", result)
-    sys.exit(bool(third))
+    sys.exit(int(bool(third)))
 
 
 if __name__ == "__main__":
