@@ -105,7 +105,7 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     """Attention backend: flashinfer, torch, cpu, or a custom one as "module:class", which the engine process imports
     (docs/extending.md#an-attention-backend). auto uses the fastest built-in backend that is installed."""
     layer_kinds: tuple[str, ...] = ()
-    """Kinds of layers with a state per sequence, such as linear attention, as "module:object" or
+    """Additional kinds of layers with a state per sequence, such as linear attention, as "module:object" or
     "path/to/file.py:object" (docs/extending.md#a-layer-with-state). The engine process imports them. A model with a
     layer of another kind is refused."""
     cuda_graphs: bool = True

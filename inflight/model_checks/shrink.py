@@ -39,6 +39,12 @@ _EXPERT_COUNT = re.compile(r"(n_routed_experts|num_experts|num_local_experts|moe
 _CHOSEN_EXPERTS = re.compile(
     r"(num_experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts|experts_per_tok(en)?|moe_num_active_.*)$"
 )
+_MAMBA_HEADS = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_expand", "mamba_d_ssm"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_expand", ""),
+    ("num_heads", "head_dim", "n_groups", "expand", ""),
+)
+"""Fields of Mamba-2: heads, their size and groups, the ratio of their width to the hidden size, and that width."""
 _LAYER_PATTERN = re.compile(
     r"dense_replace|num_dense_layers|start_index|interleave|interval|period|every|pattern|step$"
 )
@@ -59,7 +65,26 @@ _LIMITS = {
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy of a configuration, and of the configurations in it, that is small in every respect."""
-    return _changed(config, _rules(config), _kept_layers(config), shrink)
+    small = _changed(config, _rules(config), _kept_layers(config), shrink)
+    for names in _MAMBA_HEADS:
+        _match_mamba(vars(small), *names)
+    return small
+
+
+def _match_mamba(fields: dict[str, Any], heads: str, dim: str, groups: str, expand: str, width: str) -> None:
+    """Make heads of Mamba-2 as wide together as their layer, if the configuration has these fields."""
+    if not all(_is_number(fields.get(name)) for name in (heads, dim, groups, expand, "hidden_size")):
+        return
+    if _is_count(fields.get(width)):
+        fields[width] = fields[heads] * fields[dim]
+        return
+    inner = int(fields[expand] * fields["hidden_size"])
+    if fields[heads] * fields[dim] == inner:
+        return
+    size = math.gcd(inner, fields[dim])
+    fields[dim] = size // 2 if size == inner and size % 2 == 0 else size
+    fields[heads] = inner // fields[dim]
+    fields[groups] = math.gcd(fields[groups], fields[heads])
 
 
 def shrink_lengths(config: PretrainedConfig) -> PretrainedConfig:

@@ -36,6 +36,9 @@ _WEIGHT_STD = 0.2
 _STEP = 0.3
 """Standard deviation of the noise that is added to norms' weights, biases and other parameters that are not
 matrices."""
+_SLOW_DECAY = -2.0
+"""Mean logarithm of the decay of recurrent states (`A_log`). Initial weights let most states decay within a token: then
+their mistakes do not show, and outputs are differences that rounding decides."""
 _CHAOTIC = TOLERANCE / 4
 """Rounding error, as a part of the logits, from which rounding and mistakes can no longer be distinguished."""
 
@@ -183,6 +186,8 @@ def _is_chaotic(twin: Twin) -> bool:
     precise = copy.deepcopy(twin.plain)
     nn.Module.to(precise, dtype=torch.float64)
     try:
+        if hasattr(precise, "set_experts_implementation"):  # the default one has no float64
+            precise.set_experts_implementation("eager")
         with torch.no_grad():
             logits = [precise(input_ids=ids[None], use_cache=False).logits[0] for ids in twin.sequences]
     except Exception as error:  # some models support a single dtype
@@ -199,6 +204,7 @@ def _is_causal(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> boo
 
 def _build(kind: type[PreTrainedModel], config: PretrainedConfig, attention: str) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), _SmallOnly():
+        torch.manual_seed(0)  # Some initial weights are random, and the outcome of a check must not be.
         model = kind._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
         use_torch_on_cpu(model)
         return model.eval().requires_grad_(False)
@@ -228,9 +234,12 @@ def _randomize(model: nn.Module, *, relative: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     state = model.state_dict(keep_vars=True)
     floats = [b for name, b in model.named_buffers() if name in state and b.is_floating_point() and b.ndim == 1]
+    decays = {id(parameter) for name, parameter in model.named_parameters() if name.endswith("A_log")}
     for tensor in dict.fromkeys([*model.parameters(), *floats]):
         noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-        if tensor.ndim >= 2:
+        if id(tensor) in decays:
+            tensor.copy_(noise * _STEP + _SLOW_DECAY)
+        elif tensor.ndim >= 2:
             tensor.copy_(noise * _WEIGHT_STD)
         else:
             size = float(tensor.abs().mean()) if relative else 0.0

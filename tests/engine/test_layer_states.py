@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, ragged_prompts
-from kv_blocks import check_blocks
+from full_forward import TOLERANCE, full_forward_logprobs, ragged_prompts
+from live_engine import live, worst_error
 from tiny_models import publish, run
 from toy_recurrent import make_toy
 
@@ -15,7 +15,6 @@ import inflight
 from inflight.core.errors import BackendError, ModelLoadError, UnsupportedModelError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
-from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.cache.blocks import Entry
 from inflight.engine.cache.kv_cache import KVCache
@@ -63,36 +62,6 @@ def plain(layers: tuple[str, ...] = HYBRID, seed: int = 0) -> torch.nn.Module:
     model = make_toy(layers, seed)
     model.set_attn_implementation("eager")
     return model
-
-
-def worst_error(model: torch.nn.Module, rollouts: list[Rollout]) -> float:
-    return max(float(np.abs(full_forward_logprobs(model, r) - r.logprobs).max()) for r in rollouts if len(r.token_ids))
-
-
-def live(engine: Engine) -> list[Rollout]:
-    """Everything that can happen to a sequence happens: prompts come in groups and alone, in chunks and again, some are
-    forked at their last token and before it, some are cancelled, and others get their rows."""
-    assembler, rollouts = Assembler(), []
-    again = Prompt([(7 * i) % 190 for i in range(40)], SamplingParams(max_tokens=9, ignore_eos=True, seed=5, n=2))
-    prompts = [*ragged_prompts(10, PARAMS), again, *ragged_prompts(6, PARAMS, seed=1), again]
-    step = 0
-    while prompts or engine.has_work:
-        if prompts and step % 3 == 0:
-            engine.requests.submit([prompts.pop(0)])
-        if step % 8 == 5 and (unfinished := [s for s in engine.requests.unfinished.values() if s.tokens]):
-            parent = unfinished[step % len(unfinished)]
-            at = None if step % 16 == 5 else len(parent.tokens) // 2
-            engine.requests.fork(parent.request_id, at, SamplingParams(max_tokens=8, seed=step, n=2, ignore_eos=True))
-        if step % 11 == 10 and engine.requests.unfinished:
-            engine.requests.cancel([], [next(iter(engine.requests.unfinished))])
-        if (frame := engine.step()) is not None:
-            rollouts += [r for group in assembler.add(frame) for r in group]
-        check_blocks(engine.cache, [s.holding for s in engine.requests.unfinished.values()])
-        step += 1
-    assert engine.cache.num_used_blocks == 0
-    assert {"length", "cancelled"} == {r.finish_reason for r in rollouts}
-    assert len(rollouts) > 40
-    return rollouts
 
 
 @pytest.mark.parametrize(
@@ -294,9 +263,7 @@ def test_a_sleeping_engine_frees_its_states(make_toy_engine):
 
 
 def test_a_model_whose_kind_of_layer_is_not_named_is_refused(toy_dir):
-    with pytest.raises(
-        UnsupportedModelError, match=r"toy_recurrent has layers that the engine cannot run \(layer 0: li"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"engine cannot run: model.layers.0 \(Recurrence\), model.l"):
         Engine(EngineOptions(model=toy_dir(HYBRID), device="cpu"))
 
 

@@ -27,7 +27,7 @@ def ragged_prompts(count: int, params: list[SamplingParams], seed: int = 0) -> l
 def full_forward_logprobs(model: torch.nn.Module, rollout: Rollout) -> np.ndarray:
     """Log-probabilities of the drawn tokens from one whole forward pass over prompt and answer."""
     ids = np.concatenate([rollout.prompt_token_ids, rollout.token_ids])
-    logits = model(torch.from_numpy(ids).long()[None]).logits[0].double()
+    logits = model(torch.from_numpy(ids).long()[None], use_cache=False).logits[0].double()
     logprobs = torch.log_softmax(logits / (rollout.params.temperature or 1.0), -1)
     start = len(rollout.prompt_token_ids) - 1
     return logprobs[torch.arange(start, len(ids) - 1), torch.from_numpy(rollout.token_ids).long()].numpy()

@@ -10,11 +10,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from inflight.core.by_name import load_by_name
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.engine.cache.kinds import LayerKind, LayerShape, StateTensor
+from inflight.engine.cache.transformers_states import TRANSFORMERS_STATES
 from inflight.engine.model.attention.hook import Call, record_calls, route
 from inflight.model_checks.twin import first_line
 
 _PAGED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Names in the config's `layer_types` of layers with keys and values."""
+_STATELESS_TYPES = ("mlp", "moe")
+"""Names of layers that mix no tokens."""
+OUR_KINDS = (TRANSFORMERS_STATES,)
+"""Kinds of layers with a state per sequence that need no name in `EngineOptions.layer_kinds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class Layers:
 
 
 def load_kinds(names: Sequence[str]) -> list[LayerKind]:
-    """Import the kinds of layers that `EngineOptions.layer_kinds` names. Raises ModelLoadError."""
+    """Return the kinds of layers that `EngineOptions.layer_kinds` names, and then our own. Raises ModelLoadError."""
     kinds = []
     for name in names:
         try:
@@ -40,23 +45,23 @@ def load_kinds(names: Sequence[str]) -> list[LayerKind]:
         if not isinstance(kind, LayerKind):
             raise ModelLoadError(f"layer_kinds={name!r} names a {type(kind).__name__}; it must name a LayerKind")
         kinds.append(kind)
-    return kinds
+    return [*kinds, *OUR_KINDS]
 
 
-def check_layer_types(config: PretrainedConfig, kinds: Sequence[LayerKind] = ()) -> None:
+def check_layer_types(config: PretrainedConfig, kinds: Sequence[LayerKind] = OUR_KINDS) -> None:
     """Raise UnsupportedModelError if a text model's config names a layer of no kind, before its weights are loaded."""
-    known = {*_PAGED_TYPES, *(name for kind in kinds for name in kind.layer_types)}
+    known = {*_PAGED_TYPES, *_STATELESS_TYPES, *(name for kind in kinds for name in kind.layer_types)}
     layer_types = getattr(config, "layer_types", None) or []
     bad = [f"layer {i}: {kind}" for i, kind in enumerate(layer_types) if kind not in known]
     if bad:
         shown = ", ".join(bad[:6]) + (f", and {len(bad) - 6} more" if len(bad) > 6 else "")
         raise UnsupportedModelError(
-            f"{config.model_type} has layers that the engine cannot run ({shown}); it runs {' and '.join(_PAGED_TYPES)}"
+            f"{config.model_type} has layers that the engine cannot run ({shown}); it runs {', '.join(sorted(known))}"
         )
 
 
 @torch.inference_mode()
-def classify_layers(model: PreTrainedModel, kinds: Sequence[LayerKind] = ()) -> Layers:
+def classify_layers(model: PreTrainedModel, kinds: Sequence[LayerKind] = OUR_KINDS) -> Layers:
     """Return the layers of a model by kind, found by a pass over two tokens. kinds: kinds of layers with a state per
     sequence. Modules of these kinds compute from such states during passes from now on.
 
@@ -81,7 +86,8 @@ def classify_layers(model: PreTrainedModel, kinds: Sequence[LayerKind] = ()) -> 
         named = ", ".join(f"{layer_name} ({_mixer_name(layer)})" for layer_name, layer in silent)
         raise UnsupportedModelError(
             f"{name} has layers that the engine cannot run: {named or 'all of them'}; "
-            "it runs full and sliding attention that goes through the Transformers attention interface"
+            "it runs full and sliding attention that goes through the Transformers attention interface, and layers "
+            "that keep their state in the cache of Transformers"
         )
     if any(call.sees_later for call in calls):
         raise UnsupportedModelError(
@@ -96,11 +102,13 @@ def _without_state(model: PreTrainedModel, calls: list[Call]) -> list[tuple[str,
     several lists of as many layers as the config's num_hidden_layers, such as a tower for images. The decoder is the
     list with the fewest layers without a call."""
     called = {id(call.module) for call in calls}
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    config = model.config.get_text_config()
+    count, layer_types = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None) or ()
+    stateless = {index for index, layer_type in enumerate(layer_types) if layer_type in _STATELESS_TYPES}
     found: list[list[tuple[str, nn.Module]]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            layers = [(f"{name}.{index}", layer) for index, layer in enumerate(module)]
+            layers = [(f"{name}.{index}", layer) for index, layer in enumerate(module) if index not in stateless]
             found.append([pair for pair in layers if not any(id(part) in called for part in pair[1].modules())])
     return min(found, key=len, default=[])
 

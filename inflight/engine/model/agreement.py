@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.options import EngineOptions
-from inflight.engine.cache.classify import classify_layers
+from inflight.engine.cache.classify import OUR_KINDS, classify_layers
 from inflight.engine.cache.kinds import LayerKind
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.attention.backend import ForwardBatch
@@ -44,7 +44,7 @@ _LARGEST = 1_000_000_000
 """Maximum number of parameters of a model without a twin that is tested itself."""
 
 
-def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKind] = ()) -> str | None:
+def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKind] = OUR_KINDS) -> str | None:
     """Return the reason not to fuse the model, or None. kinds: as for `classify_layers`. Raises UnsupportedModelError
     if the model cannot be run at all."""
     name = type(model).__name__
@@ -154,7 +154,7 @@ def _compare(
     if not (error := relative_error(ours, theirs)) < TOLERANCE:
         alone = _logits(sequences[:1], memory, run, [[(0, 0, lengths[0])]])
         where = (
-            "where sequences share a pass or go on from cached keys and values (it does not place tokens by "
+            "where sequences share a pass or go on from cached keys, values and states (it does not place tokens by "
             "position_ids, or mixes them outside of its attention)"
             if relative_error(alone, expected[0]) < TOLERANCE
             else "with the engine's attention (its own does something that it tells by no argument that the engine "

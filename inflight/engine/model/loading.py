@@ -22,7 +22,7 @@ from transformers import (
 from inflight.core.errors import ModelLoadError, RemoteCodeError, UnsupportedModelError
 from inflight.core.layout import WeightLayout
 from inflight.core.options import DEFAULT_MAX_CONTEXT
-from inflight.engine.cache.classify import check_layer_types
+from inflight.engine.cache.classify import OUR_KINDS, check_layer_types
 from inflight.engine.cache.kinds import LayerKind
 from inflight.engine.model.attention.hook import ATTENTION_NAME
 from inflight.engine.model.checkpoints import auto_class, load_checkpoint, model_class
@@ -47,9 +47,9 @@ def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype
     return None
 
 
-def load_config(model: str, *, trust: bool = False, kinds: Sequence[LayerKind] = ()) -> PretrainedConfig:
+def load_config(model: str, *, trust: bool = False, kinds: Sequence[LayerKind] = OUR_KINDS) -> PretrainedConfig:
     """Return the config of `read_config`. Raises UnsupportedModelError also for layers that this engine cannot run.
-    kinds: additional kinds of layers with a state per sequence that it can run."""
+    kinds: kinds of layers with a state per sequence that it can run."""
     config = read_config(model, trust=trust)
     check_layer_types(config.get_text_config(), kinds)
     return config
@@ -141,7 +141,7 @@ def load_model(
     device: torch.device,
     seed: int,
     trust: bool = False,
-    kinds: Sequence[LayerKind] = (),
+    kinds: Sequence[LayerKind] = OUR_KINDS,
 ) -> PreTrainedModel:
     """Return the model with its weights, in eval mode. dtype: None is the checkpoint's own dtype. kinds: as for
     `load_config`. Raises ModelLoadError or UnsupportedModelError."""

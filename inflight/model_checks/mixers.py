@@ -1,0 +1,159 @@
+"""Layers of Transformers that keep a state per sequence, and the object from which they read it.
+
+Gated DeltaNet, Mamba-2 and short convolutions take a `cache`, read their last columns and their recurrent state from
+it, and write the next ones to it. `CarriedState` stands in for that cache: the engine gives it states from its memory.
+B sequences, T tokens, D hidden size.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from math import inf
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from inflight.core.errors import UnsupportedModelError
+
+LAYER_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+"""Names in the config's `layer_types` of layers that can have such a state."""
+_SINGLE_STEP = "mamba2_selective_state_update"
+"""Transformers' function for a single token of Mamba-2."""
+_METHODS = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
+
+
+def keeps_state(module: nn.Module) -> bool:
+    """Return True for a module that maps hidden states to hidden states and reads a state from a `cache`."""
+    return _class_keeps_state(type(module))
+
+
+@cache
+def _class_keeps_state(kind: type[nn.Module]) -> bool:
+    forward = kind.forward
+    names = set(getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ()))
+    return bool(names & _METHODS) and {"hidden_states", "cache"} <= inspect.signature(forward).parameters.keys()
+
+
+class CarriedState:
+    """The state of one layer for a batch of sequences, with the methods of Transformers' `Cache` that such a layer
+    calls. None stands for the start of a sequence."""
+
+    def __init__(self, state: tuple[torch.Tensor, ...] = (), *, in_place: bool = False):
+        """state: the last columns [B, C, W], and the recurrent state [B, …] if the layer has one. in_place: a layer is
+        allowed to write to these tensors, which gradients exclude."""
+        self._conv: torch.Tensor | None = state[0] if state else None
+        self._recurrent: torch.Tensor | None = state[1] if len(state) > 1 else None
+        self._in_place = in_place
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """The last columns, and the recurrent state if the layer has one."""
+        return tuple(tensor for tensor in (self._conv, self._recurrent) if tensor is not None)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False if the layer can update its last columns in place."""
+        return not self._in_place
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return True unless sequences start here."""
+        return self._conv is not None
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the last columns."""
+        return self._conv
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the recurrent state."""
+        return self._recurrent
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Return the last columns and the new ones [B, C, W + T], and keep the last W of them."""
+        _refuse_further(state_idx)
+        columns = conv_states if self._conv is None else torch.cat([self._conv, conv_states], -1)
+        width = conv_kernel_size or (conv_states if self._conv is None else self._conv).shape[-1]
+        self._conv = F.pad(columns, (max(0, width - columns.shape[-1]), 0))[..., -width:]
+        return columns
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Keep the recurrent state."""
+        _refuse_further(state_idx)
+        self._recurrent = recurrent_states
+        return recurrent_states
+
+
+def advance(module: nn.Module, carried: CarriedState, hidden_BTD: torch.Tensor) -> torch.Tensor:
+    """Return the layer's output [B, T, D] for the next T tokens of these sequences. Afterwards `carried` has
+    the new states. Raises UnsupportedModelError for a layer that returns anything else."""
+    with _exact_single_steps(module):
+        out = type(module).forward(module, hidden_states=hidden_BTD, cache=carried)
+    if not isinstance(out, torch.Tensor) or out.shape != hidden_BTD.shape:
+        raise UnsupportedModelError(f"{type(module).__name__} does not return one hidden state per token")
+    return out
+
+
+def state_after_two(module: Any) -> tuple[torch.Tensor, ...]:
+    """Return the state of a sequence of two tokens, without the dimension of the batch: its shapes and dtypes. Raises
+    UnsupportedModelError if the layer does not say its hidden size."""
+    size = getattr(module, "hidden_size", None) or getattr(getattr(module, "config", None), "hidden_size", None)
+    if not isinstance(size, int):
+        raise UnsupportedModelError(f"{type(module).__name__} does not say its hidden size")
+    # Vectors can be kept in fp32, and matrices have the dtype of hidden states.
+    weight, carried = next(weight for weight in module.parameters() if weight.ndim > 1), CarriedState()
+    advance(module, carried, weight.new_zeros(1, 2, size))
+    return tuple(tensor[0] for tensor in carried.state)
+
+
+@contextmanager
+def _exact_single_steps(module: nn.Module) -> Iterator[None]:
+    """Let Mamba-2 compute single tokens like several. Otherwise Transformers rounds them more often in 16 bits, and
+    ignores the limits of their time steps."""
+    names = vars(sys.modules[type(module).__module__])
+    update = names.get(_SINGLE_STEP)
+    if update is None:
+        yield
+        return
+    names[_SINGLE_STEP] = partial(_exact_step, update, getattr(module, "time_step_limit", None) or (0.0, inf))
+    try:
+        yield
+    finally:
+        names[_SINGLE_STEP] = update
+
+
+def _exact_step(
+    update: Callable[..., torch.Tensor],
+    limits: tuple[float, float],
+    state: torch.Tensor,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *args: Any,
+    dt_bias: torch.Tensor,
+    dt_softplus: bool,
+    **options: Any,
+) -> torch.Tensor:
+    """Return f32[B, H, P] of Transformers' `update`. dt: [B, H, P], time steps without their bias, one per head."""
+    assert dt_softplus, "the time steps of Mamba-2 are positive"
+    steps = F.softplus(dt[..., :1] + dt_bias[..., :1].to(dt.dtype)).clamp(*limits).float().expand_as(dt)
+    return update(
+        state, hidden_states.float(), steps, A, B.float(), C.float(), *args, dt_bias=None, dt_softplus=False, **options
+    )
+
+
+def _refuse_further(state_idx: int) -> None:
+    if state_idx:
+        raise UnsupportedModelError("a layer keeps several states of one kind")
