@@ -23,10 +23,11 @@ from transformers.utils.logging import disable_progress_bar
 INTRODUCTION = """\
 # Model families
 
-After reading this page you know whether your model runs. It lists every model of Transformers {version} that predicts
-tokens. The engine computes what Transformers computes, or refuses the model when it loads and gives the reason. The
-same holds for the trainer's loss. [structure.md](structure.md#how-a-model-is-judged) explains how a model is judged,
-and [engine.md](engine.md#which-models-run) which models run fused.
+After reading this page you know why a model is refused or runs unfused, for every model of Transformers {version} that
+predicts tokens. [models.md](models.md) lists the checkpoints that people train. The engine computes what Transformers
+computes, or refuses the model when it loads and gives the reason. The same holds for the trainer's loss.
+[structure.md](structure.md#how-a-model-is-judged) explains how a model is judged, and
+[engine.md](engine.md#which-models-run) which models run fused.
 
 ## Published checkpoints
 

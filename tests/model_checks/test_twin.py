@@ -204,7 +204,7 @@ def test_a_fused_decoder_that_raises_is_not_used(tmp_path, monkeypatch, dtype):
     def fail(*_):
         raise TypeError("forward() missing 1 required positional argument")
 
-    monkeypatch.setattr(fused._Ropes, "of", fail)
+    monkeypatch.setattr(fused.Rotations, "of", fail)
     reason = "fusing it failed (TypeError: forward() missing 1 required positional argument)"
     assert serve(tmp_path, CONFIGS["qwen3"](), dtype) == reason
 
