@@ -13,12 +13,13 @@ import torch
 from full_forward import full_forward_logprobs, ragged_prompts
 from hybrids import FAMILIES, OF_EACH_KIND, model_of
 from live_engine import live, worst_error
+from tiny_adapters import error, publish_adapters, with_adapters
 from tiny_models import publish, run
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
 import inflight
-from inflight.core.errors import UnsupportedModelError
+from inflight.core.errors import LayoutMismatchError, UnsupportedModelError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
@@ -215,6 +216,32 @@ def test_a_state_that_leaks_into_another_sequence_shows(make_family_engine, monk
     take = engine.cache.copies.take
     monkeypatch.setattr(engine.cache.copies, "take", lambda: [*take()[:-1], {}])  # states of forks are not copied
     assert worst_error(model_of("qwen3_5_text"), live(engine)) > 0.01
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+PROJECTIONS = r".*(self_attn|mlp).*\.(q|k|v|o|gate|up|down)_proj"
+"""Of attention and MLPs."""
+
+
+@pytest.mark.medium
+def test_adapters_of_attention_and_mlp_are_right_between_layers_with_a_state(make_family_engine):
+    model = with_adapters("qwen3_5_text", "default", targets=PROJECTIONS, base=model_of)
+    engine = make_family_engine("qwen3_5_text", lora_rank=4, max_prefill_tokens=7)
+    publish_adapters(engine, model)
+    adapters = ["default", None, "default", None]
+    params = SamplingParams(max_tokens=6, ignore_eos=True, n=2, seed=1)
+    prompts = [Prompt([13 + i] * (3 * i + 1), params, adapter=adapter) for i, adapter in enumerate(adapters)]
+    for rollout in run(engine, prompts):
+        assert error(model, rollout, adapters[rollout.group_id]) < TOLERANCE
+
+
+@pytest.mark.medium
+def test_an_adapter_of_a_layer_with_a_state_is_refused_by_name(make_family_engine):
+    engine = make_family_engine("olmo_hybrid", lora_rank=4)
+    model = with_adapters("olmo_hybrid", "default", targets=["q_proj"], base=model_of)
+    with pytest.raises(LayoutMismatchError, match=r"no adapter default\.model\.layers\.0\.linear_attn\.q_proj"):
+        publish_adapters(engine, model)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""An engine to which everything happens that can happen to sequences."""
+"""An engine with chunked, grouped, forked, cancelled and preempted sequences."""
 
 import numpy as np
 import torch

@@ -1,7 +1,7 @@
 """The kind of Transformers' own layers with a state: Gated DeltaNet, Mamba-2, short convolutions.
 
 The module computes as in Transformers. Its `cache` is a copy of the states of the sequences in the pass, and the new
-states are written back. The single tokens of a pass are computed together, and each longer chunk by itself.
+states are written back. Single tokens are computed together, and longer chunks one after another.
 """
 
 from typing import Any

@@ -21,6 +21,7 @@ from inflight.core.layout import WeightLayout
 from inflight.core.options import EngineOptions
 from inflight.engine.model.attention.backend import AttentionBackend, GraphBackend
 from inflight.engine.model.device import reachable
+from inflight.model_checks.mixers import keeps_state
 from inflight.weights.engine.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import dtype_name
 
@@ -111,10 +112,12 @@ def adapter_layout(model: nn.Module, options: EngineOptions) -> WeightLayout:
 
 def _targets(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the projections that have adapters, by their names. Raises UnsupportedModelError if there are none."""
+    # Layers with a state compute the tokens of a pass in several parts, and adapters know the tokens of a whole pass.
+    inside = tuple(f"{name}." for name, module in model.named_modules() if keeps_state(module))
     targets = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in PROJECTIONS
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in PROJECTIONS and not name.startswith(inside)
     }
     if not targets:
         raise UnsupportedModelError(f"{type(model).__name__} has none of {', '.join(PROJECTIONS)} for adapters")

@@ -19,7 +19,7 @@ from inflight.model_checks.twin import first_line
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward_mode import Way, scoring_way
 from inflight.training.model.head import plain_head, scoring_head
-from inflight.training.model.packing import is_packable, pack_input, packed_attention
+from inflight.training.model.packing import has_states, is_packable, pack_input, packed_attention
 from inflight.training.model.replay import end_failed_backward, replay_routed_experts
 from inflight.training.model.sampling_mask import is_banned
 from inflight.weights.tensors import unwrap
@@ -88,7 +88,7 @@ def _try_way(model: Any, batch: PackedBatch, way: Way) -> torch.Tensor:
 def _score(model: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way, entropy: bool) -> TokenScores:
     """Score a batch. inner: the Transformers model inside the wrappers of `model`."""
     device = next(model.parameters()).device
-    packed = pack_input(batch, device) if way in ("fused", "packed") else None
+    packed = pack_input(batch, device, states=has_states(inner)) if way in ("fused", "packed") else None
     batch = batch.to(device)
     if packed is None:
         logits_nV = _logits_in_rows(model, batch) if way == "rows" else _logits_one_by_one(model, batch)

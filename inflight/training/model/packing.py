@@ -1,8 +1,8 @@
 """Packed sequences inside Transformers models: no padding between them, and a prompt computed once for its samples.
 
-The model sees one row of F fed tokens, [1, F]; all layers but attention process tokens one by one. The attention
-function, registered with `AttentionInterface`, lets every token attend to its own sequence only: segments of similar
-length are padded to buckets and attend there. D head dimension.
+The model sees one row of F fed tokens, [1, F]. Attention and layers with a state (`packed_states.py`) mix tokens; all
+other layers process them one by one. The attention function, registered with `AttentionInterface`, lets every token
+attend to its own sequence only: segments of similar length are padded to buckets and attend there. D head dimension.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,24 +23,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.model_checks.masks import BOTH_SIDES, mask_note, noted
+from inflight.model_checks.mixers import keeps_state
 from inflight.training.data.batch import PackedBatch
+from inflight.training.model.packed_states import Segment, StateBatch, mix, state_batches
 
 ATTENTION_NAME = "inflight_packed"
 _WASTE = 1.5
 """Maximum cost of a bucket as a multiple of the cost of its segments without padding."""
-
-
-class Segment(NamedTuple):
-    """Fed tokens that attend to one another, and a prefix before them."""
-
-    start: int
-    size: int
-    prefix_start: int
-    prefix: int
-
-    @property
-    def num_keys(self) -> int:
-        return self.prefix + self.size
 
 
 _packing: ContextVar[bool] = ContextVar("inflight_packing", default=False)
@@ -98,14 +87,16 @@ class PackedInput:
     """i64[F], index in the batch of each fed token."""
     predicting: torch.Tensor
     """i64[n], the fed token whose logits each drawn token was drawn from."""
+    batches: list[StateBatch]
+    """The layout of layers with a state."""
     buckets: tuple[Bucket, ...]
     order: torch.Tensor
     """i64[F], index of each fed token among the queries of all buckets, padding included."""
 
 
-def pack_input(batch: PackedBatch, device: torch.device | str = "cpu") -> PackedInput:
+def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, states: bool = False) -> PackedInput:
     """Lay out a batch, on any device, for a packed forward pass on a device. A prompt that samples of a group have in
-    common is fed once."""
+    common is fed once. states: also for layers with a state."""
     drawn, ids = batch.loss_mask.cpu().numpy(), batch.input_ids.cpu().numpy()
     bounds, groups = batch.cu_seqlens.tolist(), batch.groups.tolist()
     source: list[np.ndarray] = []
@@ -141,11 +132,13 @@ def pack_input(batch: PackedBatch, device: torch.device | str = "cpu") -> Packed
     )
     # The token at position p was drawn from the logits at p − 1; a drawn token is never the first of its sequence.
     predicting = torch.from_numpy(fed_row[np.flatnonzero(drawn) - 1]).to(device)
-    return PackedInput(input_ids, position_ids, rows.to(device), predicting, *_bucket(segments, device))
+    groups = _groups(segments)
+    batches = state_batches(groups, device) if states else []
+    return PackedInput(input_ids, position_ids, rows.to(device), predicting, batches, *_bucket(groups, device))
 
 
-def _bucket(segments: list[Segment], device: torch.device | str) -> tuple[tuple[Bucket, ...], torch.Tensor]:
-    """Return buckets of segments of similar size, and the index of each fed token among their queries."""
+def _groups(segments: list[Segment]) -> list[list[Segment]]:
+    """Return groups of segments of similar size."""
     members: list[list[Segment]] = []
     needed = longest_query = longest_key = 0
     for segment in sorted(segments, key=lambda s: (s.prefix > 0, s.num_keys, s.size)):
@@ -158,8 +151,13 @@ def _bucket(segments: list[Segment], device: torch.device | str) -> tuple[tuple[
             members.append([segment])
             longest_query, longest_key = segment.size, segment.num_keys
             needed = longest_query * longest_key
+    return members
+
+
+def _bucket(members: list[list[Segment]], device: torch.device | str) -> tuple[tuple[Bucket, ...], torch.Tensor]:
+    """Return a bucket for each group of segments, and the index of each fed token among their queries."""
     buckets: list[Bucket] = []
-    order = np.empty(sum(segment.size for segment in segments), np.int64)
+    order = np.empty(sum(segment.size for chosen in members for segment in chosen), np.int64)
     num_padded = 0
     for chosen in members:
         starts, sizes, prefix_starts, prefixes = (np.array(column)[:, None] for column in zip(*chosen, strict=True))
@@ -175,13 +173,21 @@ def _bucket(segments: list[Segment], device: torch.device | str) -> tuple[tuple[
 
 
 def is_packable(model: nn.Module) -> bool:
-    """Return True if the model declares that only attention through Transformers' interface mixes its tokens.
-    `scoring_way` tests the declaration."""
+    """Return True if the model declares that only attention through Transformers' interface and layers with a state
+    mix its tokens. `scoring_way` tests the declaration."""
     config = getattr(model, "config", None)
-    if not isinstance(config, PretrainedConfig) or not getattr(model, "_supports_attention_backend", False):
+    if not isinstance(config, PretrainedConfig):
         return False
+    if has_states(model):  # few of these models declare the interface of their attention
+        return True
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
-    return set(layer_types) <= {"full_attention", "sliding_attention", "chunked_attention"}
+    attention = {"full_attention", "sliding_attention", "chunked_attention"}
+    return getattr(model, "_supports_attention_backend", False) and set(layer_types) <= attention
+
+
+def has_states(model: nn.Module) -> bool:
+    """Return True if some layers of the model keep a state."""
+    return any(keeps_state(module) for module in model.modules())
 
 
 _replaced: dict[int, str | None] = {}
@@ -190,21 +196,20 @@ _replaced: dict[int, str | None] = {}
 
 @contextmanager
 def packed_attention(model: nn.Module) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Make the model's attention accept `packed=PackedInput` within the context. Afterwards its configuration is as
-    before.
+    """Make the model's attention and layers with a state accept `packed=PackedInput` within the context. Afterwards the
+    model and its configuration are as before.
 
     The yielded function takes the output. Backward can run forward passes again (activation checkpointing), so the
     configuration also has our attention during a backward pass through that output. For any other input our attention
     calls the model's own.
     """
-    config: Any = model.config
     engine = torch.autograd.Variable._execution_engine
 
     def in_backward_too(out: torch.Tensor) -> None:
         if out.requires_grad:  # The hook is called when backward begins, and the queued call when backward ends.
-            out.register_hook(lambda _: engine.queue_callback(_replace(config)))
+            out.register_hook(lambda _: engine.queue_callback(_replace(model)))
 
-    restore = _replace(config)
+    restore = _replace(model)
     token = _packing.set(True)
     try:
         yield in_backward_too
@@ -213,10 +218,14 @@ def packed_attention(model: nn.Module) -> Iterator[Callable[[torch.Tensor], None
         restore()
 
 
-def _replace(config: PretrainedConfig) -> Callable[[], None]:
-    """Set our attention in a configuration and those inside it. Returns a function that restores the original
-    settings."""
-    configs = _with_inner(config)
+def _replace(model: Any) -> Callable[[], None]:
+    """Set our attention in the model's configuration and those inside it, and pack layers with a state. Returns a
+    function that restores the original settings."""
+    config = model.config
+    configs, mixers = _with_inner(config), [module for module in model.modules() if keeps_state(module)]
+    for mixer in mixers:
+        if not isinstance(vars(mixer).get("forward"), _PackedForward):
+            mixer.forward = _PackedForward(mixer, vars(mixer).get("forward"))
     _replaced.update((id(c), c._attn_implementation) for c in configs if c._attn_implementation != ATTENTION_NAME)
     config._attn_implementation = ATTENTION_NAME
 
@@ -224,8 +233,38 @@ def _replace(config: PretrainedConfig) -> Callable[[], None]:
         for each in configs:  # Outer ones are first, because setting one sets those inside it.
             if id(each) in _replaced:
                 each._attn_implementation = _replaced.pop(id(each))
+        for mixer in mixers:
+            if isinstance(packed := vars(mixer).get("forward"), _PackedForward):
+                packed.end()
 
     return restore
+
+
+class _PackedForward:
+    """The forward pass of a layer with a state while sequences are packed."""
+
+    def __init__(self, module: nn.Module, replaced: Any):
+        """replaced: the layer's attribute `forward`, which another program has set, or None."""
+        self._module, self._replaced = module, replaced
+        self._own = replaced or type(module).forward.__get__(module)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, *args: Any, packed: PackedInput | None = None, **options: Any
+    ) -> Any:
+        if packed is not None:
+            return mix(self._module, packed.batches, hidden_states)
+        if _packing.get():
+            raise UnsupportedModelError(
+                f"{type(self._module).__name__} receives no keyword arguments of its model, so that packed sequences "
+                "would share a state"
+            )
+        return self._own(hidden_states, *args, **options)
+
+    def end(self) -> None:
+        """Restore the layer's own forward pass."""
+        del self._module.forward
+        if self._replaced is not None:
+            self._module.forward = self._replaced
 
 
 def _with_inner(config: Any) -> list[Any]:

@@ -1,0 +1,76 @@
+"""Packed sequences in layers with a state are scored like whole sequences, one at a time."""
+
+import numpy as np
+import pytest
+import torch
+from hybrids import FAMILIES, OF_EACH_KIND, model_of
+from made_batches import make_batch, make_group, one_by_one
+
+from inflight.training.data.batch import pack
+from inflight.training.model import packing
+from inflight.training.model.forward import _try_way, score_tokens
+from inflight.training.model.forward_mode import scoring_way
+from inflight.training.model.packed_states import mix
+
+PADDED = ("mamba2",)
+"""Its model hands no keyword arguments to its layers."""
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name == "lfm2" else [pytest.mark.medium if name in OF_EACH_KIND else pytest.mark.slow]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in FAMILIES])
+def test_scores_and_gradients_are_those_of_the_sequences(name, checkpointing):
+    batch = make_batch()
+    reference, model = model_of(name), model_of(name).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected, entropies = one_by_one(reference, batch)
+    scores = score_tokens(model, batch, entropy=True)
+    assert scores.entropies is not None
+    assert scoring_way(model, batch, _try_way) == ("rows" if name in PADDED else "fused")
+    torch.testing.assert_close(scores.logprobs, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(scores.entropies, entropies, atol=1e-4, rtol=1e-4)
+    upstream = torch.randn(2, len(expected), generator=torch.Generator().manual_seed(0))
+    (scores.logprobs @ upstream[0] + scores.entropies @ upstream[1]).backward()
+    (expected @ upstream[0] + entropies @ upstream[1]).backward()
+    for (key, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        if ours.grad is not None and theirs.grad is not None:
+            assert (ours.grad - theirs.grad).abs().max() <= 1e-3 * theirs.grad.abs().max(), key
+    assert not any("forward" in vars(module) for module in model.modules()), "a loss leaves the model as it was"
+
+
+@pytest.mark.medium
+def test_a_single_token_continues_its_prompt():
+    """Transformers would compute it in place, and its gradient would fail."""
+    rollouts = make_group(np.random.default_rng(0), 0, samples=2, prompt=6)
+    for rollout in rollouts:
+        for name in ("token_ids", "logprobs", "weight_versions", "sampled_at_ns"):
+            setattr(rollout, name, getattr(rollout, name)[:1])
+    batch = pack(rollouts, [1.0, -1.0])
+    model = model_of("nemotron_h")
+    scores = score_tokens(model, batch).logprobs
+    scores.sum().backward()
+    torch.testing.assert_close(scores, one_by_one(model_of("nemotron_h"), batch)[0], atol=1e-4, rtol=1e-4)
+
+
+def whole_row(module, batches, hidden):
+    return type(module).forward(module, hidden)
+
+
+def without_prompts(module, batches, hidden):
+    return mix(module, [batch._replace(prompts=()) for batch in batches], hidden)
+
+
+@pytest.mark.parametrize("wrong", [whole_row, without_prompts])
+def test_a_planted_mistake_is_seen_and_the_sequences_are_padded(monkeypatch, caplog, wrong):
+    monkeypatch.setattr(packing, "mix", wrong)
+    model = model_of("lfm2")
+    model.config.planted = wrong.__name__  # so that its twin is not the one of other tests
+    batch = make_batch()
+    scores = score_tokens(model, batch).logprobs
+    assert scoring_way(model, batch, _try_way) == "rows"
+    assert "log-probabilities are off by" in caplog.text
+    torch.testing.assert_close(scores, one_by_one(model_of("lfm2"), batch)[0], atol=1e-4, rtol=1e-4)
