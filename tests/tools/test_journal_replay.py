@@ -146,15 +146,13 @@ def test_a_group_that_cannot_be_scored_is_scored_again_in_its_turn(run):
             raise ConnectionError
         return score(rollout)
 
+    scorer = inflight.Scorer(fails, retries={ConnectionError: 3})
     with inflight.replay(directory) as stream:
-        seen, errors = [], 0
-        while len(seen) < 41:
-            try:
-                seen += [group[0].group_id for group in stream.groups(score=fails)]
-            except ConnectionError:
-                errors += 1
-        assert sorted(seen) == sorted(stream.group_ids)
-    assert errors
+        groups = list(stream.groups(score=scorer))
+        assert [group[0].group_id for group in groups] == stream.group_ids
+    assert all(rollout.reward is not None for group in groups for rollout in group if scorer.wants(rollout))
+    assert scorer.failures == {"retries: ConnectionError": 3}
+    scorer.close()
 
 
 def test_the_lines_of_the_page_train_a_model(run, tmp_path, monkeypatch):
