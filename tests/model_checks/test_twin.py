@@ -201,7 +201,7 @@ def test_a_fused_decoder_with_a_mistake_is_not_used(tmp_path, monkeypatch, mista
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_fused_decoder_that_raises_is_not_used(tmp_path, monkeypatch, dtype):
-    def fail(*_):
+    def fail(*_, **__):
         raise TypeError("forward() missing 1 required positional argument")
 
     monkeypatch.setattr(fused.Rotations, "of", fail)
