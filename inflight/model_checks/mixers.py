@@ -1,7 +1,7 @@
-"""Layers of Transformers that keep a state per sequence, and the object from which they read it.
+"""Layers of Transformers with a state per sequence, and the object from which they read it.
 
 Gated DeltaNet, Mamba-2 and short convolutions take a `cache`, read their last columns and their recurrent state from
-it, and write the next ones to it. `CarriedState` stands in for that cache: the engine gives it states from its memory.
+it, and write the next ones to it. `CarriedState` takes the place of that cache, with states of the engine or of a loss.
 B sequences, T tokens, D hidden size.
 """
 
@@ -40,7 +40,7 @@ def _class_keeps_state(kind: type[nn.Module]) -> bool:
 
 class CarriedState:
     """The state of one layer for a batch of sequences, with the methods of Transformers' `Cache` that such a layer
-    calls. None stands for the start of a sequence."""
+    calls. Without a state, sequences start here."""
 
     def __init__(self, state: tuple[torch.Tensor, ...] = (), *, in_place: bool = False):
         """state: the last columns [B, C, W], and the recurrent state [B, …] if the layer has one. in_place: a layer is
