@@ -40,7 +40,7 @@ def _class_keeps_state(kind: type[nn.Module]) -> bool:
 
 class CarriedState:
     """The state of one layer for a batch of sequences, with the methods of Transformers' `Cache` that such a layer
-    calls. None stands for the start of a sequence."""
+    calls. Without a state, sequences start here."""
 
     def __init__(self, state: tuple[torch.Tensor, ...] = (), *, in_place: bool = False):
         """state: the last columns [B, C, W], and the recurrent state [B, …] if the layer has one. in_place: a layer is

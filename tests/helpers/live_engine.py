@@ -17,8 +17,8 @@ def worst_error(model: torch.nn.Module, rollouts: list[Rollout]) -> float:
 
 
 def live(engine: Engine) -> list[Rollout]:
-    """Everything that can happen to a sequence happens: prompts come in groups and alone, in chunks and again, some are
-    forked at their last token and before it, some are cancelled, and others get their rows."""
+    """Draw rollouts: prompts arrive in groups and alone, in chunks and again, some are forked at their last token and
+    before it, some are cancelled, and others get their rows."""
     assembler, rollouts = Assembler(), []
     again = Prompt([(7 * i) % 190 for i in range(40)], SamplingParams(max_tokens=9, ignore_eos=True, seed=5, n=2))
     prompts = [*ragged_prompts(10, PARAMS), again, *ragged_prompts(6, PARAMS, seed=1), again]
