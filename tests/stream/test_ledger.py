@@ -18,6 +18,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.stream.group_table import GroupRecord, State
 from inflight.stream.ledger import Ledger
 from inflight.stream.training_queue import TrainingQueue
+from inflight.training.data.scoring import Scorer
 
 
 def arrive(wire, group_ids, sequence):
@@ -115,13 +116,8 @@ def test_threads_that_train_name_groups_and_fail_at_random_share_all_groups(wire
             take([group])
 
     def train():
-        while True:
-            try:
-                for batch in wire.stream.batches(rollouts=3, score=score):
-                    take([batch.rollouts])
-                return
-            except ConnectionError:
-                continue
+        for batch in wire.stream.batches(rollouts=3, score=Scorer(score, retries={ConnectionError: 100})):
+            take([batch.rollouts])
 
     def score(rollout):
         if next(failures):
