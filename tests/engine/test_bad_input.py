@@ -13,7 +13,7 @@ import torch
 import zmq
 from made_frames import make_frame
 from tiny_models import VOCABULARY, make_model
-from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, RecurrentGemmaConfig
 from waiting import wait_until
 
 import inflight
@@ -348,29 +348,24 @@ def test_a_model_whose_weights_are_damaged(engine, tmp_path):
         inflight.launch(str(tmp_path))
 
 
-def test_layers_that_cannot_run_are_named(tmp_path):
-    small = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}
-    hybrid = Qwen3NextConfig(
-        **small,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    )
-    hybrid.save_pretrained(tmp_path / "hybrid")
-    with pytest.raises(UnsupportedModelError, match="layer 0: linear_attention, layer 1: linear_attention"):
-        Engine(EngineOptions(model=str(tmp_path / "hybrid")))
-    AutoModelForCausalLM.from_config(MambaConfig(**small, state_size=4)).save_pretrained(tmp_path / "mamba")
-    with pytest.raises(UnsupportedModelError, match=r"mamba has layers that the engine cannot run \(layer 0"):
-        Engine(EngineOptions(model=str(tmp_path / "mamba")))
+SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            RecurrentGemmaConfig(lru_width=32, num_attention_heads=2, intermediate_size=64, **SMALL),
+            r"layers that the engine cannot run: model.layers.0 \(RecurrentGemmaRecurrentBlock\), model.layers.1",
+        ),
+        (MambaConfig(state_size=4, **SMALL), "go on from cached keys, values and states .* its logits are off by"),
+    ],
+    ids=["recurrent_gemma", "mamba"],
+)
+def test_layers_that_cannot_run_are_named(tmp_path, config, message):
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=message):
+        Engine(EngineOptions(model=str(tmp_path)))
 
 
 class RunningMean(torch.nn.Module):
