@@ -1,9 +1,9 @@
 """The frames of a journal as a stream, and a summary of it."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from time import sleep
 
 import msgspec
 
@@ -12,6 +12,12 @@ from inflight.core.frames import TokenFrame
 from inflight.stream.assembler import Assembler
 from inflight.stream.held_groups import Group
 from inflight.stream.journal import Damage, JournalReader
+from inflight.stream.ledger import Ledger
+
+_READ_AHEAD_BYTES = 256 << 20
+"""Bound for the bytes that are read ahead of waiting callers."""
+_LOOK_EVERY_BYTES = 4 << 20
+_REST_S = 0.005
 
 
 @dataclass(slots=True)
@@ -82,30 +88,53 @@ def summarize(reader: JournalReader, on_group: Callable[[Group], object] = lambd
 
 
 class ReplaySource:
-    """Source of a journal's frames for a StreamThread."""
-
-    silent_s, is_urgent = 0.0, False
+    """Source of a journal's frames for a ledger, read as fast as groups are taken. Reading begins when a caller waits.
+    From then on it reads ahead up to a bound, and beyond the bound only while a caller waits for later groups."""
 
     def __init__(self, reader: JournalReader, summary: JournalSummary):
         """summary: counts of the part of the journal that is to be read; frames that a writer appends later are left
         out."""
+        self._reader = reader
         self._events = islice(_events(reader), summary.num_frames + summary.num_gaps)
+        self._ledger: Ledger | None = None
+        self._began = False
+        self._looked_at = 0
         self.state = "replaying"
+        self.silent_s, self.is_urgent = 0.0, False
+
+    def read_for(self, ledger: Ledger) -> None:
+        """Begin when a caller waits at this ledger, and bound the bytes that it stores."""
+        self._ledger = ledger
 
     def receive(self, timeout_ms: int) -> TokenFrame | None:
-        """Return the next frame; None after the timeout if the journal has ended. Raises StreamGapError where frames
-        are missing, and JournalError."""
-        event = next(self._events, None) if self.state == "replaying" else None
+        """Return the next frame; None if the ledger has too little room in time, or the journal has ended. Raises
+        StreamGapError where frames are missing, and JournalError."""
+        deadline = time.monotonic() + timeout_ms / 1000
+        while self.state == "ended" or not self._may_read():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_REST_S)
+        event = next(self._events, None)
         if isinstance(event, StreamGapError):
             raise event
         if event is None:
             self.state = "ended"
-            sleep(timeout_ms / 1e3)
         return event
 
     def close(self) -> None:
         """Stop reading."""
         self.state = "ended"
+
+    def _may_read(self) -> bool:
+        if self._ledger is None:
+            return False
+        if self._began and self._reader.num_bytes < self._looked_at + _LOOK_EVERY_BYTES:
+            return True
+        has_room = self._began and self._ledger.nbytes < _READ_AHEAD_BYTES
+        if has_room or self._ledger.queue.needs_frames:
+            self._began, self._looked_at = True, self._reader.num_bytes
+            return True
+        return False
 
 
 def _events(reader: JournalReader) -> Iterator[TokenFrame | StreamGapError]:

@@ -51,8 +51,8 @@ class StreamThread:
         memory_bytes: int = MEMORY_BYTES,
     ):
         """check_engine: raises if no engine is left; it is called while nothing arrives. silence_s: time without a sign
-        of life after which the state is "silent". memory_bytes: while finished groups take more memory and no
-        caller waits for one that has not finished, reading stops."""
+        of life after which the state is "silent". memory_bytes: while finished groups take more memory and no caller
+        waits, reading stops."""
         self.source, self._ledger = source, ledger
         self._check_engine, self._silence_s, self._memory_bytes = check_engine, silence_s, memory_bytes
         self._closing = False
@@ -89,7 +89,7 @@ class StreamThread:
     def _read(self) -> None:
         source, ledger = self.source, self._ledger
         while not self._closing:
-            is_full = ledger.table.finished_bytes > self._memory_bytes and not ledger.queue.needs_frames
+            is_full = ledger.table.finished_bytes > self._memory_bytes and not len(ledger.table.waiters)
             if is_full and not source.is_urgent:
                 self._check_engine()
                 sleep(_POLL_MS / 1e3)

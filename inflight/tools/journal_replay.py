@@ -16,8 +16,6 @@ from inflight.stream.replay import ReplaySource, summarize
 from inflight.tools.progress import shown_on
 from inflight.training.data.rollout_stream import RolloutStream
 
-_MEMORY_BYTES = 256 << 20
-"""Bound for finished groups that are read ahead of the caller."""
 Keep = Callable[[Group], bool]
 
 
@@ -45,19 +43,19 @@ class Replay(RolloutStream):
 
         self.summary = summarize(JournalReader(directory, skip_damage=skip_damage), note)
         """Content of the journal."""
-        ledger = Ledger()
-        ledger.expect([*self.group_ids, *left_out])
-        ledger.drop(left_out)
+        source = ReplaySource(JournalReader(directory, skip_damage=skip_damage), self.summary)
         super().__init__(
-            ReplaySource(JournalReader(directory, skip_damage=skip_damage), self.summary),
-            ledger,
+            source,
+            Ledger(),
             tokenizer=tokenizer,
             meter=StalenessMeter(),
             check_engine=lambda: None,
             in_order=True,
-            memory_bytes=_MEMORY_BYTES,
         )
         self._scoring.on_next = self._note_versions
+        self.ledger.expect([*self.group_ids, *left_out])
+        self.ledger.drop(left_out)
+        source.read_for(self.ledger)
 
     def __enter__(self) -> "Replay":
         return self

@@ -26,8 +26,8 @@ import inflight
 from inflight.core.errors import JournalError, StreamGapError
 from inflight.core.rollout import Rollout, SamplingMask
 from inflight.engine.model.shapes import shape_config
+from inflight.stream import replay as replay_module
 from inflight.stream.journal import JournalReader, JournalWriter
-from inflight.tools import journal_replay
 from inflight.tools.cli import app
 
 PARAMS = inflight.SamplingParams(
@@ -262,10 +262,13 @@ def write(directory, count, begin=0, leave_out=()):
 
 
 def test_a_journal_is_read_as_it_is_used(tmp_path, monkeypatch):
-    """Reading stops at the memory bound, and continues for a caller that waits for a later group."""
-    monkeypatch.setattr(journal_replay, "_MEMORY_BYTES", 2000)
+    """Not before somebody waits, and only so far ahead; who waits for what comes later gets it all the same."""
+    monkeypatch.setattr(replay_module, "_READ_AHEAD_BYTES", 2000)
+    monkeypatch.setattr(replay_module, "_LOOK_EVERY_BYTES", 500)
     write(tmp_path, 300)
     with inflight.replay(tmp_path) as stream:
+        time.sleep(0.2)
+        assert stream.num_tokens == 0
         groups = stream.groups()
         assert next(groups)[0].group_id == 0
         time.sleep(0.2)
@@ -284,7 +287,8 @@ def test_a_journal_is_read_as_it_is_used(tmp_path, monkeypatch):
 
 @pytest.mark.medium
 def test_slow_scores_do_not_make_it_read_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_replay, "_MEMORY_BYTES", 2000)
+    monkeypatch.setattr(replay_module, "_READ_AHEAD_BYTES", 2000)
+    monkeypatch.setattr(replay_module, "_LOOK_EVERY_BYTES", 500)
     write(tmp_path, 300)
     go_on = threading.Event()
     with inflight.replay(tmp_path) as stream:
