@@ -1,4 +1,4 @@
-"""Stands in for the parts of vLLM that `bench throughput --peer vllm` uses: draws uniformly, in no time."""
+"""Stands in for the parts of vLLM that `bench throughput --peer vllm` uses. It draws tokens uniformly, without a model."""
 
 import math
 from pathlib import Path

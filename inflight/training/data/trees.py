@@ -144,7 +144,8 @@ class _Forest:
     samples: Sequence[int]
     """The sample of each leaf; each sample is a tree."""
     origins: Sequence[tuple[int, int] | None]
-    """The sequence that each sequence leaves, and the token; None for the first one."""
+    """For each sequence: the index of the sequence that it branches from, and the token where it does; None for the
+    first sequence of a sample."""
 
     def mean(self, leaves: Iterable[int]) -> float:
         """Return the mean return of some leaves."""
