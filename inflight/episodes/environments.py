@@ -30,8 +30,8 @@ def gym_rollout(
     """Return a rollout function for environments of Gymnasium: `reset(seed=, options=) -> (observation, info)`,
     `step(action) -> (observation, reward, terminated, truncated, info)`, and `close()`.
 
-    Every reply is an action, and its reward is a reward of that turn. The seed and the options of `reset` are those of
-    the row, if it is a mapping with these keys. Without a seed, the seed is the number of the group, so that the
+    Every reply is an action, and its reward is a reward of that turn. `reset` gets the seed and the options that
+    the row has as a mapping. Without a seed, the seed is the number of the group, so that the
     episodes of a group begin alike. to_messages: returns the messages of an observation; None: an observation is text,
     the message of a user. to_action: returns the action of a reply; None: its content.
     An environment that is truncated has reached one of its limits, and not the end of the task. The episode ends by

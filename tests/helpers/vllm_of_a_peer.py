@@ -1,4 +1,4 @@
-"""Stands in for the parts of vLLM that `bench throughput --peer vllm` uses. It draws tokens uniformly, without a model."""
+"""Stands in for the parts of vLLM that `bench throughput --peer vllm` uses. It draws uniformly, without a model."""
 
 import math
 from pathlib import Path
