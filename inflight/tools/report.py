@@ -1,12 +1,13 @@
-"""`inflight report`: one HTML page of benchmark results.
+"""`inflight report`: one HTML page of benchmark results and recorded runs.
 
-Files of the same benchmark share a table, one column for each file. Lists of numbers become line plots in SVG. The
-page is one file without scripts. All text from the files is escaped.
+The first table compares speed, staleness and reward. After it, files of the same benchmark share a table, one column
+for each file, and lists of numbers become line plots in SVG. The page is one file without scripts. All text from the
+files is escaped.
 """
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
@@ -20,19 +21,39 @@ from inflight.core.decoders import json_decoder
 from inflight.core.errors import InflightError
 from inflight.core.files import replacing
 from inflight.core.option import argument, option
+from inflight.tools.recorded_run import RecordedRun, read_run
 
-MAX_BYTES, MAX_DEPTH, MIN_POINTS, LARGEST = 64 << 20, 8, 3, 1e150
+MAX_BYTES, MAX_DEPTH, MIN_POINTS, MAX_POINTS, LARGEST = 64 << 20, 8, 3, 400, 1e150
 WIDTH, HEIGHT, EDGE = 440, 240, 34
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8608f", "#e69f00", "#3f9fd8", "#888888")
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 1500px; padding: 16px; }
 table { border-collapse: collapse; font-size: 13.5px; margin: 12px 0; display: block; overflow-x: auto; }
 th, td { border-top: 1px solid #8885; padding: 4px 12px; text-align: right; max-width: 60ch; overflow-wrap: anywhere; }
-:root { color-scheme: light dark; } small { color: #888; } .plots { display: flex; flex-wrap: wrap; gap: 12px; }
+:root { color-scheme: light dark; } small { color: #888; white-space: nowrap; }
+th:first-child { min-width: 24ch; }
+.plots { display: flex; flex-wrap: wrap; gap: 12px; }
 figure { margin: 0; width: 440px; } svg { width: 100%; font-size: 11px; } svg text { fill: currentColor; }
 """
+MEASURES = {
+    "steps/s": ("steps_per_s",),
+    "tokens/s": ("tokens_per_s",),
+    "trainer waits": ("trainer_wait_share",),
+    "token age p50, ms": ("token_age_ms",),
+    "version lag p50": ("version_lag",),
+    "age over bound": ("age_over_bound",),
+    "stall p50, ms": ("stall_ms",),
+    "reward": ("final_reward", "reward_last_10_steps"),
+    "accuracy": ("accuracy_after",),
+    "seconds to target": ("seconds_to_target",),
+}
+"""Columns of the first table, and their names in results: how fast, how stale, how good."""
+TARGET_SHARE = 0.9
+"""The target of recorded runs, as a share of the least final reward of all runs."""
 Kind = TypeVar("Kind")
 Line = list[tuple[float, float]]
+Row = tuple[str, dict[str, float]]
+"""Name and measures of a measured loop."""
 
 
 class ReportError(InflightError, ValueError):
@@ -41,13 +62,13 @@ class ReportError(InflightError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """Make one HTML page of benchmark results: a table and line plots for each kind of benchmark."""
+    """Make one HTML page that compares benchmark results and recorded runs by speed, staleness and reward."""
 
-    files: tuple[Path, ...] = argument(metavar="FILE")
-    """JSON file of `inflight bench … --json FILE`, or of a script in benchmarks/."""
+    paths: tuple[Path, ...] = argument(metavar="PATH")
+    """Directory of a recorded run; or JSON file of `inflight bench … --json FILE`, or of a script in benchmarks/."""
     out: Path = option(Path("report.html"))
     """Path of the page."""
-    title: str = option("Benchmark results")
+    title: str = option("Results")
     """Heading of the page."""
 
 
@@ -73,26 +94,95 @@ class Section:
             for title, x, label, line in lines_of(value):
                 self.plots.setdefault((f"{key}: {title}", x), {})[f"{name} {label}".strip()] = line
 
+    def add_curves(self, name: str, run: RecordedRun) -> None:
+        """Add a plot against seconds for each number that a run logged; the reward is the first."""
+        for number in sorted(run.numbers, key=lambda one: (one != "reward", one)):
+            curve = run.curve(number)
+            if len(curve) >= MIN_POINTS and all(is_number(value) for _, value in curve):
+                self.plots.setdefault((number, "seconds"), {})[name] = curve[:: 1 + len(curve) // MAX_POINTS]
+
 
 def report(console: Console, options: ReportOptions) -> None:
-    """Write the page and print its path. Raises ReportError and FileWriteError."""
-    page = page_of(list(options.files), options.title)
+    """Write the page and print its path. Raises ReportError, RunError and FileWriteError."""
+    page = page_of(list(options.paths), options.title)
     with replacing(options.out) as partial:
         partial.write_text(page)
     console.print(f"written  {options.out}", markup=False, highlight=False, soft_wrap=True)
 
 
 def page_of(paths: list[Path], title: str) -> str:
-    """Return the HTML of a report. Raises ReportError for the first file that is not a benchmark result."""
+    """Return the HTML of a report. Raises ReportError for the first file that is not a benchmark result, and RunError
+    for a directory without a record."""
     sections: dict[str, Section] = {}
+    compared: dict[str, list[Row]] = {}
+    runs = {path: read_run(path) for path in paths if path.is_dir()}
+    target = target_of(runs.values())
     for path in paths:
-        result = read_json(path, dict[str, Any])
+        if run := runs.get(path):
+            kind, name, result = "run", path.resolve().name, run.result()
+            result |= {} if target is None else {"target": target, "seconds_to_target": run.seconds_to(target)}
+        else:
+            result = read_json(path, dict[str, Any])
+            kind, name = str(result.pop("bench", path.stem)), path.stem
+            name = path.resolve().parent.name if name == "summary" else name  # of a demo, in the directory of its run
+        for place, figures in rows_of(result):
+            compared.setdefault(f"{kind} {place.rpartition('.')[0]}", []).append((f"{name} {place}".strip(), figures))
         beside = path.with_name(f"{path.stem}-series.json.gz")
-        series = read_json(beside, list[Any], gzip.open) if beside.exists() else []
-        sections.setdefault(str(result.pop("bench", path.stem)), Section()).add(path.stem, result, series)
+        series = read_json(beside, list[Any], gzip.open) if not run and beside.exists() else []
+        section = sections.setdefault(kind, Section())
+        section.add(name, result, series)
+        if run:
+            section.add_curves(name, run)
     body = "\n".join(part for kind, section in sections.items() for part in html_of(kind, section))
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</html>\n'
+    first = f"<h1>{escape(title)}</h1>\n{comparison_of(list(compared.values()), target)}"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{first}\n{body}\n</html>\n'
+
+
+def target_of(runs: Iterable[RecordedRun]) -> float | None:
+    """Return the reward to which the time of each recorded run is given; None without rewards."""
+    rewards = [run.final_reward for run in runs]
+    known = [reward for reward in rewards if reward is not None]
+    return TARGET_SHARE * min(known) if known and min(known) > 0 else None
+
+
+def rows_of(result: dict[str, Any], place: str = "") -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the place and the measures of each measured loop of a result, as ("medians.auto", {"steps/s": 8.2})."""
+    figures = {title: value for title, names in MEASURES.items() if is_number(value := first_of(result, names))}
+    if figures:
+        yield place, figures
+    for key, value in result.items():
+        if isinstance(value, dict) and key != "environment" and place.count(".") < MAX_DEPTH:
+            yield from rows_of(value, f"{place}.{key}".strip("."))
+
+
+def first_of(result: dict[str, Any], names: Sequence[str]) -> Any:
+    """Return the value of the first of these names that a result has, or its median, "p50"."""
+    value = next((result[name] for name in names if name in result), None)
+    return value.get("p50") if isinstance(value, dict) else value
+
+
+def comparison_of(groups: list[list[Row]], target: float | None) -> str:
+    """Return the first table. Measures of later rows of a group get their ratio to the group's first row."""
+    titles = [title for title in MEASURES if any(title in figures for rows in groups for _, figures in rows)]
+    if not titles:
+        return ""
+    lines: list[list[str]] = []
+    for rows in groups:
+        columns = [list(measure_cells(title, [figures.get(title) for _, figures in rows])) for title in titles]
+        lines += [[name, *cells] for (name, _), *cells in zip(rows, *columns, strict=True)]
+    goal = "" if target is None else f" The target of recorded runs: a mean reward of {text_of(target)} over ten steps."
+    note = f"<p>How fast, how stale, how good. × is the ratio to the first row of the same comparison.{goal}</p>"
+    return note + table_of(["", *titles], lines)
+
+
+def measure_cells(title: str, values: list[float | None]) -> Iterator[str]:
+    """Yield the HTML of a column of the first table. Shares and lags, which can be close to 0, get no ratio."""
+    if title in ("trainer waits", "version lag p50"):
+        form = ".1%" if title == "trainer waits" else "g"
+        yield from ("" if value is None else format(value, form) for value in values)
+    else:
+        yield from cells_of({place: "" if v is None else v for place, v in enumerate(values)}, len(values))
 
 
 def read_json(path: Path, kind: type[Kind], open_file: Callable[..., Any] = open) -> Kind:
@@ -187,7 +277,8 @@ def table_of(head: list[str], rows: list[list[str]]) -> str:
 
 def text_of(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:,.4g}" if 1e-4 <= abs(value) < 1e4 or not value else f"{value:.4g}"
+        form = ",.0f" if 1e4 <= abs(value) < 1e9 else ",.4g"
+        return format(value, form)
     return "–" if value is None else f"{value:,}" if is_number(value) else str(value)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from inflight.observability.event_file import EventFile
+from inflight.observability.events import Began, Consumed, RunError, Step
 from inflight.tools import report
 from inflight.tools.cli import app
-from inflight.tools.report import ReportError, page_of
+from inflight.tools.report import ReportError, page_of, text_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ENVIRONMENT = {"command": "inflight bench …", "commit": "0123456789ab", "machine": {"cpu": "a processor", "cores": 2}}
@@ -72,10 +74,64 @@ def test_every_result_of_the_repository_is_shown():
     paths = sorted(RESULTS.rglob("*.json"))
     page = page_of(paths, "all")
     for path in paths:
-        assert f"<th>{path.stem}</th>" in page
+        assert f"<th>{path.parent.name if path.stem == 'summary' else path.stem}</th>" in page
     assert plots_of(page)["series: reward"] > 9
     assert "<th>stall_ms.p50</th>" in page
     assert "more rows" not in page
+
+
+def test_the_first_table_compares_measured_loops(tmp_path):
+    loops = {"auto": {"steps_per_s": 8.0, "token_age_ms": {"p50": 150.0}}, "sync": {"steps_per_s": 6.0}}
+    first = write(tmp_path / "lead.json", {"balanced": {"medians": loops}, "other": {"medians": loops}})
+    staleness = {"bench": "staleness", "stall_ms": {"p50": 0.1, "p99": 1.0}, "final_reward": 0.5}
+    second = [write(tmp_path / f"{name}.json", staleness | {"steps_per_s": s}) for name, s in (("a", 2.0), ("b", 3.0))]
+    page = page_of([first, *second], "")
+    table, _ = page.split("<h2>", 1)
+    assert re.findall("<th>(.*?)</th>", table)[:5] == ["", "steps/s", "token age p50, ms", "stall p50, ms", "reward"]
+    assert cells_of(table, "lead balanced.medians.auto") == ["8", "150", "", ""]
+    assert cells_of(table, "lead other.medians.sync") == ["6 <small>× 0.75</small>", "", "", ""]
+    assert cells_of(table, "b") == ["3 <small>× 1.5</small>", "", "0.1", "0.5"]
+
+
+def record_run(directory, rewards, *, restart_after=None):
+    """Write the record of a run of one step per second. A run that is killed repeats its last step after a restart."""
+    file = EventFile(directory)
+    file.append([Began(time=0.0, title="a run", model="tiny")])
+    for step, reward in enumerate(rewards, 1):
+        seconds = None if step == 1 else 1.0
+        file.append([Step(time=step, step=step, numbers={"reward": reward, "num_tokens": 100}, seconds=seconds)])
+        file.append([Step(time=step, step=step, numbers={"accuracy": 0.25} if step == 9 else {}, seconds=0.0)])
+        file.append([Consumed(time=step, num_tokens=9, measures={"token_age_ms": [1.0, 40.0 + step % 3, 90.0, 99.0]})])
+        if step == restart_after:
+            file.append([Step(time=step, step=step + 1, numbers={"reward": 77.0}, seconds=1.0)])
+            file.append([Began(time=1000.0, title="a run", model="tiny", resumed_after_step=step)])
+    file.close()
+    return directory
+
+
+def test_recorded_runs_are_compared_by_speed_staleness_and_time_to_a_reward(tmp_path):
+    fast = record_run(tmp_path / "fast", [min(1.0, 0.1 * step) for step in range(40)], restart_after=20)
+    slow = record_run(tmp_path / "slow", [min(1.0, 0.05 * step) for step in range(40)])
+    without = record_run(tmp_path / "without", [])
+    page = page_of([fast, slow, without], "runs")
+    table, _ = page.split("<h2>", 1)
+    assert "a mean reward of 0.9 over ten steps" in table
+    rows = {name: dict(zip(re.findall("<th>(.*?)</th>", table)[1:], cells_of(table, name), strict=False))
+            for name in ("fast", "slow")}  # fmt: skip
+    assert rows["fast"]["steps/s"] == text_of(40 / 39)
+    assert rows["fast"]["token age p50, ms"] == "41"
+    assert rows["fast"]["reward"] == "1"  # without the step that the restart repeated
+    # The mean of steps t-9 … t is at least 0.9: from index 15 and 24 on. A step takes a second.
+    assert rows["fast"]["seconds to target"] == "15"
+    assert rows["slow"]["seconds to target"].startswith("24 <small>")
+    assert rows["fast"]["accuracy"] == "0.25"
+    assert plots_of(page) == {"reward": 2, "num_tokens": 2}
+    assert "77" not in re.sub("points=.*?>", "", page)
+
+
+def test_a_directory_without_a_record_is_refused(tmp_path):
+    with pytest.raises(RunError, match=r"cannot read .*events\.jsonl"):
+        page_of([tmp_path], "")
 
 
 def test_text_of_a_file_is_escaped(tmp_path):

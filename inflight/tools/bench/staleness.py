@@ -27,9 +27,9 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
     """Train by GRPO on arbitrary rewards for `steps` optimizer steps while the engine draws `sequences` sequences at a
     time, and publish after every `publish_every`-th step.
 
-    An optimizer step uses `sequences` rollouts. With mode "inflight", `ahead` decides how many are in flight. On a CPU
-    engine and trainer get half of the cores each. In mode "sync" one of them works at a time and has all cores. Three
-    additional steps before the first measured step compile kernels and let the first prompts end.
+    An optimizer step uses `sequences` rollouts. With mode "inflight", `ahead` decides how many are in flight, and
+    `split_cores` shares the cores of a CPU. In mode "sync" one side works at a time and has all cores. Three additional
+    steps before the first measured step compile kernels and let the first prompts end.
 
     The result has {p50, p90, p99, max} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms, swap_ms and
     stall_ms, version_lag {p50, max}, steps_per_s, trainer_wait_share (the share of time in which the trainer waits for
@@ -45,7 +45,9 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
         ahead=read_ahead(settings.ahead),
         skip_uniform_groups=False,
     )
-    threads = Threads(torch.get_num_threads(), 0) if settings.mode == "sync" else split_cores(device)
+    torch.manual_seed(settings.seed)
+    model = load_trainer(settings.model, device)
+    threads = Threads(torch.get_num_threads(), 0) if settings.mode == "sync" else split_cores(device, model)
     with (
         torch_threads(threads.trainer),
         launch(
@@ -61,8 +63,6 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
             threads=threads.engine,
         ) as engine,
     ):
-        torch.manual_seed(settings.seed)
-        model = load_trainer(settings.model, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         prompts = _random_prompts(engine.info.vocab_size, settings.prompt_tokens)
         with engine.publisher(model) as publisher:

@@ -93,7 +93,6 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     _prepare(out, keep=checkpoint is not None)
     torch.manual_seed(options.seed)
     device = resolve_device(options.device)
-    threads = split_cores(device)
     began_ns = now_ns()
     if options.real and checkpoint is None:
         console.print(f"loading {REAL_MODEL}")
@@ -101,6 +100,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     else:
         source = str(checkpoint or options.model)
         model, tokenizer = load_trainer(source, device), require_tokenizer(source)
+    threads = split_cores(device, model)
     name = REAL_MODEL if options.real else options.model
     title = f"{task_name}, {_parameters(model)} parameters, {mode}"
     if making.done():

@@ -32,10 +32,19 @@ class Threads:
     engine: int
 
 
-def split_cores(device: torch.device) -> Threads:
-    """Give trainer and engine half of the cores each. On a GPU the trainer keeps all cores."""
+LARGE_MODEL = 10_000_000
+"""Number of parameters above which a trainer is faster with all cores, although the engine needs some of them
+(docs/performance.md)."""
+
+
+def split_cores(device: torch.device, model: nn.Module | None = None) -> Threads:
+    """Give the engine half of the cores. The trainer of a large model gets all of them, other trainers the other half.
+    On a GPU the trainer keeps all cores."""
     cores = torch.get_num_threads()
-    return Threads(cores, 0) if device.type == "cuda" else Threads(max(1, cores // 2), max(1, cores - cores // 2))
+    if device.type == "cuda":
+        return Threads(cores, 0)
+    is_large = model is not None and sum(p.numel() for p in model.parameters()) >= LARGE_MODEL
+    return Threads(cores if is_large else max(1, cores // 2), max(1, cores - cores // 2))
 
 
 @contextmanager
