@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import against
 import torch
-from against import PAIRS, compare
 from harness import finish
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
@@ -27,11 +27,11 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 4096, "eos_token_id": None, "bos_token_id": None,
 }  # fmt: skip
 RUNS = {
-    "decoding": "--sequences 16 --tokens 96 --prompt-tokens 32 --pairs 1",
-    "one sequence": "--sequences 1 --tokens 96 --prompt-tokens 32 --pairs 1",
-    "long prompts": "--sequences 4 --tokens 32 --prompt-tokens 1024 --pairs 1",
+    "decoding": "--dtype float32 --sequences 16 --tokens 96 --prompt-tokens 32 --pairs 2",
+    "decoding in bf16": "--dtype bfloat16 --sequences 16 --tokens 96 --prompt-tokens 32 --pairs 2",
+    "long prompts": "--dtype float32 --sequences 4 --tokens 32 --prompt-tokens 1024 --pairs 1",
 }
-DTYPES = ("float32", "bfloat16")
+against.PAIRS = 3
 
 
 def token_bytes(config: DeepseekV3Config) -> dict[str, int]:
@@ -49,15 +49,13 @@ def main() -> None:
     other = Path(sys.argv.pop(1)).resolve()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=other, capture_output=True, text=True, check=True).stdout
     config, published = DeepseekV3Config(**SIZES), DeepseekV3Config()
-    result: dict[str, Any] = {"other_commit": commit.strip(), "pairs": PAIRS, "sizes": SIZES}
+    result: dict[str, Any] = {"other_commit": commit.strip(), "pairs": against.PAIRS, "sizes": SIZES}
     result["token_bytes"] = {"this model": token_bytes(config), "DeepSeek V3": token_bytes(published)}
     with tempfile.TemporaryDirectory() as directory:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-        for dtype in DTYPES:
-            for name, arguments in RUNS.items():
-                asked = f"throughput --model {directory} --dtype {dtype} {arguments}"
-                result[f"{name}, {dtype}"] = compare(other, asked, ["tokens_per_s"])
+        for name, arguments in RUNS.items():
+            result[name] = against.compare(other, f"throughput --model {directory} {arguments}", ["tokens_per_s"])
     finish("latent-cache", result)
 
 

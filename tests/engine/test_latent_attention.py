@@ -1,4 +1,4 @@
-"""Families with latent attention keep one latent per token, and compute from it what a whole forward pass computes."""
+"""Families with latent attention keep one latent per token, and their log-probabilities equal a whole forward pass."""
 
 import os
 import signal
@@ -40,16 +40,21 @@ WIDE = Family(
     "deepseek_v3",
     {**VARIANTS["deepseek_v3"]["yarn"], "qk_rope_head_dim": 16, "first_k_dense_replace": 4},
 )
-"""Its latents have a length that the C kernel supports. PyTorch computes those of the other tiny models."""
-CHANGED = {WIDE.name: WIDE, "minicpm3": Family("minicpm3", "minicpm3", {"dim_model_base": 16})}
-"""The latter, so that its distributions have more than one token."""
+"""Its latents have a length that the C kernel supports. PyTorch computes the other tiny models."""
+CHANGED = {
+    WIDE.name: WIDE,
+    # Its distributions have more than one token then.
+    "minicpm3": Family("minicpm3", "minicpm3", {"dim_model_base": 16}),
+    # All experts are chosen: the scores of two of them differ by 6e-8 for one of the drawn tokens.
+    "glm4_moe_lite": Family("glm4_moe_lite", "glm4_moe_lite", {"num_experts_per_tok": 4}),
+}
 FUSED = (
     "deepseek_v3-wide", "deepseek_v3-yarn", "deepseek_v3", "deepseek_v3-uninterleaved",
     "deepseek_v3-published-moonlight", "deepseek_v2",
     "deepseek_v2-published-lite", "glm4_moe_lite", "minicpm3", "youtu", "axk1", "kimi_k25",
 )  # fmt: skip
 UNFUSED = ("longcat_flash", "kimi_linear", "bailing_hybrid")
-"""Two attention layers in a layer; layers with a state; a gate beside attention."""
+"""Two attention layers in a layer; layers with a state; a gate after attention."""
 FAMILIES = FUSED + UNFUSED
 QUICK = ("deepseek_v3-wide",)
 OF_EACH_KIND = ("deepseek_v3-wide", "deepseek_v2", "minicpm3", "longcat_flash")
