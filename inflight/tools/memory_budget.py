@@ -1,12 +1,13 @@
 """`inflight doctor --model`: the memory of engine and trainer of a model on one GPU."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from inflight.engine.model.attention.latent import LatentHeads
 from inflight.engine.model.checkpoints import auto_class
 from inflight.engine.model.loading import load_config
 from inflight.weights.towers import drop_towers
@@ -32,7 +33,7 @@ class Budget(NamedTuple):
     weight_bytes: int
     """One slot, in bf16. It has no towers for images and sound."""
     kv_bytes: int
-    """Keys and values of all sequences in bf16, without regard to sliding windows."""
+    """Keys and values of all sequences in bf16, without regard to sliding windows. Latent attention keeps latents."""
 
     def engine_bytes(self, slots: int) -> int:
         return slots * self.weight_bytes + self.kv_bytes + FIXED_BYTES
@@ -54,8 +55,14 @@ def budget_of(model: str, *, sequences: int, context: int) -> Budget:
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * heads * head_dim * BF16_BYTES
-    return Budget(num_parameters, _num_parameters(made) * BF16_BYTES, sequences * context * token_bytes)
+    token_dim = _latent_dim(made) or 2 * text.num_hidden_layers * heads * head_dim
+    return Budget(num_parameters, _num_parameters(made) * BF16_BYTES, sequences * context * token_dim * BF16_BYTES)
+
+
+def _latent_dim(model: nn.Module) -> int:
+    """Return the numbers that all layers with latent attention keep of a token. 0 if there are none."""
+    parts: list[Any] = [module for module in model.modules() if LatentHeads.of(module) is not None]
+    return sum(part.kv_lora_rank + part.qk_rope_head_dim for part in parts)
 
 
 def _num_parameters(model: nn.Module) -> int:

@@ -7,6 +7,7 @@ from inflight_kernels._norm import Norm
 from inflight_kernels.attention import paged_attention
 from inflight_kernels.copy import BlockCopies, ScaledCopies, copy_all
 from inflight_kernels.filters import Filters, cut_logits
+from inflight_kernels.latent import latent_attention
 from inflight_kernels.linear_logprob import linear_logprobs, linear_logprobs_reference
 from inflight_kernels.lora import add_lora
 from inflight_kernels.page_lists import list_pages
@@ -26,6 +27,7 @@ __all__ = [
     "cut_logits",
     "draw",
     "gated_activation",
+    "latent_attention",
     "linear",
     "linear_logprobs",
     "linear_logprobs_reference",

@@ -17,6 +17,7 @@
 #define CHUNK 64        // context tokens whose scores are held at a time
 #define MAX_ROWS 8      // query rows that share one read of the keys
 #define MAX_HEAD 512
+#define MAX_LATENT 640   // 512 numbers of a latent and 64 of a rotated key, and some more
 #define MAX_HIDDEN 16384
 #define SAMPLE_BLOCK 1024
 
@@ -125,6 +126,37 @@ typedef struct {
     const float *sinks;  // [Hq] or NULL
 } Attention;
 
+// Turns the scores of CHUNK keys from `start` on into weights, for each of `rows` rows, whose sums so far it scales.
+static inline __attribute__((always_inline)) void weigh(const Attention *a, const int rows, int64_t start, int count,
+        const int64_t *position, float (*weight)[CHUNK], float *peak, float *total, float *acc, int acc_stride) {
+    for (int r = 0; r < rows; r++) {
+        if (a->softcap != 0)
+            for (int t = 0; t < count; t++) weight[r][t] = a->softcap * tanhf(weight[r][t] / a->softcap);
+        for (int t = 0; t < CHUNK; t++) {
+            const int64_t key = start + t;
+            const int hidden = key > position[r] || (a->window && key <= position[r] - a->window);
+            weight[r][t] = hidden ? -INFINITY : weight[r][t];
+        }
+        vf top = splat(-INFINITY);
+        for (int t = 0; t < CHUNK; t += LANES) top = maxv(top, *(vf *)&weight[r][t]);
+        float high = max1(top);
+        if (!(high <= peak[r])) {  // higher, or NaN
+            const float shrink = peak[r] == -INFINITY ? 0 : expf(peak[r] - high);
+            total[r] *= shrink;
+            for (int d = 0; d < a->value_dim; d += LANES) *(vf *)&acc[r * acc_stride + d] *= shrink;
+            peak[r] = high;
+        }
+        const float base = peak[r] == -INFINITY ? 0 : peak[r];
+        vf mass = {0};
+        for (int t = 0; t < CHUNK; t += LANES) {
+            const vf w = expv(*(vf *)&weight[r][t] - base);
+            *(vf *)&weight[r][t] = w;
+            mass += w;
+        }
+        total[r] += sum(mass);
+    }
+}
+
 // `rows` query rows (tokens x query heads of one KV head) of one sequence. Row r is token first + r / group.
 static inline __attribute__((always_inline)) void attend_rows(const Attention *a, const int rows, int real_rows,
         int64_t first_token, int64_t first_position, int kv_head, const int32_t *table) {
@@ -171,32 +203,7 @@ static inline __attribute__((always_inline)) void attend_rows(const Attention *a
             }
             for (int r = 0; r < rows; r++) *(vf *)&weight[r][b] = score[r];
         }
-        for (int r = 0; r < rows; r++) {
-            if (a->softcap != 0)
-                for (int t = 0; t < count; t++) weight[r][t] = a->softcap * tanhf(weight[r][t] / a->softcap);
-            for (int t = 0; t < CHUNK; t++) {
-                const int64_t key = start + t;
-                const int hidden = key > position[r] || (a->window && key <= position[r] - a->window);
-                weight[r][t] = hidden ? -INFINITY : weight[r][t];
-            }
-            vf top = splat(-INFINITY);
-            for (int t = 0; t < CHUNK; t += LANES) top = maxv(top, *(vf *)&weight[r][t]);
-            float high = max1(top);
-            if (!(high <= peak[r])) {  // higher, or NaN
-                const float shrink = peak[r] == -INFINITY ? 0 : expf(peak[r] - high);
-                total[r] *= shrink;
-                for (int d = 0; d < Dv; d += LANES) *(vf *)&acc[r][d] *= shrink;
-                peak[r] = high;
-            }
-            const float base = peak[r] == -INFINITY ? 0 : peak[r];
-            vf mass = {0};
-            for (int t = 0; t < CHUNK; t += LANES) {
-                const vf w = expv(*(vf *)&weight[r][t] - base);
-                *(vf *)&weight[r][t] = w;
-                mass += w;
-            }
-            total[r] += sum(mass);
-        }
+        weigh(a, rows, start, count, position, weight, peak, total, &acc[0][0], MAX_HEAD);
         for (int b = 0; b < count; b += LANES) {
             const int64_t block = table[(start + b) / LANES];
             const ptrdiff_t base = (block * a->kv_heads + kv_head) * LANES * (ptrdiff_t)Dv;
@@ -687,6 +694,97 @@ int add_lora(void *y, int64_t y_stride, const void *x, int64_t x_stride, const v
                 }
     }
     free(groups);
+    return 0;
+}
+
+// ---- attention over latents --------------------------------------------------------------------------------------
+//
+// latents [blocks, LANES, D]: a row is the key of all H heads, and its first Dv numbers are their value. queries
+// [T, H, D] and out [T, H, Dv] are contiguous; tables, starts and contexts are those of paged_attention.
+
+// `rows` query rows (tokens x heads) of one sequence, from the row `first` on. Row r is token r / H of its chunk.
+static inline __attribute__((always_inline)) void attend_latents(const Attention *a, const int rows, int real_rows,
+        int64_t first, int64_t first_token, int64_t first_position, const int32_t *table, const int bf) {
+    const int D = a->dim, Dv = a->value_dim;
+    float query[MAX_ROWS][MAX_LATENT] __attribute__((aligned(64)));
+    float acc[MAX_ROWS][MAX_LATENT] __attribute__((aligned(64)));
+    float weight[MAX_ROWS][CHUNK] __attribute__((aligned(64)));
+    float peak[MAX_ROWS], total[MAX_ROWS];
+    int64_t position[MAX_ROWS];
+    for (int r = 0; r < rows; r++) {
+        const int64_t row = first + (r < real_rows ? r : 0);
+        position[r] = first_position + row / a->q_heads;
+        for (int d = 0; d < D; d += LANES)
+            *(vf *)&query[r][d] = load(a->q, bf, (first_token * a->q_heads + row) * D + d) * a->scale;
+        memset(acc[r], 0, sizeof(float) * Dv);
+        peak[r] = -INFINITY;
+        total[r] = 0;
+    }
+    const int64_t last = position[real_rows - 1];
+    int64_t begin = a->window ? position[0] - a->window + 1 : 0;
+    begin = begin < 0 ? 0 : begin / LANES * LANES;
+    for (int64_t start = begin; start <= last; start += CHUNK) {
+        const int count = last + 1 - start < CHUNK ? (int)(last + 1 - start) : CHUNK;
+        for (int b = 0; b < count; b += LANES) {
+            const ptrdiff_t base = (ptrdiff_t)table[(start + b) / LANES] * LANES * D;
+            for (int t = 0; t < LANES; t += SIDE)
+                for (int r = 0; r < rows; r += SIDE) {
+                    nf products[SIDE * SIDE];
+                    float sums[SIDE * SIDE] __attribute__((aligned(64)));
+                    for (int i = 0; i < SIDE * SIDE; i++) products[i] = (nf){0};
+                    for (int d = 0; d < D; d += NATIVE) {
+                        nf left[SIDE];
+                        for (int i = 0; i < SIDE; i++) {
+                            left[i] = *(const nf *)&query[r + i][d];
+                            KEEP(left[i]);
+                        }
+                        for (int j = 0; j < SIDE; j++) {
+                            nf right = load_native(a->k, bf, base + (ptrdiff_t)(t + j) * D + d);
+                            KEEP(right);
+                            for (int i = 0; i < SIDE; i++) products[SIDE * i + j] += left[i] * right;
+                        }
+                    }
+                    add_lanes(products, sums);
+                    for (int i = 0; i < SIDE * SIDE; i++) weight[r + i / SIDE][b + t + i % SIDE] = sums[i];
+                }
+        }
+        weigh(a, rows, start, count, position, weight, peak, total, &acc[0][0], MAX_LATENT);
+        for (int b = 0; b < count; b += LANES) {
+            const ptrdiff_t base = (ptrdiff_t)table[(start + b) / LANES] * LANES * D;
+            const int here = count - b < LANES ? count - b : LANES;
+            for (int d = 0; d < Dv; d += LANES) {
+                vf mix[MAX_ROWS];
+                for (int r = 0; r < rows; r++) mix[r] = *(vf *)&acc[r][d];
+                for (int t = 0; t < here; t++) {
+                    const vf value = load(a->k, bf, base + (ptrdiff_t)t * D + d);
+                    for (int r = 0; r < rows; r++) mix[r] += weight[r][b + t] * value;
+                }
+                for (int r = 0; r < rows; r++) *(vf *)&acc[r][d] = mix[r];
+            }
+        }
+    }
+    for (int r = 0; r < real_rows; r++)
+        for (int d = 0; d < Dv; d += LANES)
+            store(a->out, bf, (first_token * a->q_heads + first + r) * Dv + d, *(vf *)&acc[r][d] / total[r]);
+}
+
+// Returns 0, or 1 if a size is out of range (nothing is written then).
+int latent_attention(const void *q, const void *latents, void *out, int bf, const int32_t *tables,
+        int64_t table_stride, const int32_t *starts, const int32_t *contexts, int64_t sequences, int heads, int dim,
+        int value_dim, float scale, int window, int threads) {
+    if (dim % LANES || value_dim % LANES || dim > MAX_LATENT) return 1;
+    const Attention a = {q, latents, latents, out, bf, heads, 1, dim, value_dim, scale, 0, window, NULL};
+#pragma omp parallel num_threads(threads)
+    for (int64_t s = 0; s < sequences; s++) {
+        const int64_t count = starts[s + 1] - starts[s], rows = count * heads;
+        const int32_t *table = tables + s * table_stride;
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t first = 0; first < rows; first += MAX_ROWS) {
+            const int real = rows - first < MAX_ROWS ? (int)(rows - first) : MAX_ROWS;
+            if (bf) attend_latents(&a, MAX_ROWS, real, first, starts[s], contexts[s] - count, table, 1);
+            else attend_latents(&a, MAX_ROWS, real, first, starts[s], contexts[s] - count, table, 0);
+        }
+    }
     return 0;
 }
 

@@ -33,6 +33,7 @@ _SIGNATURES = {
     "paged_attention": [_P, _P, _P, _P, _I, _P, _L, _P, _P, _L, _I, _I, _I, _I, _F, _F, _I, _P, _I],
     "add_lora": [_P, _L, _P, _L, _P, _L, _P, _L, _I, _P, _I, _I, _P, _L, _L, _L, _I],
     "copy_scaled": [_P, _P, _L, _L, _I],
+    "latent_attention": [_P, _P, _P, _I, _P, _L, _P, _P, _L, _I, _I, _I, _F, _I, _I],
     "linear": [_P, _L, _P, _P, _P, _I, _L, _L, _L, _I],
     "list_pages": [_P, _L, _P, _P, _L, _I, _P],
     "rms_norm": [_P, _L, _P, _L, _P, _P, _P, _I, _L, _L, _F, _F, _I, _I],

@@ -110,12 +110,12 @@ def empty_cache_for_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (k_cache, v_cache) in the layout of the C kernel: keys of a block and head are stored as [D, 16], so that
     the scores of 16 tokens are one vector."""
-    keys = _in_huge_pages(blocks, kv_heads, key_dim, _cpu.LANES, dtype=dtype).permute(0, 3, 1, 2)
-    values = _in_huge_pages(blocks, kv_heads, _cpu.LANES, value_dim, dtype=dtype).transpose(1, 2)
+    keys = in_huge_pages(blocks, kv_heads, key_dim, _cpu.LANES, dtype=dtype).permute(0, 3, 1, 2)
+    values = in_huge_pages(blocks, kv_heads, _cpu.LANES, value_dim, dtype=dtype).transpose(1, 2)
     return keys, values
 
 
-def _in_huge_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def in_huge_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Allocate memory for scattered writes: one page fault per 2 MiB instead of 4 KiB, if the system grants it, and
     none for the beginning, which is used first. The system allocates the rest on first use."""
     memory = mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

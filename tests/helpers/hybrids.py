@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from family_configs import all_families
+from family_configs import Family, all_families
 from family_weights import make_model
 from transformers import PreTrainedModel
 
@@ -17,9 +17,11 @@ OF_EACH_KIND = ("qwen3_5_text", "nemotron_h", "lfm2")
 
 
 @torch.no_grad()
-def model_of(name: str, version: int = 0) -> PreTrainedModel:
+def model_of(family: str | Family, version: int = 0) -> PreTrainedModel:
     """The family's model, with matrices of a size at which rounding stays below the tolerance."""
-    model = make_model(next(family for family in all_families() if family.name == name))
+    if isinstance(family, str):
+        family = next(known for known in all_families() if known.name == family)
+    model, name = make_model(family), family.name
     generator = torch.Generator().manual_seed(version)
     decays = {id(parameter) for key, parameter in model.named_parameters() if key.endswith("A_log")}
     head: Any = model.get_output_embeddings()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from family_configs import tiny_config
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2_5_VLConfig
 
@@ -9,7 +10,7 @@ from inflight.core.errors import ModelLoadError
 from inflight.engine.cache.classify import classify_layers
 from inflight.engine.model.loading import load_model
 from inflight.engine.model.shapes import shape_config
-from inflight.tools.memory_budget import GIB, TRAINERS, Budget, budget_of, print_budget
+from inflight.tools.memory_budget import BF16_BYTES, GIB, TRAINERS, Budget, budget_of, print_budget
 from inflight.weights.tensors import layout_of
 
 
@@ -19,9 +20,20 @@ def test_slots_and_cache_have_the_size_of_the_engines(name):
     model = load_model(name, dtype=torch.bfloat16, device=torch.device("cpu"), seed=0)
     assert budget.weight_bytes == pytest.approx(layout_of(model).total_bytes, rel=0.01)
     layers = classify_layers(model).attention
-    token_bytes = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize for layer in layers)
+    token_bytes = sum(layer.token_dim * layer.dtype.itemsize for layer in layers)
     assert budget.kv_bytes == 3 * 10 * token_bytes
     assert budget.engine_bytes(2) - budget.engine_bytes(1) == budget.weight_bytes
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_linear"])
+def test_latent_attention_keeps_latents(name, tmp_path):
+    model = AutoModelForCausalLM.from_config(tiny_config(name))
+    model.save_pretrained(tmp_path)
+    budget = budget_of(str(tmp_path), sequences=3, context=10)
+    layers = classify_layers(load_model(str(tmp_path), dtype=None, device=torch.device("cpu"), seed=0)).attention
+    assert all(layer.latent for layer in layers)
+    assert budget.kv_bytes == 3 * 10 * sum(layer.token_dim for layer in layers) * BF16_BYTES
+    assert budget.kv_bytes == 3 * 10 * len(layers) * (16 + 8) * BF16_BYTES
 
 
 def test_a_slot_has_no_towers(tmp_path):

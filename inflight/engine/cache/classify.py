@@ -11,7 +11,8 @@ from inflight.core.by_name import load_by_name
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.engine.cache.kinds import LayerKind, LayerShape, StateTensor
 from inflight.engine.cache.transformers_states import TRANSFORMERS_STATES
-from inflight.engine.model.attention.hook import Call, record_calls, route
+from inflight.engine.model.attention.hook import Call, keep_latents, record_calls, route
+from inflight.engine.model.attention.latent import LatentHeads
 from inflight.model_checks.twin import first_line
 
 _PAGED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -63,7 +64,8 @@ def check_layer_types(config: PretrainedConfig, kinds: Sequence[LayerKind] = OUR
 @torch.inference_mode()
 def classify_layers(model: PreTrainedModel, kinds: Sequence[LayerKind] = OUR_KINDS) -> Layers:
     """Return the layers of a model by kind, found by a pass over two tokens. kinds: kinds of layers with a state per
-    sequence. Modules of these kinds compute from such states during passes from now on.
+    sequence. Modules of these kinds compute from such states during passes from now on, and modules with latent
+    attention keep latents.
 
     Raises UnsupportedModelError, with their names, if some layers mix tokens without going through the attention
     interface (linear attention, Mamba, convolutions) or attend to later tokens, or if the model cannot run packed
@@ -73,6 +75,8 @@ def classify_layers(model: PreTrainedModel, kinds: Sequence[LayerKind] = OUR_KIN
     for module in model.modules():
         if (kind := next((kind for kind in kinds if kind.detect(module)), None)) is not None:
             route(module, kind)
+        elif LatentHeads.of(module) is not None:
+            keep_latents(module)
     try:
         calls = record_calls(model)
     except UnsupportedModelError as error:

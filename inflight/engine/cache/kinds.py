@@ -108,6 +108,13 @@ class LayerShape:
     softcap: float | None = None
     sinks: bool = False
     """Each head has an additional logit."""
+    latent: bool = False
+    """All heads share one key. Its first `value_dim` numbers are the value, too, and the cache keeps them once."""
+
+    @property
+    def token_dim(self) -> int:
+        """Numbers of a token in the cache."""
+        return self.kv_heads * (self.key_dim + (0 if self.latent else self.value_dim))
 
 
 class StateTensor(NamedTuple):

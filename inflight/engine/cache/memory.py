@@ -69,7 +69,7 @@ class KVMemory:
             for layer, group in zip(self._layers, self.group_of, strict=True):
                 keys, values = self.backend.allocate(layer, self.groups[group].num_blocks)
                 self.keys.append(keys)
-                self.values.append(values)
+                self.values.append(keys[..., : layer.value_dim] if layer.latent else values)
             for tensors in self._state_layers:
                 shapes = (((self.num_states, *tensor.shape), tensor.dtype) for tensor in tensors)
                 self.states.append(tuple(torch.zeros(s, dtype=dtype, device=self.device) for s, dtype in shapes))
@@ -78,7 +78,7 @@ class KVMemory:
             raise DeviceMemoryError(
                 f"the KV cache needs {self.nbytes / 2**20:,.0f} MiB, and that much is not free on {self.device} now"
             ) from error
-        tensors = [[pages[layer] for pages in (self.keys, self.values) for layer in g.layers] for g in self.groups]
+        tensors = [[tensor for layer in group.layers for tensor in self._stored(layer)] for group in self.groups]
         if self.states:
             tensors.append([tensor for layer in self.states for tensor in layer])
         self._copies = BlockCopies(tensors)
@@ -116,12 +116,16 @@ class KVMemory:
         assert batch.states is not None
         return ChunkStates(self.states[layer], batch.states, batch.starts, batch.num_single)
 
+    def _stored(self, layer: int) -> list[torch.Tensor]:
+        """The tensors of an attention layer that own memory."""
+        return [self.keys[layer]] if self._layers[layer].latent else [self.keys[layer], self.values[layer]]
+
     def _state_bytes(self) -> int:
         return sum(math.prod(t.shape) * t.dtype.itemsize for layer in self._state_layers for t in layer)
 
     def _block_bytes(self, layers: list[int]) -> int:
         shapes = [self._layers[layer] for layer in layers]
-        return sum(s.kv_heads * (s.key_dim + s.value_dim) * s.dtype.itemsize for s in shapes) * self.block_size
+        return sum(shape.token_dim * shape.dtype.itemsize for shape in shapes) * self.block_size
 
     def _sizes(self, members: dict[int | None, list[int]], options: EngineOptions) -> list[int]:
         """The number of blocks of each group, given as window → layers, and the number of states."""

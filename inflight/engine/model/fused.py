@@ -25,7 +25,8 @@ from inflight.core.decoder import ATTENTION, LAST_NORMS, LAYER_NORMS, MLP, MLPS
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.adapters import Lora, lora_of, merge_lora
 from inflight.engine.model.attention.backend import ForwardBatch
-from inflight.engine.model.rotation import Rotation, Rotations
+from inflight.engine.model.attention.latent import LatentHeads
+from inflight.engine.model.rotation import Rotation, Rotations, latents_rotate_neighbours
 
 
 class UnknownPartError(Exception):
@@ -88,6 +89,43 @@ class _Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class _LatentAttention:
+    index: int
+    queries: tuple[_Linear, ...]
+    """One product, or two with the norm between them."""
+    query_norm: _Norm | None
+    latent: _Linear
+    latent_norm: _Norm
+    heads: LatentHeads
+    out: _Linear
+    cos: torch.Tensor
+    """f32[max_context, R / 2]"""
+    sin: torch.Tensor
+    neighbours: bool
+    """Neighbouring numbers are rotated instead of halves. Both become halves."""
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
+        query = self.queries[0](x)
+        if self.query_norm is not None:
+            query = self.queries[1](_normed(query, self.query_norm))
+        query = query.unflatten(1, (len(self.heads.keys_HPL), -1))
+        latent, key = self.latent(x).tensor_split((self.heads.rank,), 1)
+        plain = self.heads.keys_HPL.shape[1]
+        cos, sin = self.cos[batch.positions][:, None], self.sin[batch.positions][:, None]
+        query = torch.cat((query[..., :plain], self._rotated(query[..., plain:], cos, sin)), 2)
+        latents = memory.keys[self.index].view(-1, self.heads.rank + key.shape[1])
+        places = batch.cache_index[memory.group_of[self.index]]
+        latents[places] = torch.cat((_normed(latent, self.latent_norm), self._rotated(key[:, None], cos, sin)[:, 0]), 1)
+        mixed = memory.backend.attend(self.index, self.heads.absorb(query), None)
+        return self.out(self.heads.expand(mixed).flatten(1))
+
+    def _rotated(self, x_THR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x_THR.float()
+        first, second = (x[..., ::2], x[..., 1::2]) if self.neighbours else x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_THR.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class _Mlp:
     gate_up: _Linear
     down: _Linear
@@ -122,7 +160,7 @@ class _Sum:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     before_attention: _Norm | None
-    attention: _Attention
+    attention: _Attention | _LatentAttention
     after_attention: _Norm | None
     before_mlp: _Norm | None
     mlp: _Block
@@ -214,9 +252,9 @@ def _part(module: nn.Module, name: str, kind: type) -> Any:
 
 
 def _logit_scale(model: PreTrainedModel) -> float:
-    """Return the factor between the head's output and the logits. Granite divides by `logits_scaling`."""
+    """Return the factor between the head's output and the logits. Granite and MiniCPM 3 divide by `logits_scaling`."""
     scaling = float(getattr(model.config.get_text_config(), "logits_scaling", 1.0))
-    scale = 1 / scaling if type(model).__name__.startswith("Granite") else scaling
+    scale = 1 / scaling if type(model).__name__.startswith(("Granite", "MiniCPM3")) else scaling
     return scale * float(getattr(model, "logit_scale", 1.0))
 
 
@@ -231,11 +269,14 @@ def _layer(layer: nn.Module, rotations: Rotations) -> _Layer:
     mlps = [_mlp(part) for name in MLPS if isinstance(part := getattr(layer, name, None), nn.Module)]
     mlp = _mlp(_part(layer, "mlp", nn.Module)) if not mlps else mlps[0] if len(mlps) == 1 else _Sum(tuple(mlps))
     parallel = getattr(layer, "use_parallel_residual", not {after, before_mlp, after_mlp} - {None})
-    scale = float(getattr(layer, "residual_multiplier", 1.0))
+    scales = (getattr(layer, name, None) for name in ("residual_multiplier", "residual_scale"))  # the latter: MiniCPM 3
+    scale = float(next((scale for scale in scales if isinstance(scale, (int, float))), 1.0))
     return _Layer(before, attention, after, before_mlp, mlp, after_mlp, bool(parallel), scale)
 
 
-def _attention(module: nn.Module, rotations: Rotations) -> _Attention:
+def _attention(module: nn.Module, rotations: Rotations) -> _Attention | _LatentAttention:
+    if (heads := LatentHeads.of(module)) is not None:
+        return _latent_attention(module, heads, rotations)
     head_dim = int(_part(module, "head_dim", int))
     names = next((names for names in ATTENTION if hasattr(module, names.out)), ATTENTION[0])
     parts = (names.whole,) if hasattr(module, names.whole) else names.parts
@@ -258,6 +299,27 @@ def _attention(module: nn.Module, rotations: Rotations) -> _Attention:
         head_norms=norms if per_head else None,
         whole_norms=None if per_head else norms,
         sinks=getattr(module, "sinks", None),
+    )
+
+
+def _latent_attention(module: nn.Module, heads: LatentHeads, rotations: Rotations) -> _LatentAttention:
+    parts = {name for name, _ in module.named_children()}
+    names = ("q_a_proj", "q_b_proj") if "q_a_proj" in parts else ("q_proj",)
+    known = {*names, "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
+    if unknown := parts - known:  # a gate or an indexer, for example
+        raise UnknownPartError(f"{type(module).__name__} has {', '.join(sorted(unknown))}")
+    cos, sin = (table[:, : table.shape[1] // 2].contiguous() for table in rotations.tables_of(module))
+    return _LatentAttention(
+        index=int(_part(module, "layer_idx", int)),
+        queries=tuple(_linear(_part(module, name, nn.Linear)) for name in names),
+        query_norm=_norm(_part(module, "q_a_layernorm", nn.Module)) if len(names) == 2 else None,
+        latent=_linear(_part(module, "kv_a_proj_with_mqa", nn.Linear)),
+        latent_norm=_norm(_part(module, "kv_a_layernorm", nn.Module)),
+        heads=heads,
+        out=_linear(_part(module, "o_proj", nn.Linear)),
+        cos=cos,
+        sin=sin,
+        neighbours=latents_rotate_neighbours(module),
     )
 
 

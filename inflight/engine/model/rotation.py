@@ -50,12 +50,7 @@ class Rotations:
     def of(self, attention: nn.Module, *, head_dim: int, q_width: int, width: int) -> Rotation:
         """Return the rotation of an attention layer. q_width and width: numbers of a token's queries, and of its
         queries, keys and values together."""
-        kind = None
-        if self._by_type:
-            kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None)
-        if kind not in self._made:
-            self._made[kind] = self._tables(kind, next(attention.parameters()).device)
-        cos, sin = self._made[kind]
+        cos, sin = self.tables_of(attention)
         order = None
         if _rotates_neighbours(attention):
             order = _halves_first(head_dim, cos.shape[1], (q_width + width) // 2, width).to(cos.device)
@@ -63,10 +58,21 @@ class Rotations:
             cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         return Rotation(cos, sin, order, _query_scale(attention))
 
+    def tables_of(self, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of an attention layer, f32[max_context, R]."""
+        kind = None
+        if self._by_type:
+            kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None)
+        if kind not in self._made:
+            self._made[kind] = self._tables(kind, next(attention.parameters()).device)
+        return self._made[kind]
+
     def _tables(self, kind: str | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(self._max_context, device=device)[None]
         extra = {"layer_type": kind} if self._by_type else {}
         made = self._module(torch.zeros(1, 1, device=device), positions, **extra)
+        if isinstance(made, torch.Tensor):  # cos + i sin (DeepSeek V2)
+            made = (made.real.repeat(1, 1, 2), made.imag.repeat(1, 1, 2))
         cos, sin = (table[0].float() for table in made)
         half = cos.shape[-1] // 2
         if torch.equal(cos[:, ::2], cos[:, 1::2]) and torch.equal(sin[:, ::2], sin[:, 1::2]):  # each twice (Cohere)
@@ -84,6 +90,14 @@ def _rotates(attention: Any) -> bool:
     if name.startswith("Cohere2"):
         return attention.sliding_window is not None
     return bool(getattr(attention, "use_rope", True))  # SmolLM 3
+
+
+def latents_rotate_neighbours(attention: nn.Module) -> bool:
+    """Return whether latent attention rotates neighbouring numbers. The configuration says it (DeepSeek V3), or the
+    code multiplies complex numbers (DeepSeek V2)."""
+    code = sys.modules.get(type(attention).__module__)
+    interleaves = getattr(getattr(attention, "config", None), "rope_interleave", None)
+    return hasattr(code, "apply_rotary_emb") if interleaves is None else bool(interleaves)
 
 
 def _rotates_neighbours(attention: nn.Module) -> bool:

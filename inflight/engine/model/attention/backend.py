@@ -83,7 +83,8 @@ class AttentionBackend(Protocol):
     """Tokens in a block of the cache."""
 
     def allocate(self, layer: LayerShape, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (keys [blocks, block_size, Hk, D], values [blocks, block_size, Hk, Dv]), with any strides."""
+        """Return (keys [blocks, block_size, Hk, D], values [blocks, block_size, Hk, Dv]), with any strides. The values
+        of a latent layer are keys[..., :Dv], whatever is returned."""
         ...
 
     def begin(self, batch: ForwardBatch, memory: CacheMemory) -> None:

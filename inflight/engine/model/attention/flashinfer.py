@@ -105,6 +105,8 @@ def why_not_flashinfer(layers: list[LayerShape], device: torch.device) -> str | 
 def _why_not_layer(layer: LayerShape) -> str | None:
     if layer.sinks:
         return "has attention sinks"
+    if layer.latent:
+        return "keeps one latent per token for all heads"
     if layer.key_dim != layer.value_dim:
         return f"has keys of dimension {layer.key_dim} and values of dimension {layer.value_dim}"
     if layer.key_dim not in _HEAD_DIMS:

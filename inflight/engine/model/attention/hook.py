@@ -19,6 +19,7 @@ from inflight.core.errors import UnsupportedModelError
 from inflight.engine.cache.kinds import LayerKind, LayerShape, StateTensor
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.attention.backend import ForwardBatch
+from inflight.engine.model.attention.latent import LatentHeads
 from inflight.model_checks.masks import BOTH_SIDES, mask_note, noted
 
 ATTENTION_NAME = "inflight"
@@ -84,6 +85,17 @@ def route(module: nn.Module, kind: LayerKind) -> None:
     module.forward = MethodType(forward, module)
 
 
+def keep_latents(module: nn.Module) -> None:
+    """Let a module with latent attention, and its deep copies, hand latents to `attend` during passes, in place of the
+    keys and values of all heads."""
+    own = type(module).expand_kv  # type: ignore[attr-defined]
+
+    def expand_kv(module: nn.Module, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return own(module, latent, rotated) if _current.get() is None else (latent, rotated)
+
+    module.expand_kv = MethodType(expand_kv, module)  # type: ignore[assignment]
+
+
 @torch.inference_mode()
 def record_calls(model: PreTrainedModel) -> list[Call]:
     """Run the model over two tokens, and return the calls of its layers in their order. Raises UnsupportedModelError
@@ -119,8 +131,12 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for Transformers: query [1, Hq, T, D] → output [1, T, Hq, Dv]."""
+    """Compute attention for Transformers: query [1, Hq, T, D] → output [1, T, Hq, Dv]. With latent attention the key
+    is the latent [1, 1, T, L], and the value the rotated key [1, 1, T, R]."""
     current = _current.get()
+    heads = LatentHeads.of(module) if "expand_kv" in vars(module) else None
+    if heads is not None:
+        key, value = torch.cat((key, value), 3), key
     if isinstance(current, list):
         note = noted(attention_mask, type(module).__name__)
         causal = options.get("is_causal")
@@ -135,9 +151,11 @@ def attend(
             scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
             softcap=softcap,
             sinks=s_aux is not None,
+            latent=heads is not None,
         )
         current.append(Call(module, shape, sees_later=note == BOTH_SIDES or (note is None and not causal)))
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+        value_dim = value.shape[-1] if heads is None else heads.values_HWL.shape[1]
+        return value.new_zeros(1, query.shape[2], query.shape[1], value_dim), None
     if current is None:
         raise RuntimeError("the engine's attention runs inside run_packed")
     if attention_mask is not None:
@@ -148,8 +166,11 @@ def attend(
     cache_index = current.batch.cache_index[memory.group_of[layer]]
     where = (cache_index // memory.block_size, cache_index % memory.block_size)
     memory.keys[layer][where] = key[0].transpose(0, 1)
+    query = query[0].transpose(0, 1)
+    if heads is not None:
+        return heads.expand(memory.backend.attend(layer, heads.absorb(query), s_aux))[None], None
     memory.values[layer][where] = value[0].transpose(0, 1)
-    return memory.backend.attend(layer, query[0].transpose(0, 1), s_aux)[None], None
+    return memory.backend.attend(layer, query, s_aux)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)
