@@ -1,5 +1,5 @@
-"""Training loop with FSDP2 on several ranks. FSDP2 shards the model, and rank 0's engine generates. Every rank trains
-on its share of each batch.
+"""GRPO with FSDP2 on several ranks. FSDP2 shards the model, and rank 0's engine generates. Every rank trains on its
+share of each batch.
 
     torchrun --nproc-per-node 2 examples/fsdp_torchrun.py [STEPS]
 
@@ -7,7 +7,7 @@ The program runs on CPUs over gloo: a tiny model with random weights learns to a
 """
 
 import sys
-from itertools import islice
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ def reward(rollout: inflight.Rollout) -> float:
 
 
 def main(steps: int = 30) -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo")  # before the engine: ranks find it over the process group
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -33,23 +33,16 @@ def main(steps: int = 30) -> None:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    params = inflight.SamplingParams(n=8, max_tokens=16)
+    prompts = (f"Number {i}: " for i in count())  # only rank 0 submits them
+    config = inflight.GRPOConfig(steps=steps, groups_per_step=8, sampling=inflight.SamplingParams(n=8, max_tokens=16))
+    rewards: list[float] = []
 
     with inflight.launch("tiny", threads=1) as engine:  # rank 0 launches it, and the others attach to it
-        publisher = engine.publisher(model)
-        publisher.publish()
-        prompts = iter([f"Number {i}: " for i in range(8 * steps)][rank::size])  # each rank submits a share
-        engine.submit(islice(prompts, 16 // size), params)
-        rewards: list[float] = []
-        for batch in engine.stream.batches(rollouts=64, score=reward):
-            engine.submit(islice(prompts, 8 // size), params)
-            loss, _ = inflight.policy_loss(model, batch)  # of this rank's share; averaging gives the batch's gradients
-            loss.backward()
-            inflight.clip_and_step(optimizer)
-            publisher.publish()
-            rewards.append(engine.stream.last_reward)
-            if rank == 0 and len(rewards) % 10 == 0:
-                print(f"step {len(rewards)}  reward {rewards[-1]:.3f}", flush=True)
+        publisher = engine.publisher(model)  # after fully_shard, on all ranks
+        for report in inflight.grpo(engine, publisher, model, optimizer, prompts, reward, config):
+            rewards.append(report.reward)  # the same on every rank
+            if rank == 0 and report.step % 10 == 0:
+                print(f"step {report.step}  reward {report.reward:.3f}", flush=True)
         print(f"rank {rank} of {size} took {len(rewards)} steps", flush=True)
     if rank == 0:
         print(f"reward before {rewards[0]:.3f}, after {rewards[-1]:.3f}", flush=True)

@@ -3,7 +3,7 @@
 import logging
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -146,6 +146,11 @@ class Evaluation:
             wait([self._running.result])
             self._take_result()
         return self.results[self._num_told :]
+
+    def adopt(self, results: Sequence[EvaluationResult]) -> None:
+        """Add results of rank 0, on another rank of the trainer. `finished` does not return them."""
+        self.results += results
+        self._num_told = len(self.results)
 
     def close(self) -> None:
         """Cancel the evaluation in progress, and end the scorer's threads."""

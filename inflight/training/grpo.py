@@ -2,7 +2,6 @@
 rollouts, take a corrected policy-gradient step, and publish new weights while the generator continues drawing."""
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -11,7 +10,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from inflight.core.arguments import named
@@ -27,10 +25,14 @@ from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
-from inflight.training.evaluation import Evaluation
+from inflight.training.evaluation import Evaluation, EvaluationResult
 from inflight.training.model.forward import bf16_on_gpu
 from inflight.training.objective.objective import resolve
 from inflight.training.objective.probe import VersionProbe
+from inflight.training.ranks.follower import Follower
+from inflight.training.ranks.group import plain_fields
+from inflight.training.ranks.joining import check_supported, join_ranks
+from inflight.training.ranks.leader import Leader
 from inflight.training.reference import ReferenceScorer, charge_kl, reference_scorer
 from inflight.training.report import StepReport
 from inflight.training.schedules import (
@@ -42,7 +44,7 @@ from inflight.training.schedules import (
     WeightPublisher,
     resolve_schedule,
 )
-from inflight.training.step import StepGradient, Update, check_finite, train_step
+from inflight.training.step import StepGradient, Update, check_finite, take_step, train_step
 
 __all__ = ["Example", "GRPOConfig", "StepReport", "grpo", "train_step"]
 
@@ -69,8 +71,13 @@ def grpo(
     still in flight at the end are cancelled.
 
     The model's weights are published first, and are live before a prompt is submitted: every token is drawn by weights
-    of this trainer. Training runs on one rank; several raise InflightError (`engine.stream.batches` gives each rank its
-    share).
+    of this trainer.
+
+    On several ranks all call this with the same arguments, after `inflight.launch`, and all get the same reports
+    (docs/training.md#grpo-on-several-ranks). The gradient is the gradient of one rank, also of a plain module without
+    DistributedDataParallel or FSDP2. Only rank 0 submits examples, scores, evaluates and logs. Raises RankLostError,
+    naming a rank that has ended, and InflightError for what does not work on several ranks, and for ranks with other
+    options or weights than rank 0.
 
     examples: prompts for `engine.submit` (text, token ids, chat messages, rows of a `datasets.Dataset`), or `Example`s
     of such a prompt and metadata. Examples that the engine refuses, or that can exceed `config.micro_batch_tokens` with
@@ -90,24 +97,41 @@ def grpo(
     An update with a non-finite loss or gradient is not taken; it is counted and logged. Non-finite weights are never
     published: NonFiniteWeightsError ends the run, and the engine keeps its weights.
     """
-    _check_one_rank(engine)
-    score_reference = reference_scorer(
-        resolve(config.objective),
-        model,
-        reference,
-        reward_kl_weight=config.reward_kl_weight,
-        autocast=config.autocast,
-    )
-    check_finite(model)
+    group = join_ranks(engine)
+    with nullcontext() if group is None else group.together():
+        score_reference = reference_scorer(
+            resolve(config.objective),
+            model,
+            reference,
+            reward_kl_weight=config.reward_kl_weight,
+            autocast=config.autocast,
+        )
+        if group is not None:
+            check_supported(model, config)
+        check_finite(model)
+    ranks: Leader | None = None
+    if group is not None:
+        step = 0 if run is None else run.progress.get("grpo", {}).get("step", 0)
+        group.check_alike(model, plain_fields(config) | {"step": step})
+        if group.rank:
+            stream: Any = engine.stream
+            return Follower(
+                stream, group, publisher, model, optimizer, config, lr_scheduler, score_reference, run, evaluation
+            ).reports()
+        assert engine.stream.sharing is not None
+        ranks = Leader(engine.stream.sharing, group)
 
     def steps() -> Iterator[StepReport]:
         progress = GRPOProgress() if run is None else convert(run.progress.get("grpo", {}), GRPOProgress)
-        if progress.step == 0 or publisher.version == 0 or engine.staleness.unpublished_steps:
+        publishes = progress.step == 0 or publisher.version == 0 or engine.staleness.unpublished_steps > 0
+        if ranks is not None:
+            ranks.begin(publishes=publishes)
+        if publishes:
             _publish_first(engine, publisher)
         for each in loggers:
             if isinstance(each, JsonLines) and progress.step:
                 each.continue_after(progress.step)
-        trainer = _Trainer(engine, publisher, model, optimizer, config, lr_scheduler, score_reference, progress)
+        trainer = _Trainer(engine, publisher, model, optimizer, config, lr_scheduler, score_reference, progress, ranks)
         admission = Admission(
             engine,
             publisher,
@@ -135,14 +159,19 @@ def grpo(
                         if run is not None:
                             evaluating = [] if evaluation is None else evaluation.running
                             run.progress["grpo"] = msgspec.to_builtins(trainer.progress(step, admission, evaluating))
+                        if ranks is not None:
+                            ranks.report(report, {} if run is None else run.progress["grpo"])
                         for each in loggers:
                             each.log(step, report.as_dict())
                         yield report
+                    if ranks is not None:
+                        ranks.ask()
             logger.info("left out of the batches: %s", trainer.dropped)
-            if evaluation is not None:
-                _end_evaluation(evaluation, step, publisher.version, loggers)
+            last = [] if evaluation is None else _end_evaluation(evaluation, step, publisher.version, loggers)
+            if ranks is not None:
+                ranks.end(last)
 
-    return steps()
+    return steps() if ranks is None else ranks.lead(steps())
 
 
 class GRPOProgress(msgspec.Struct, frozen=True):
@@ -188,6 +217,8 @@ class _Trainer:
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None
     score_reference: ReferenceScorer | None
     begin: GRPOProgress
+    ranks: Leader | None = None
+    """Shares each part of a step with the other ranks; None: the trainer has one rank."""
     dropped: Dropped = field(init=False)
     num_skipped: int = field(init=False)
     probe: VersionProbe | None = field(init=False)
@@ -211,12 +242,17 @@ class _Trainer:
                 "schedule yields what `take` has returned before it takes again; leave train_as_they_finish out"
             )
         new = part = ScoredGroups(scored.groups[len(present.scored.groups) :])
-        if not new.groups:
+        least = 1 if is_whole or self.ranks is None else self.ranks.group.size
+        if len(new.groups) < least:  # Fewer groups than ranks would leave ranks without one.
             return
         present.taken = scored
         if config.reward_kl_weight and self.score_reference is not None:
+            score, charged = self.score_reference, config
+            if self.ranks is not None:  # Each rank splits its share into micro-batches.
+                score = self.ranks.reference_scorer(score, config.micro_batch_tokens)
+                charged = replace(config, micro_batch_tokens=0)
             with span("reference"):
-                part, reward_kl = charge_kl(new, self.score_reference, config)
+                part, reward_kl = charge_kl(new, score, charged)
             present.sum_reward_kl += reward_kl * len(part.rollouts)
         batch = part.pack(
             trainer_version=meter.trainer_version,
@@ -231,11 +267,12 @@ class _Trainer:
         present.scored.has_advantage |= part.has_advantage
         if batch is None:
             assert part.totals is not None
-            present.gradient.count(part.totals)
+            present.gradient.count(part.totals if self.ranks is None else self.ranks.count(part.totals))
             return
         batch.observers = self.engine.stream.observers
         present.batches.append(batch)
-        present.gradient.add(batch, share=1.0 if is_whole else len(scored.groups) / config.groups_per_step)
+        of_step = 1.0 if is_whole else len(scored.groups) / config.groups_per_step
+        present.gradient.add(batch if self.ranks is None else self.ranks.share(batch, of_step), share=of_step)
 
     def take(self, step: int, scored: ScoredGroups, admission: Admission) -> StepReport:
         """Train on the groups of a step, and publish."""
@@ -246,17 +283,18 @@ class _Trainer:
         if resolve(config.objective).is_about_rewards_alone:
             self.nothing_to_learn.note(present.scored)
         update, staleness, causes = Update(), None, None
+        if present.batches and probe is not None and step % config.probe_every == 0:
+            with bf16_on_gpu(self.model, config.autocast):
+                causes = probe.causes(present.batches[0])
+        if self.ranks is not None:
+            self.ranks.step()
         if present.batches:
-            if probe is not None and step % config.probe_every == 0:
-                with bf16_on_gpu(self.model, config.autocast):
-                    causes = probe.causes(present.batches[0])
-            update = present.gradient.step()
+            update = take_step(present.gradient, self.lr_scheduler, config)
             self.num_skipped += update.num_skipped
-            if self.lr_scheduler is not None and update.num_skipped < config.updates_per_batch:
-                self.lr_scheduler.step()
             staleness = measure_consumed(meter, *present.batches)
         self.present = self._empty_step()
-        check_finite(self.model, trainable=True)
+        with nullcontext() if self.ranks is None else self.ranks.group.together():
+            check_finite(self.model, trainable=True)
         version = self.publisher.publish()
         if probe is not None:
             probe.remember(meter.trainer_version)
@@ -287,7 +325,11 @@ class _Trainer:
             self.present = self._empty_step()
 
     def _empty_step(self) -> _Step:
-        return _Step(StepGradient(self.model, self.optimizer, self.config, score_reference=self.score_reference))
+        group = None if self.ranks is None else self.ranks.group
+        gradient = StepGradient(
+            self.model, self.optimizer, self.config, score_reference=self.score_reference, ranks=group
+        )
+        return _Step(gradient)
 
     def progress(self, step: int, admission: Admission, evaluating: list[int]) -> GRPOProgress:
         """Return the progress of the run after a step."""
@@ -296,19 +338,6 @@ class _Trainer:
         dropped["num_unfit_examples"] += submitter.num_unfit
         in_flight = sorted(submitter.in_flight)
         return GRPOProgress(step, submitter.num_submitted, in_flight, self.num_skipped, dropped, evaluating)
-
-
-def _check_one_rank(engine: RolloutEngine) -> None:
-    """Raise InflightError on every rank if the trainer has several."""
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if dist.is_available() and dist.is_initialized():
-        rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    attached = getattr(engine, "rank", 0)  # It is above 0 if another rank launched the engine.
-    if attached or (size.isdigit() and int(size) > 1):
-        raise InflightError(
-            f"grpo trains on one rank, and this is rank {attached or rank} of {size}; write the "
-            "loop over engine.stream.batches: it gives each rank its share (docs/training.md, Several ranks)"
-        )
 
 
 def _publish_first(engine: RolloutEngine, publisher: WeightPublisher) -> None:
@@ -330,12 +359,17 @@ def _begin_evaluation(
         evaluation.start(progress.step, publisher.version)
 
 
-def _end_evaluation(evaluation: Evaluation, step: int, version: int, loggers: Sequence[Logger]) -> None:
-    """Wait for the running evaluation, and evaluate the last version if that is still missing."""
+def _end_evaluation(
+    evaluation: Evaluation, step: int, version: int, loggers: Sequence[Logger]
+) -> list[EvaluationResult]:
+    """Wait for the running evaluation, and evaluate the last version if that is still missing. Returns the results that
+    no report has."""
     evaluation.wait()
     if evaluation.last_begun != step:
         evaluation.start(step, version)
         evaluation.wait()
-    for result in evaluation.finished():
+    results = evaluation.finished()
+    for result in results:
         for each in loggers:
             each.log(step, result.as_dict())
+    return results

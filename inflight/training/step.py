@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from inflight.core.errors import NonFiniteLossError, NonFiniteWeightsError
@@ -17,6 +18,7 @@ from inflight.training.objective.aggregation import StepTotals, divisor
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import resolve
 from inflight.training.objective.statistics import LossStats
+from inflight.training.ranks.group import RankGroup, equal_micro_batches
 from inflight.training.reference import ReferenceScorer
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,16 @@ def train_step(
     return gradient.step()
 
 
+def take_step(
+    gradient: "StepGradient", lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None, config: GRPOConfig
+) -> Update:
+    """Take the optimizer steps of a batch, and a step of the learning rate if one of them was taken."""
+    update = gradient.step()
+    if lr_scheduler is not None and update.num_skipped < config.updates_per_batch:
+        lr_scheduler.step()
+    return update
+
+
 class StepGradient:
     """The gradient of one optimizer step, of a batch that arrives in one or several parts.
 
@@ -64,8 +76,10 @@ class StepGradient:
         config: GRPOConfig,
         *,
         score_reference: ReferenceScorer | None = None,
+        ranks: RankGroup | None = None,
     ):
-        self._model, self._optimizer, self._config = model, optimizer, config
+        """ranks: the ranks that add the gradients of their shares of each part, and take the step together."""
+        self._model, self._optimizer, self._config, self._ranks = model, optimizer, config, ranks
         self._score_reference, self._objective = score_reference, resolve(config.objective)
         self._count, self._estimate = 0.0, 0.0
         """N of the parts so far, and the estimate of the N of the step (0: there is none yet)."""
@@ -86,7 +100,7 @@ class StepGradient:
         self.count(batch.totals)
         self._estimate = self._estimate or self._count / share or 1.0
         weight = divisor(self._objective.aggregation, batch.totals) / self._estimate
-        parts = batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]
+        parts = equal_micro_batches(batch, config.micro_batch_tokens, self._ranks)
         if self._objective.proximal == "recomputed":
             with torch.no_grad(), bf16_on_gpu(self._model, config.autocast):
                 scored = [token_logprobs(self._model, part) for part in parts]
@@ -111,26 +125,35 @@ class StepGradient:
                 update.num_skipped += 1
                 continue
             with span("optimizer step"):
+                if self._ranks is not None:
+                    self._ranks.average_gradients(self._model, self._optimizer)
                 scale_gradients(self._optimizer, scale)
                 norm = clip_and_step(self._optimizer, max_grad_norm=self._config.max_grad_norm)
             update.num_skipped += not math.isfinite(norm)
             if update.grad_norm is None:
                 update.grad_norm = norm
             if index == 0:
-                update.stats = replace(self._stats, loss=self._stats.loss * scale)
+                stats = self._stats if self._ranks is None else self._ranks.sum_stats(self._stats)
+                update.stats = replace(stats, loss=stats.loss * scale)
         return update
 
     def _backward(self, part: PackedBatch, weight: float) -> None:
-        """Add the gradient of a micro-batch, unless the loss of an earlier one was not finite."""
+        """Add the gradient of a micro-batch, unless the loss of an earlier one was not finite. If the loss of one rank
+        is not finite, no rank computes gradients: a backward pass needs all ranks."""
         if self._is_lost:
             return
+        loss = stats = None
         try:
             with span("forward", tokens=part.num_drawn), bf16_on_gpu(self._model, self._config.autocast):
                 loss, stats = policy_loss(self._model, part, objective=self._objective)
         except NonFiniteLossError as error:
-            self._optimizer.zero_grad()
-            self._is_lost = True
             logger.warning("an optimizer step was skipped: %s", error)
+        self._is_lost = loss is None if self._ranks is None else self._ranks.any(loss is None)
+        if self._is_lost or loss is None or stats is None:
+            self._optimizer.zero_grad()
+            for module in self._model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # A backward pass would have done that.
             return
         with span("backward"):
             (loss * weight).backward()
@@ -172,11 +195,12 @@ def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.
 
 @torch.no_grad()
 def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
-    """Raise NonFiniteWeightsError, naming parameters, if some are NaN or infinite. It reads every parameter once.
-    trainable: only parameters that training changes."""
+    """Raise NonFiniteWeightsError, naming parameters, if some are NaN or infinite. It reads every parameter once; of a
+    parameter that is spread over ranks, the part of this rank. trainable: only parameters that training changes."""
+    own = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     parameters = {
         name: parameter
-        for name, parameter in model.named_parameters()
+        for name, parameter in own.items()
         if (parameter.requires_grad or not trainable)
         and parameter.numel()
         and parameter.is_floating_point()

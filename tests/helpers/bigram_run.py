@@ -1,13 +1,14 @@
 """Runs of `grpo` in float64 on a policy that is a table, with an engine that draws the same rollouts in every run."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
@@ -34,10 +35,13 @@ class Bigram(nn.Module):
         random = torch.Generator().manual_seed(seed)
         self.table = nn.Parameter(torch.randn(VOCABULARY, VOCABULARY, generator=random, dtype=torch.float64))
 
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table[tokens].log_softmax(-1)
 
-def score_tokens(model: Bigram, batch: PackedBatch, *, entropy: bool = False) -> TokenScores:
+
+def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False) -> TokenScores:
     """Return log-probabilities f64[n] of the drawn tokens, and their entropies."""
-    logs = model.table[batch.input_ids[batch.drawn - 1]].log_softmax(-1)
+    logs = model(batch.input_ids[batch.drawn - 1])
     own = logs.gather(1, batch.input_ids[batch.drawn, None])[:, 0]
     return TokenScores(own, -(logs.exp() * logs).sum(-1) if entropy else None)
 
@@ -135,12 +139,16 @@ class Run:
         waits: Callable[[], bool] = lambda: False,
         num_examples: int = 100,
         score: Callable[[Rollout], float] = reward,
-        engine: FakeEngine | None = None,
-        model: Bigram | None = None,
+        engine: Any = None,
+        publisher: Any = None,
+        model: nn.Module | None = None,
         on_step: Callable[[StepReport], None] = lambda report: None,
-        reference: Bigram | None = None,
+        reference: nn.Module | None = None,
+        decay: float = 1.0,
+        loggers: Sequence[Any] = (),
         **options: Any,
     ):
+        """engine: None: a FakeEngine. publisher: None: the engine. decay: factor of the learning rate at each step."""
         self.engine = FakeEngine(waits) if engine is None else engine
         self.model = Bigram() if model is None else model
         self.gradients: list[torch.Tensor] = []
@@ -148,19 +156,29 @@ class Run:
         self.reports: list[StepReport] = []
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.3, momentum=0.5)
         optimizer.register_step_pre_hook(lambda *_: self.gradients.append(self._gradient()))
-        self.engine.observers.append(self._heard)
+        getattr(self.engine, "observers", []).append(self._heard)
+        lr_scheduler = None if decay == 1 else torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
         options = {"max_grad_norm": 0.0, "ahead": 1, "sampling": SAMPLING} | options
         config = GRPOConfig(steps=steps, groups_per_step=groups_per_step, **options)
         examples = (Example([index % VOCABULARY, 3 * index % VOCABULARY], {}) for index in range(num_examples))
-        fake: Any = self.engine
-        for report in grpo(fake, fake, self.model, optimizer, examples, score, config, reference=reference):
+        publisher, given = publisher or self.engine, {"reference": reference, "loggers": loggers}
+        for report in grpo(
+            self.engine, publisher, self.model, optimizer, examples, score, config, lr_scheduler, **given
+        ):
             self.reports.append(report)
             self.forwards.append(0)
             on_step(report)
 
+    @property
+    def table(self) -> torch.Tensor:
+        """The whole table."""
+        [parameter] = self.model.parameters()
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
     def _gradient(self) -> torch.Tensor:
-        assert self.model.table.grad is not None
-        return self.model.table.grad.clone()
+        [parameter] = self.model.parameters()
+        assert parameter.grad is not None
+        return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
 
     def _heard(self, *_: Any) -> None:
         self.forwards[-1] += 1

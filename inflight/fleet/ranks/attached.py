@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 from torch import nn
 
 from inflight.core.decoders import msgpack_decoder
-from inflight.core.errors import InvalidRequestError, from_wire
+from inflight.core.errors import InflightError, InvalidRequestError, from_wire
 from inflight.core.messages import Prompt, to_raw
 from inflight.core.options import EngineOptions
 from inflight.fleet.engine import Engine
-from inflight.fleet.ranks.sharing import NOTHING_ASKED, WAITS_FOR_ROLLOUTS, Answer, Launched, Offer
+from inflight.fleet.ranks.sharing import BATCH, NOTHING_ASKED, WAITS_FOR_ROLLOUTS, Answer, Launched, Offer
 from inflight.fleet.ranks.store import RankStore
 from inflight.fleet.ranks.watch import RankWatch
 from inflight.training.data.batch import PackedBatch
@@ -127,6 +127,7 @@ class SharedStream:
     def __init__(self, store: RankStore, check: Callable[[], None], state: Callable[[], str], timeout_s: float):
         """check: raises if a rank is lost. state: returns the state of rank 0."""
         self._store, self._check, self._state, self._timeout_s = store, check, state, timeout_s
+        self.rank, self.size = store.rank, store.size
         self._number = 1
         """Number of the next batch."""
         self.last_reward = nan
@@ -141,13 +142,23 @@ class SharedStream:
         Every rank gets the same number of batches, and all end together. Raises RankLostError if a rank has ended, or
         rank 0 does not ask for a batch for `rank_timeout_s` seconds. An error that kept rank 0 from making a batch is
         raised here under the same name."""
-        while (data := self._next()) is not None:
+        while (received := self.receive()) is not None:
+            what, data = received
+            if what != BATCH:
+                raise InflightError(
+                    f"rank 0 runs grpo and rank {self.rank} asks for batches: every rank runs the same training loop"
+                )
             share = decode_share(data)
             self.last_reward, self.dropped = share.info.last_reward, Dropped(**share.info.dropped)
             yield share.batch()
 
-    def _next(self) -> bytes | None:
-        """Return the next share, or None at the end."""
+    def check(self) -> None:
+        """Raise RankLostError if a rank is known to be lost."""
+        self._check()
+
+    def receive(self) -> tuple[str, bytes] | None:
+        """Return the content of the next share, such as "batch", and its bytes; None at the end. Raises the errors of
+        `batches`."""
         store, name = self._store, f"batch/{self._number}"
         store.wait(
             name,
@@ -163,14 +174,16 @@ class SharedStream:
         )
         offer = msgpack_decoder(Offer).decode(store.get(name) or b"")
         place, taken = (f"{kind}/{self._number}/{store.rank}" for kind in ("share", "taken"))
-        share = store.read(place) if offer.kind == "share" else None
+        share = None
+        if offer.kind == "share":
+            share = store.read(f"share/{self._number}/all" if offer.is_common else place)
         self._number += 1
         store.set(taken, b"taken")
-        if share is not None:
+        if share is not None and not offer.is_common:
             store.delete(place, len(share))
         if offer.kind == "error":
             raise from_wire(*offer.error)
-        return share
+        return None if share is None else (offer.what, share)
 
 
 class FollowingPublisher:

@@ -1,7 +1,7 @@
 """Rank 0's end: the batches of its stream, split over the ranks of a data-parallel trainer."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from time import sleep
@@ -22,6 +22,9 @@ from inflight.training.data.shares import encode_share, split
 
 WAITS_FOR_ROLLOUTS = "waits for rollouts"
 NOTHING_ASKED = "has not asked for a batch"
+BATCH = "batch"
+"""Content of the shares of `RolloutStream.batches`."""
+_FIRST_PAUSE_S = 0.001
 
 
 class Closable(Protocol):
@@ -45,6 +48,10 @@ class Offer(msgspec.Struct, frozen=True):
     kind: Literal["share", "end", "error"]
     error: tuple[str, str] = ("", "")
     """Class and message of the error that kept rank 0 from making it."""
+    what: str = BATCH
+    """Content of the shares."""
+    is_common: bool = False
+    """True if all ranks get the same share."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -63,7 +70,11 @@ class RankSharing:
 
     def __init__(self, store: RankStore, options: EngineOptions, submit: Callable[[list[Prompt]], list[int]]):
         self._store, self._timeout_s, self._submit = store, options.rank_timeout_s, submit
+        self.size = store.size
+        """Number of ranks."""
         self._kind: Literal["share", "end", "error"] = "share"
+        self._common: tuple[str, int] | None = None
+        """Place and size of the newest share if all ranks get the same one."""
         self._number = self._taken = 0
         """The newest batch, and the newest one that every rank has taken; batches count from 1."""
         self._num_publishers = 0
@@ -88,22 +99,46 @@ class RankSharing:
         while True:
             self._wait_until_taken()
             try:
-                self._set_state(WAITS_FOR_ROLLOUTS)
+                self.wait_for_rollouts()
                 batch = next(batches, None)
                 if batch is None:
                     self._offer("end")
                     self._wait_until_taken()
                     return
-                own, *others = split(batch, self._store.size, last_reward=stream.last_reward, dropped=stream.dropped)
-                for rank, share in enumerate(others, start=1):
-                    self._store.put(f"share/{self._number + 1}/{rank}", encode_share(share))
+                own, *others = split(batch, self.size, last_reward=stream.last_reward, dropped=stream.dropped)
+                self.send(BATCH, [encode_share(share) for share in others])
             except BaseException as error:
-                kind = type(error).__name__
-                with suppress(RankLostError):  # the others notice that, and this rank raises its own error
-                    self._offer("error", (kind, f"rank 0 could not make the batch: {kind}: {error}"))
+                self.fail(error)
                 raise
-            self._offer("share")
             yield own.batch()
+
+    def send(self, what: str, shares: Sequence[bytes] | bytes) -> None:
+        """Give each other rank its share, or all of them the same one, once they have taken the previous one. what: the
+        content. Raises RankLostError."""
+        self._wait_until_taken()
+        place = f"share/{self._number + 1}"
+        if isinstance(shares, bytes):
+            self._common = f"{place}/all", len(shares)
+            self._store.put(f"{place}/all", shares)
+        else:
+            for rank, share in enumerate(shares, start=1):
+                self._store.put(f"{place}/{rank}", share)
+        self._offer("share", what=what, is_common=self._common is not None)
+
+    def settle(self) -> None:
+        """Wait until every rank has taken the newest share. Raises RankLostError."""
+        self._wait_until_taken()
+
+    def wait_for_rollouts(self) -> None:
+        """Let the other ranks wait for the next share without a bound, since generation has none."""
+        self._set_state(WAITS_FOR_ROLLOUTS)
+
+    def fail(self, error: BaseException, doing: str = "make the batch") -> None:
+        """Raise this error in the other ranks as soon as they ask for the next share. doing: completes "rank 0 could
+        not …"."""
+        kind = type(error).__name__
+        with suppress(RankLostError):  # the others notice that, and this rank raises its own error
+            self._offer("error", (kind, f"rank 0 could not {doing}: {kind}: {error}"))
 
     def note_publisher(self, version: int) -> None:
         """Let the other ranks count from the version with which rank 0's next publisher begins."""
@@ -119,10 +154,17 @@ class RankSharing:
         self._store.set("state", state.encode())
         self._store.count("events", 1)
 
-    def _offer(self, kind: Literal["share", "end", "error"], error: tuple[str, str] = ("", "")) -> None:
+    def _offer(
+        self,
+        kind: Literal["share", "end", "error"],
+        error: tuple[str, str] = ("", ""),
+        *,
+        what: str = BATCH,
+        is_common: bool = False,
+    ) -> None:
         self._number += 1
         self._kind = kind
-        self._store.set(f"batch/{self._number}", msgspec.msgpack.encode(Offer(kind, error)))
+        self._store.set(f"batch/{self._number}", msgspec.msgpack.encode(Offer(kind, error, what, is_common)))
         self._set_state(NOTHING_ASKED)
 
     def _wait_until_taken(self) -> None:
@@ -130,7 +172,7 @@ class RankSharing:
         if self._number == self._taken:
             self.check()
             return
-        wait, missing = Wait(), set(range(1, self._store.size))
+        wait, missing, pause_s = Wait(), set(range(1, self._store.size)), _FIRST_PAUSE_S
         while missing:
             left = set(self.watch.left)  # A rank takes its share before it leaves.
             missing = {rank for rank in missing if not self._store.has(f"taken/{self._number}/{rank}")}
@@ -148,11 +190,15 @@ class RankSharing:
             self.check()
             wait.tick()
             wait.tell(f"{late}{absent}")
-            sleep(self._store.pause_s)
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, self._store.pause_s)
         self.check()
         self._taken = self._number
         for name in (f"batch/{self._number}", *(f"taken/{self._number}/{r}" for r in range(1, self._store.size))):
             self._store.delete(name)
+        if self._common is not None:
+            self._store.delete(*self._common)
+            self._common = None
 
     def _take_calls(self) -> None:
         """Begin the submissions that have arrived."""

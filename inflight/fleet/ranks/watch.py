@@ -149,7 +149,7 @@ class RankWatch:
             if self._store.has(f"left/{rank}"):
                 self.left.add(rank)
         if self._lost is None and (lost := self._store.get("lost")) is not None:
-            self._lost = RankLostError(lost.decode(errors="replace"))
+            self._lost = _logged(RankLostError(lost.decode(errors="replace")))
         if self._lost is None and 0 in self.left:
             self._lost = RankLostError("rank 0 has closed its engine")
         self._on_event()
@@ -160,10 +160,16 @@ class RankWatch:
             return
         name = self.peers[rank].name
         if rank == 0:
-            self._lost = self._lost or RankLostError(f"rank 0 ({name}), which holds the engine, has ended")
+            self._lost = self._lost or _logged(RankLostError(f"rank 0 ({name}), which holds the engine, has ended"))
         else:
-            self.lose(RankLostError(f"rank {rank} ({name}) has ended"))
+            self.lose(_logged(RankLostError(f"rank {rank} ({name}) has ended")))
         self.left.add(rank)
+
+
+def _logged(error: RankLostError) -> RankLostError:
+    """Log an error at once. The training thread might raise it much later: calls over NCCL do not end with a rank."""
+    logger.error("%s", error)
+    return error
 
 
 def this_host() -> str:

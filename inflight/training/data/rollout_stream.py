@@ -40,8 +40,25 @@ _CHECK_S = 0.1
 class Sharing(Protocol):
     """Splits batches over the ranks of a trainer."""
 
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
     def check(self) -> None:
         """Raise if a rank is lost."""
+
+    def send(self, what: str, shares: Sequence[bytes] | bytes) -> None:
+        """Give each other rank its share, or all of them the same one. what: the content."""
+
+    def settle(self) -> None:
+        """Wait until every rank has taken the newest share."""
+
+    def wait_for_rollouts(self) -> None:
+        """Let the other ranks wait for the next share without a bound."""
+
+    def fail(self, error: BaseException, doing: str = ...) -> None:
+        """Raise this error in the other ranks: rank 0 could not do this."""
 
     def shares(self, batches: Iterator[PackedBatch], stream: "RolloutStream") -> Iterator[PackedBatch]:
         """Yield this rank's share of each batch, and send the other shares."""
@@ -139,7 +156,7 @@ class RolloutStream:
             if isinstance(answer, Future):
                 if before_waiting is not None and not answer.done():
                     before_waiting()
-                answer.result()
+                _wait_while_ranks_live(answer, self.sharing)
             else:
                 yield answer
 
@@ -364,9 +381,13 @@ class RolloutStream:
 def _wait_for_rollouts(answer: "Future[None]", sharing: Sharing | None) -> None:
     """Wait as long as generation takes. A thread checks that the engine is alive, and `sharing` that the ranks are."""
     with span("wait for rollouts"):
-        while sharing is not None and not wait([answer], timeout=_CHECK_S).done:
-            sharing.check()
-        answer.result()
+        _wait_while_ranks_live(answer, sharing)
+
+
+def _wait_while_ranks_live(answer: "Future[None]", sharing: Sharing | None) -> None:
+    while sharing is not None and not wait([answer], timeout=_CHECK_S).done:
+        sharing.check()
+    answer.result()
 
 
 def _warn_of_no_batch(left_out: Dropped, num_greedy: int) -> None:

@@ -30,6 +30,8 @@ class ShareInfo(msgspec.Struct, frozen=True, kw_only=True):
     trainer_version: int | None
     is_filler: bool = False
     """True if no group was left for this rank: its rollouts are another rank's, and have no part in the loss."""
+    of_step: float = 1.0
+    """Expected share of the optimizer step that has arrived with this batch; 1 if it is all of the step."""
     last_reward: float = float("nan")
     """Mean reward of the whole batch."""
     dropped: dict[str, int] = {}
@@ -63,7 +65,9 @@ class Share:
         return packed
 
 
-def split(batch: PackedBatch, num_ranks: int, *, last_reward: float = float("nan"), dropped: Dropped) -> list[Share]:
+def split(
+    batch: PackedBatch, num_ranks: int, *, last_reward: float = float("nan"), dropped: Dropped, of_step: float = 1.0
+) -> list[Share]:
     """Split a batch of `RolloutStream.batches` into a share for each rank.
 
     The group with the most tokens is placed first, each with the rank that has the fewest tokens (longest processing
@@ -88,6 +92,7 @@ def split(batch: PackedBatch, num_ranks: int, *, last_reward: float = float("nan
         num_groups=(totals.num_groups or len(totals.group_tokens)) / num_ranks,
         group_tokens=[],
         trainer_version=batch.trainer_version,
+        of_step=of_step,
         last_reward=last_reward,
         dropped=asdict(dropped),
     )

@@ -1,0 +1,150 @@
+"""Runs of `grpo` on a bigram policy, each on one rank and on several, and the results that are compared."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import torch
+from bigram_run import Bigram, Run, score_tokens
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import inflight
+from inflight.core.errors import InflightError
+from inflight.core.rollout import Rollout
+from inflight.training.data.advantages import resolve_advantages
+from inflight.training.data.batch import PackedBatch
+from inflight.training.model.forward import TokenScores
+from inflight.training.objective.objective import PRESETS, Objective
+
+Settings = dict[str, Any]
+
+
+def by_objective(name: str, aggregation: Any = "token", **options: Any) -> Settings:
+    known = {"kl and entropy": Objective(kl_weight=0.3, entropy_weight=0.02), **PRESETS}
+    objective = replace(known[name], aggregation=aggregation, max_tokens=9)
+    return {"objective": objective, "reference": Bigram(1) if objective.kl_weight else None, **options}
+
+
+def sometimes() -> Callable[[], bool]:
+    random = Random(3)
+    return lambda: random.random() < 0.6
+
+
+RULES = (
+    inflight.StalenessRule(max_version_lag=2, unit="token"),
+    inflight.StalenessRule(max_version_lag=3, action="reject"),
+)
+PARTS: Settings = {"train_as_they_finish": True}
+KL_IN_REWARD: Settings = {"reward_kl_weight": 0.1, "advantages": "rloo"}
+AGGREGATIONS = ("token", "sequence", "group", "constant")
+NAMES = ("tis", "gspo", "sequence_mask", "loglinear_ppo", "dppo_kl", "kl and entropy")
+
+CASES: dict[str, Callable[[], Settings]] = {
+    **{f"by {kind}": lambda kind=kind: by_objective("ppo_clip", kind) for kind in AGGREGATIONS},
+    **{f"parts by {kind}": lambda kind=kind: by_objective("ppo_clip", kind, **PARTS) for kind in AGGREGATIONS},
+    **{name: lambda name=name: by_objective(name, "group") for name in NAMES},
+    "micro-batches": lambda: by_objective("kl and entropy", "sequence", micro_batch_tokens=30),
+    "masked": lambda: {"mask_truncated": True},
+    "rules": lambda: {"staleness": RULES},
+    "replaced": lambda: {"replace_uniform_groups": 2},
+    "every group": lambda: {"skip_uniform_groups": False},
+    "a KL in the reward": lambda: {**KL_IN_REWARD, "reference": Bigram(1)},
+    "a KL in the reward of micro-batches": lambda: {**KL_IN_REWARD, "reference": Bigram(1), "micro_batch_tokens": 30},
+    "a KL in the reward of parts": lambda: {**KL_IN_REWARD, **PARTS, "reference": Bigram(1), "micro_batch_tokens": 30},
+    "clipped": lambda: {"max_grad_norm": 0.05},
+    "of the whole batch": lambda: {"advantages": "reinforce++"},
+    "of turns": lambda: {"advantages": inflight.turn_advantages("rloo"), **PARTS},
+    "own advantages": lambda: {"advantages": lambda groups: resolve_advantages("rloo")(groups)},
+    "three updates": lambda: {"updates_per_batch": 3, "micro_batch_tokens": 30},
+    "a proximal policy": lambda: {"updates_per_batch": 2, "objective": "decoupled_ppo"},
+    "sync": lambda: {"schedule": "sync", "num_examples": 15},
+    "one step off": lambda: {"schedule": "one_step_off", "num_examples": 15},
+    "parts until the prompts end": lambda: {"num_examples": 15, **PARTS},
+    "one group": lambda: {"groups_per_step": 1, "skip_uniform_groups": False},
+    "nothing to learn": lambda: {"score": lambda rollout: float(rollout.group_id >= 6) * rollout.sample},
+    "nothing to learn in parts": lambda: {
+        "score": lambda rollout: float(rollout.group_id > 9) * rollout.sample,
+        **PARTS,
+    },
+    "a falling learning rate": lambda: {"decay": 0.5},
+    "probed": lambda: {"probe_every": 2},
+    "a loss that is not finite": lambda: {"spoilt": "loss"},
+    "a loss that is not finite in parts": lambda: {"spoilt": "loss", "micro_batch_tokens": 30, **PARTS},
+    "a gradient that is not finite": lambda: {"spoilt": "gradient", "decay": 0.5},
+}
+WRAPPED = ("by group", "parts by token", "micro-batches", "three updates", "a KL in the reward of parts")
+WRAPPED += ("a proximal policy", "one group", "nothing to learn", "a loss that is not finite")
+WRAPPED += ("a loss that is not finite in parts", "a gradient that is not finite")
+
+
+def run_case(name: str, *, wrapper: str = "plain", rank: int = 0, bad_rank: int = 0, **given: Any) -> dict[str, Any]:
+    """Run a case, and return its results as plain values. wrapper: plain, ddp or fsdp2. bad_rank: the rank that
+    computes a gradient that is not finite."""
+    settings = CASES[name]()
+    if PARTS.items() <= settings.items():
+        given.setdefault("waits", sometimes())
+    model, spoilt = Bigram(), settings.pop("spoilt", None)
+    if spoilt == "gradient" and rank == bad_rank:
+        _spoil_second_gradient(model)
+    scores = _spoilt_scores if spoilt == "loss" else score_tokens
+    inflight.training.objective.loss.score_tokens = scores  # pyright: ignore
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run = Run(model=wrapped(model, wrapper), **settings, **given)
+    finally:
+        inflight.training.objective.loss.score_tokens = score_tokens  # pyright: ignore
+    return results_of(run)
+
+
+def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
+    if wrapper == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if wrapper == "fsdp2":
+        fully_shard(model)
+    return model
+
+
+def results_of(run: Run) -> dict[str, Any]:
+    return {
+        "gradients": run.gradients,
+        "table": run.table.detach().clone(),
+        "numbers": [report.as_dict() for report in run.reports],
+        "groups": [[[_plain(r) for r in group] for group in report.groups] for report in run.reports],
+        "lags": [None if (s := report.staleness) is None else s.version_lag.tolist() for report in run.reports],
+    }
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    """The class and the text of the error that a function raises."""
+    try:
+        function()
+    except InflightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _plain(rollout: Rollout) -> tuple[Any, ...]:
+    return rollout.request_id, rollout.token_ids.tolist(), rollout.logprobs.tolist(), rollout.reward
+
+
+def _spoil_second_gradient(model: nn.Module) -> None:
+    seen: list[Any] = []
+
+    def spoil(module: nn.Module, arguments: Any, out: torch.Tensor) -> None:
+        seen.append(out)
+        if len(seen) == 2:
+            out.register_hook(lambda gradient: gradient * math.nan)
+
+    model.register_forward_hook(spoil)
+
+
+def _spoilt_scores(model: nn.Module, batch: PackedBatch, **options: Any) -> TokenScores:
+    """NaN for a sequence of group 9, which one of the ranks has."""
+    scores = score_tokens(model, batch, **options)
+    is_bad = any(rollout.group_id == 9 for rollout in batch.rollouts)
+    return scores._replace(logprobs=scores.logprobs * math.nan) if is_bad else scores
