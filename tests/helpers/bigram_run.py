@@ -139,6 +139,7 @@ class Run:
         model: Bigram | None = None,
         on_step: Callable[[StepReport], None] = lambda report: None,
         reference: Bigram | None = None,
+        teacher: Bigram | None = None,
         **options: Any,
     ):
         self.engine = FakeEngine(waits) if engine is None else engine
@@ -153,7 +154,8 @@ class Run:
         config = GRPOConfig(steps=steps, groups_per_step=groups_per_step, **options)
         examples = (Example([index % VOCABULARY, 3 * index % VOCABULARY], {}) for index in range(num_examples))
         fake: Any = self.engine
-        for report in grpo(fake, fake, self.model, optimizer, examples, score, config, reference=reference):
+        given = {"reference": reference, "teacher": teacher}
+        for report in grpo(fake, fake, self.model, optimizer, examples, score, config, **given):
             self.reports.append(report)
             self.forwards.append(0)
             on_step(report)
