@@ -44,6 +44,9 @@ _HOME = {
         "inflight.observability.loggers": "JsonLines open_logger PrometheusLogger TensorBoard WandB Trackio",
         "inflight.training.data.scored_groups": "ScoredGroups",
         "inflight.training.data.scoring": "Scorer",
+        "inflight.training.data.teacher_scoring": "Teacher TeacherScorer",
+        "inflight.training.data.teacher_sources": "TeacherScores",
+        "inflight.training.teacher": "with_teacher",
         "inflight.training.data.staleness_filter": "StalenessRule",
         "inflight.training.objective.statistics": "LossStats",
         "inflight.training.step": "clip_and_step",
@@ -91,6 +94,9 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.training.data.scored_groups import ScoredGroups as ScoredGroups
     from inflight.training.data.scoring import Scorer as Scorer
     from inflight.training.data.staleness_filter import StalenessRule as StalenessRule
+    from inflight.training.data.teacher_scoring import Teacher as Teacher
+    from inflight.training.data.teacher_scoring import TeacherScorer as TeacherScorer
+    from inflight.training.data.teacher_sources import TeacherScores as TeacherScores
     from inflight.training.data.trees import tree_advantages as tree_advantages
     from inflight.training.evaluation import Evaluation as Evaluation
     from inflight.training.grpo import grpo as grpo
@@ -103,6 +109,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.training.objective.statistics import LossStats as LossStats
     from inflight.training.recording import RunRecorder as RunRecorder
     from inflight.training.step import clip_and_step as clip_and_step
+    from inflight.training.teacher import with_teacher as with_teacher
     from inflight.weights.trainer.publisher import Publisher as Publisher
     from inflight.weights.trainer.sharded import ShardSender as ShardSender
     from inflight.weights.transports.broadcast import Broadcast as Broadcast

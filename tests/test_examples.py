@@ -51,6 +51,15 @@ def test_the_plain_loop_learns():
     assert gained(done) > 0.3, done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", ["16", "0"])
+def test_a_student_learns_from_a_teacher(top_k):
+    done = run_program(str(EXAMPLES / "distillation.py"), top_k)
+    assert gained(done) > 0.3, done.stdout
+    [(before, after)] = re.findall(r"KL from the teacher before ([\d.]+), after ([\d.]+)", done.stdout)
+    assert float(after) < 0.5 * float(before), done.stdout
+
+
 @pytest.mark.long
 def test_a_slow_judge_and_evaluations_beside_training():
     done = run_program(str(EXAMPLES / "slow_reward.py"))

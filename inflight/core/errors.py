@@ -110,6 +110,14 @@ class ScoreError(InflightError):
     in a process; the message has its traceback."""
 
 
+class TeacherError(InflightError):
+    """A teacher did not give log-probabilities of the drawn tokens; the message names the teacher and the reason."""
+
+
+class VocabularyError(InflightError, ValueError):
+    """A teacher has another vocabulary than the policy; the message names a token."""
+
+
 class RoutedExpertsError(InflightError, ValueError):
     """Recorded experts cannot be replayed: they belong to another model or pass, or the routers do not accept them."""
 

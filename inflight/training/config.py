@@ -38,7 +38,8 @@ class GRPOConfig:
     """Maximum number of groups that are submitted and not yet taken by the trainer, also with ahead="auto". 0: no
     bound. Only schedules with batches ahead, such as "inflight", use it; the others submit the groups of one step."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
-    """Sampling parameters of the prompts. `n` must be at least 2, and the temperature above 0."""
+    """Sampling parameters of the prompts. `n` must be at least 2, with a teacher at least 1, and the temperature above
+    0."""
     objective: str | Objective | None = None
     """Name, `inflight.Objective` or "module:name" of the loss (docs/objectives.md). None: "ppo_clip"."""
     staleness: tuple[StalenessRule, ...] = ()
@@ -111,10 +112,21 @@ class GRPOConfig:
             )
 
     def _check_sampling(self) -> None:
-        if self.sampling.n < 2 and isinstance(self.advantages, str) and self.advantages != "reinforce++":
+        objective = resolve(self.objective)
+        if (
+            self.sampling.n < 2
+            and isinstance(self.advantages, str)
+            and self.advantages != "reinforce++"
+            and not objective.teacher_weight
+        ):
             raise ValueError(
                 f"advantages {self.advantages!r} compare the samples of a group: sampling.n must be at least 2, got "
                 f"{self.sampling.n}"
+            )
+        if objective.teacher_top_k and self.sampling.filtered:
+            raise ValueError(
+                f"teacher_top_k={objective.teacher_top_k} compares distributions over the whole vocabulary: sample "
+                "without top_k, top_p and min_p, or set teacher_top_k=0"
             )
         if self.sampling.greedy:
             raise ValueError(
@@ -131,8 +143,13 @@ class GRPOConfig:
                 "advantages 'maxrl' divide by a rate of success, and reward_kl_weight makes rewards negative: take a "
                 "KL penalty of the objective, or other advantages"
             )
-        if self.replace_uniform_groups and (self.advantages == "reinforce++" or self.reward_kl_weight):
-            name = "advantages 'reinforce++'" if self.advantages == "reinforce++" else "reward_kl_weight"
+        reasons = {
+            "advantages 'reinforce++'": self.advantages == "reinforce++",
+            "reward_kl_weight": self.reward_kl_weight,
+            "teacher_weight": resolve(self.objective).teacher_weight,
+        }
+        if self.replace_uniform_groups and any(reasons.values()):
+            name = next(name for name, is_given in reasons.items() if is_given)
             raise ValueError(
                 f"replace_uniform_groups takes groups of equal rewards out of a step, and with {name} there is "
                 "something to learn from them: leave one of the two out"

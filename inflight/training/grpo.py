@@ -25,6 +25,7 @@ from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
+from inflight.training.data.teacher_scoring import TeacherScorer
 from inflight.training.evaluation import Evaluation, EvaluationResult
 from inflight.training.model.forward import bf16_on_gpu
 from inflight.training.objective.objective import resolve
@@ -45,6 +46,7 @@ from inflight.training.schedules import (
     resolve_schedule,
 )
 from inflight.training.step import StepGradient, Update, check_finite, take_step, train_step
+from inflight.training.teacher import AddTeacher, TeacherLike, prepare_teacher
 
 __all__ = ["Example", "GRPOConfig", "StepReport", "grpo", "train_step"]
 
@@ -63,6 +65,7 @@ def grpo(
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     *,
     reference: nn.Module | None = None,
+    teacher: TeacherLike | None = None,
     run: HasProgress | None = None,
     evaluation: Evaluation | None = None,
     loggers: Sequence[Logger] = (),
@@ -84,12 +87,16 @@ def grpo(
     an answer, are skipped, logged by their index and counted in `dropped.num_unfit_examples`. If the first ones do not
     fit, ValueError is raised.
     engine: an engine, or `inflight.Episodes`, for which examples are rows of tasks.
-    score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`. None: episodes have rewards.
+    score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`. None: episodes have rewards;
+    with a teacher, other rollouts have the reward 0.
     reference: the reference policy of a KL penalty, such as a copy of the model made before training. It is put into
     evaluation mode. None: a PEFT model without its adapters. If a KL penalty has neither, ValueError is raised at once.
     run: an `inflight.Run`. Its `progress` is updated before each report: save model, optimizer and `lr_scheduler` after
     a report, and then the run. If the run was loaded, training continues with the next step. Pass the same examples:
     the examples that were submitted before are skipped.
+    teacher: a model whose distribution the policy learns (`Objective.teacher_weight`). A module is scored here, batch
+    by batch; an engine, the URL of a server, a function, or a `Teacher` of one of these scores groups as they finish.
+    Raises ValueError or VocabularyError at once if it does not fit, and TeacherError if it does not answer.
     evaluation: begins before the first step, after every `evaluation.every` steps, and after the last. A finished
     evaluation is in the next report and in `evaluation.results`. The last one ends after the last report, and is only
     in `evaluation.results` and in the loggers.
@@ -106,6 +113,15 @@ def grpo(
             reward_kl_weight=config.reward_kl_weight,
             autocast=config.autocast,
         )
+        score, add_teacher = prepare_teacher(
+            teacher,
+            score,
+            resolve(config.objective),
+            model,
+            engine,
+            config.sampling,
+            autocast=config.autocast,
+        )
         if group is not None:
             check_supported(model, config)
         check_finite(model)
@@ -116,7 +132,17 @@ def grpo(
         if group.rank:
             stream: Any = engine.stream
             return Follower(
-                stream, group, publisher, model, optimizer, config, lr_scheduler, score_reference, run, evaluation
+                stream,
+                group,
+                publisher,
+                model,
+                optimizer,
+                config,
+                lr_scheduler,
+                score_reference,
+                add_teacher,
+                run,
+                evaluation,
             ).reports()
         assert engine.stream.sharing is not None
         ranks = Leader(engine.stream.sharing, group)
@@ -131,7 +157,18 @@ def grpo(
         for each in loggers:
             if isinstance(each, JsonLines) and progress.step:
                 each.continue_after(progress.step)
-        trainer = _Trainer(engine, publisher, model, optimizer, config, lr_scheduler, score_reference, progress, ranks)
+        trainer = _Trainer(
+            engine,
+            publisher,
+            model,
+            optimizer,
+            config,
+            lr_scheduler,
+            score_reference,
+            add_teacher,
+            progress,
+            ranks,
+        )
         admission = Admission(
             engine,
             publisher,
@@ -146,7 +183,7 @@ def grpo(
         step = begin = progress.step
         with nullcontext() if evaluation is None else closing(evaluation):
             _begin_evaluation(engine, publisher, evaluation, progress)
-            with admission, closing(trainer):
+            with admission, closing(trainer), closing(score) if isinstance(score, TeacherScorer) else nullcontext():
                 source = resolve_schedule(config.schedule).run(admission)
                 for step, scored in enumerate(islice(source, max(0, config.steps - begin)), begin + 1):
                     report = trainer.take(step, scored, admission)
@@ -216,6 +253,7 @@ class _Trainer:
     config: GRPOConfig
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None
     score_reference: ReferenceScorer | None
+    add_teacher: AddTeacher | None
     begin: GRPOProgress
     ranks: Leader | None = None
     """Shares each part of a step with the other ranks; None: the trainer has one rank."""
@@ -325,9 +363,13 @@ class _Trainer:
             self.present = self._empty_step()
 
     def _empty_step(self) -> _Step:
-        group = None if self.ranks is None else self.ranks.group
         gradient = StepGradient(
-            self.model, self.optimizer, self.config, score_reference=self.score_reference, ranks=group
+            self.model,
+            self.optimizer,
+            self.config,
+            score_reference=self.score_reference,
+            add_teacher=self.add_teacher,
+            ranks=None if self.ranks is None else self.ranks.group,
         )
         return _Step(gradient)
 

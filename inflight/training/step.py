@@ -20,6 +20,7 @@ from inflight.training.objective.objective import resolve
 from inflight.training.objective.statistics import LossStats
 from inflight.training.ranks.group import RankGroup, equal_micro_batches
 from inflight.training.reference import ReferenceScorer
+from inflight.training.teacher import AddTeacher
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,12 @@ def train_step(
     config: GRPOConfig,
     *,
     score_reference: ReferenceScorer | None = None,
+    add_teacher: AddTeacher | None = None,
 ) -> Update:
     """Take the optimizer steps on one batch. A batch on the CPU is moved in micro-batches. score_reference: computes
-    the reference log-probabilities of the KL penalty, if the objective has one and the batch does not contain them."""
-    gradient = StepGradient(model, optimizer, config, score_reference=score_reference)
+    the reference log-probabilities of the KL penalty, if the objective has one and the batch does not contain them.
+    add_teacher: adds the scores of a teacher to a micro-batch."""
+    gradient = StepGradient(model, optimizer, config, score_reference=score_reference, add_teacher=add_teacher)
     gradient.add(batch)
     return gradient.step()
 
@@ -76,11 +79,13 @@ class StepGradient:
         config: GRPOConfig,
         *,
         score_reference: ReferenceScorer | None = None,
+        add_teacher: AddTeacher | None = None,
         ranks: RankGroup | None = None,
     ):
         """ranks: the ranks that add the gradients of their shares of each part, and take the step together."""
         self._model, self._optimizer, self._config, self._ranks = model, optimizer, config, ranks
-        self._score_reference, self._objective = score_reference, resolve(config.objective)
+        self._score_reference, self._add_teacher = score_reference, add_teacher
+        self._objective = resolve(config.objective)
         self._count, self._estimate = 0.0, 0.0
         """N of the parts so far, and the estimate of the N of the step (0: there is none yet)."""
         self._parts: list[tuple[PackedBatch, float]] = []
@@ -108,6 +113,9 @@ class StepGradient:
         if self._objective.kl_weight and self._score_reference is not None and batch.reference_logprobs is None:
             with span("reference"):
                 parts = [part.with_column("reference_logprobs", self._score_reference(part)) for part in parts]
+        if self._add_teacher is not None:
+            with span("teacher"):
+                parts = [self._add_teacher(part) for part in parts]
         if config.updates_per_batch > 1:
             self._parts += [(part, weight) for part in parts]
         for part in parts:

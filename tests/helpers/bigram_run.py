@@ -144,6 +144,7 @@ class Run:
         model: nn.Module | None = None,
         on_step: Callable[[StepReport], None] = lambda report: None,
         reference: nn.Module | None = None,
+        teacher: nn.Module | None = None,
         decay: float = 1.0,
         loggers: Sequence[Any] = (),
         **options: Any,
@@ -161,7 +162,8 @@ class Run:
         options = {"max_grad_norm": 0.0, "ahead": 1, "sampling": SAMPLING} | options
         config = GRPOConfig(steps=steps, groups_per_step=groups_per_step, **options)
         examples = (Example([index % VOCABULARY, 3 * index % VOCABULARY], {}) for index in range(num_examples))
-        publisher, given = publisher or self.engine, {"reference": reference, "loggers": loggers}
+        publisher = publisher or self.engine
+        given = {"reference": reference, "teacher": teacher, "loggers": loggers}
         for report in grpo(
             self.engine, publisher, self.model, optimizer, examples, score, config, lr_scheduler, **given
         ):

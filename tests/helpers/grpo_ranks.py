@@ -19,6 +19,7 @@ from rank_cases import CASES, WRAPPED, error_of, run_case, wrapped
 import inflight.training.objective.probe
 import inflight.training.reference
 import inflight.training.step
+import inflight.training.teacher
 from inflight.core.options import EngineOptions
 from inflight.fleet.ranks.attached import AttachedEngine, FollowingPublisher
 from inflight.fleet.ranks.sharing import RankSharing
@@ -31,6 +32,7 @@ def token_logprobs(*call: Any) -> torch.Tensor:
 
 for module in (inflight.training.reference, inflight.training.step, inflight.training.objective.probe):
     module.token_logprobs = token_logprobs
+inflight.training.teacher.score_tokens = bigram_run.score_tokens  # pyright: ignore
 
 
 class Kept:

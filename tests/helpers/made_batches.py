@@ -50,6 +50,13 @@ def one_by_one(model: torch.nn.Module, batch: PackedBatch) -> tuple[torch.Tensor
     return torch.cat(logprobs), torch.cat(entropies)
 
 
+@torch.no_grad()
+def next_token_kl(model: torch.nn.Module, teacher: torch.nn.Module, prompts: list[list[int]]) -> float:
+    """Mean over prompts of equal length of KL(model ‖ teacher) of the next token."""
+    logs, of_teacher = (m(input_ids=torch.tensor(prompts)).logits[:, -1].log_softmax(-1) for m in (model, teacher))
+    return float((logs.exp() * (logs - of_teacher)).sum(-1).mean())
+
+
 def make_rollouts(count: int = 6, seed: int = 0) -> list[Rollout]:
     rng = np.random.default_rng(seed)
     rollouts = []

@@ -70,6 +70,8 @@ CASES: dict[str, Callable[[], Settings]] = {
         "score": lambda rollout: float(rollout.group_id > 9) * rollout.sample,
         **PARTS,
     },
+    "a teacher": lambda: {"objective": Objective(teacher_weight=0.5, aggregation="group"), "teacher": Bigram(1)},
+    "a teacher in parts": lambda: {"objective": Objective(teacher_weight=0.5), "teacher": Bigram(1), **PARTS},
     "a falling learning rate": lambda: {"decay": 0.5},
     "probed": lambda: {"probe_every": 2},
     "a loss that is not finite": lambda: {"spoilt": "loss"},

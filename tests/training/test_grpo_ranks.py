@@ -37,6 +37,7 @@ def alone(monkeypatch):
     """Runs a case on one rank."""
     for place in ("reference", "step", "objective.probe"):
         monkeypatch.setattr(f"inflight.training.{place}.token_logprobs", lambda *call: score_tokens(*call).logprobs)
+    monkeypatch.setattr("inflight.training.teacher.score_tokens", score_tokens)
     return run_case
 
 

@@ -27,6 +27,7 @@ def bigram(monkeypatch):
     """Have the loss, and references, score tokens by the table of a `Bigram`."""
     monkeypatch.setattr("inflight.training.objective.loss.score_tokens", score_tokens)
     monkeypatch.setattr("inflight.training.reference.token_logprobs", lambda *call: score_tokens(*call).logprobs)
+    monkeypatch.setattr("inflight.training.teacher.score_tokens", score_tokens)
 
 
 AGGREGATIONS = ("token", "sequence", "group", "constant")
@@ -46,6 +47,7 @@ BRANCHES = {
     "replaced": {"replace_uniform_groups": 2},
     "every group": {"skip_uniform_groups": False},
     "a KL in the reward": {"reward_kl_weight": 0.1, "advantages": "rloo", "reference": Bigram(1)},
+    "a teacher": {"objective": Objective(teacher_weight=0.3), "teacher": Bigram(2)},
     "clipped": {"max_grad_norm": 0.05},
     "turns": {"advantages": inflight.turn_advantages("rloo")},
     "policies": {"advantages": inflight.policy_advantages("grpo")},

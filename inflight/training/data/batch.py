@@ -12,6 +12,7 @@ from inflight.core.rollout import Rollout, samples_of
 from inflight.training.model.replay import routed_experts_column
 from inflight.training.model.sampling_mask import PackedSamplingMask, pack_banned, pack_masks
 from inflight.training.objective.aggregation import StepTotals
+from inflight.training.objective.distillation import TOP_IDS, TOP_LOGPROBS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +44,8 @@ class PackedBatch:
     drawn: torch.Tensor = None  # pyright: ignore
     """i64[n], indices of the true entries of loss_mask; computed if omitted."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Values [T] by name of the columns of one number per token that every rollout recorded (`Rollout.columns`)."""
+    """Values [T] by name of the columns of one number per token that every rollout recorded (`Rollout.columns`). The
+    scores of a teacher can have several, [T, k] (`distillation.TOP_IDS`, `TOP_LOGPROBS`)."""
     sampling_mask: PackedSamplingMask | None = None
     """The tokens that each drawn token was sampled from; None if all were sampled from the whole vocabulary."""
     banned: torch.Tensor | None = None
@@ -232,13 +234,15 @@ def pack(
     _warn_of_other_distributions(rollouts)
     lengths = [len(r.prompt_token_ids) + len(r.token_ids) for r in rollouts]
 
-    def column(dtype: np.typing.DTypeLike, context_value: float, of_rollouts: Sequence[Any]) -> torch.Tensor:
-        """Lay out one value per rollout, or one per token, at the tokens that the policy drew."""
-        out = np.full(sum(lengths), context_value, dtype)
+    def column(
+        dtype: np.typing.DTypeLike, context_value: float, of_rollouts: Sequence[Any], width: tuple[int, ...] = ()
+    ) -> torch.Tensor:
+        """Lay out one value per rollout, or one per token, at the tokens that the policy drew. width: shape of one."""
+        out = np.full((sum(lengths), *width), context_value, dtype)
         end = 0
         for mask, length, values in zip(masks, lengths, of_rollouts, strict=True):
             end += length
-            out[end - len(mask) : end][mask] = np.broadcast_to(values, mask.shape)[mask]
+            out[end - len(mask) : end][mask] = np.broadcast_to(values, (*mask.shape, *width))[mask]
         return torch.from_numpy(out)
 
     group_index = {group_id: index for index, group_id in enumerate(dict.fromkeys(r.group_id for r in rollouts))}
@@ -264,8 +268,8 @@ def pack(
             group_tokens=torch.from_numpy(np.bincount(groups, drawn_tokens).astype(np.int64)),
         ),
         columns={
-            name: column(dtype, 0, [r.columns.get(name, 0) for r in rollouts])
-            for name, dtype in _shared_columns(rollouts).items()
+            name: column(values.dtype, 0, [r.columns.get(name, 0) for r in rollouts], values.shape[1:])
+            for name, values in _shared_columns(rollouts).items()
         },
         sampling_mask=pack_masks(rollouts, masks),
         banned=pack_banned(rollouts, masks),
@@ -288,13 +292,14 @@ def _tokens_of_samples(
     return torch.from_numpy(np.bincount(places_B, drawn_tokens).astype(np.int64)[places_B])
 
 
-def _shared_columns(rollouts: Sequence[Rollout]) -> dict[str, np.dtype]:
-    """Return names and dtypes of the columns of one number per token that all rollouts with tokens have."""
+def _shared_columns(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """Return the columns of one number per token, and of a teacher's likeliest tokens, that all rollouts with tokens
+    have: by name the column of the first."""
     first, *others = [rollout for rollout in rollouts if len(rollout.token_ids)] or rollouts
     return {
-        name: values.dtype
+        name: values
         for name, values in first.columns.items()
-        if values.ndim == 1 and all(name in other.columns for other in others)
+        if (values.ndim == 1 or name in (TOP_IDS, TOP_LOGPROBS)) and all(name in other.columns for other in others)
     }
 
 

@@ -41,6 +41,8 @@ class GroupScorer(ABC):
 
     scores_cancelled = False
     """If true, cancelled samples get a reward too."""
+    scores_episodes = False
+    """If true, `start` also receives the rollouts of episodes, which have their rewards, and returns their rewards."""
 
     def wants(self, rollout: Rollout) -> bool:
         """Return True if the rollout gets a reward: it finished, or it was cancelled and such samples are scored."""

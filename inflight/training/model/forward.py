@@ -32,6 +32,11 @@ class TokenScores(NamedTuple):
     """f32[n], with gradient."""
     entropies: torch.Tensor | None
     """f32[n], with gradient, of the distributions that the tokens were drawn from."""
+    at: torch.Tensor | None = None
+    """f32[n, k], with gradient, log-probabilities of k other tokens at each position; −∞ for tokens that the engine
+    never draws."""
+    ids: torch.Tensor | None = None
+    """i64[n, k], these tokens."""
 
 
 def token_logprobs(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
@@ -39,15 +44,24 @@ def token_logprobs(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
     return score_tokens(model, batch).logprobs
 
 
-def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False) -> TokenScores:
-    """Return log-probabilities, and entropies if requested, of the n drawn tokens, in their order.
+def score_tokens(
+    model: nn.Module, batch: PackedBatch, *, entropy: bool = False, at: torch.Tensor | int | None = None
+) -> TokenScores:
+    """Return log-probabilities, and entropies if requested, of the n drawn tokens, in their order. at: token ids
+    i64[n, k], or the number k of the likeliest tokens, whose log-probabilities at these positions are also returned.
 
     They have the meaning of the engine's: at the sampling temperature of each token, over the tokens that its filters
     left of those that the engine draws, with the experts that it used. The batch can be on the CPU. Sequences are
     packed if packing gives the same results as scoring each alone; otherwise they are padded or fed one by one
     (`scoring_way`). Raises the errors of `replay_routed_experts`, UnsupportedModelError for a model whose tokens attend
-    to later positions or that needs other inputs in train mode, and ValueError for a token outside of the vocabulary.
+    to later positions or that needs other inputs in train mode, and ValueError for a token outside of the vocabulary,
+    and for `at` with a sampling mask.
     """
+    if at is not None and batch.sampling_mask is not None:
+        raise ValueError(
+            "tokens other than the drawn ones are scored over the whole vocabulary: sample without top_k, "
+            "top_p and min_p, or without a sampling mask"
+        )
     model = getattr(model, "_orig_mod", model)  # A model compiled for another head would be recompiled at each call.
     inner = _transformers_model(model)
     _check_tokens(inner, batch)
@@ -58,7 +72,7 @@ def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False)
             f"{type(model).__name__} cannot be fed packed sequences, so that its routed experts are not replayed"
         )
     try:
-        return _score(model, inner, batch, way, entropy)
+        return _score(model, inner, batch, way, entropy, at)
     except ValueError as error:
         if not (inner.training and "when training" in str(error)):
             raise
@@ -85,29 +99,38 @@ def _try_way(model: Any, batch: PackedBatch, way: Way) -> torch.Tensor:
     return _score(model, model, batch, way, False).logprobs
 
 
-def _score(model: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way, entropy: bool) -> TokenScores:
+def _score(
+    model: nn.Module,
+    inner: nn.Module,
+    batch: PackedBatch,
+    way: Way,
+    entropy: bool,
+    at: torch.Tensor | int | None = None,
+) -> TokenScores:
     """Score a batch. inner: the Transformers model inside the wrappers of `model`."""
     device = next(model.parameters()).device
+    at = at.long().to(device) if isinstance(at, torch.Tensor) else at
     packed = pack_input(batch, device, states=has_states(inner)) if way in ("fused", "packed") else None
     batch = batch.to(device)
     if packed is None:
         logits_nV = _logits_in_rows(model, batch) if way == "rows" else _logits_one_by_one(model, batch)
-        return _score_logits(logits_nV, batch, entropy)
+        return _score_logits(logits_nV, batch, entropy, at)
     end_failed_backward(model)
     head, experts = plain_head(inner) if way == "fused" else None, batch.routed_experts
     with (
         packed_attention(inner) as packed_in_backward_too,
         nullcontext() if experts is None else replay_routed_experts(model, experts[packed.source]),
-        scoring_head(inner, head, batch, packed, entropy=entropy) if head else nullcontext(),
+        scoring_head(inner, head, batch, packed, entropy=entropy, at=at) if head else nullcontext([]) as ids,
     ):
         out = model(
             input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed=packed
         ).logits[0]
         packed_in_backward_too(out)
     if head is None:
-        return _score_logits(out[packed.predicting], batch, entropy)
+        return _score_logits(out[packed.predicting], batch, entropy, at)
     out = out / head.scale if head.scale != 1 else out
-    return TokenScores(out[:, 0], out[:, 1] if entropy else None)
+    scores = TokenScores(out[:, 0], out[:, 1] if entropy else None)
+    return scores._replace(at=out[:, 2:], ids=ids[0]) if ids else scores
 
 
 def _logits_in_rows(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
@@ -135,7 +158,9 @@ def _logits_one_by_one(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) -> TokenScores:
+def _score_logits(
+    logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool, at: torch.Tensor | int | None = None
+) -> TokenScores:
     temperatures = batch.temperatures[batch.drawn]
     if batch.banned is not None:
         ids_V = torch.arange(logits_nV.shape[1], device=logits_nV.device)
@@ -149,10 +174,19 @@ def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) ->
         cut_nV[rows, ids] = False
         logits_nV = logits_nV.masked_fill(cut_nV, -torch.inf)
     logprobs = selective_logprobs(logits_nV, batch.input_ids[batch.drawn], temperatures)
-    if not entropy:
-        return TokenScores(logprobs, None)
+    scores = TokenScores(logprobs, None)
+    if not entropy and at is None:
+        return scores
     log_nV = torch.log_softmax(logits_nV.float() / temperatures[:, None], -1)
-    return TokenScores(logprobs, -(log_nV.exp() * log_nV.masked_fill(log_nV == -torch.inf, 0.0)).sum(-1))
+    if at is not None:
+        ids = log_nV.detach().topk(at).indices if isinstance(at, int) else at
+        is_token = ids < log_nV.shape[1]
+        of_ids = log_nV.gather(1, ids.masked_fill(~is_token, 0)).masked_fill(~is_token, -torch.inf)
+        scores = scores._replace(at=of_ids, ids=ids)
+    if entropy:
+        entropies = -(log_nV.exp() * log_nV.masked_fill(log_nV == -torch.inf, 0.0)).sum(-1)
+        scores = scores._replace(entropies=entropies)
+    return scores
 
 
 def _transformers_model(model: nn.Module) -> nn.Module:

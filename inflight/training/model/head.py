@@ -16,12 +16,17 @@ import torch
 from inflight_kernels import linear_logprobs
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.packing import PackedInput
 from inflight.training.model.sampling_mask import is_banned
 
 logger = logging.getLogger(__name__)
+
+
+_MOST_NUMBERS = 2**24
+"""Maximum number of weights, or of logits, that are gathered at once for tokens other than the drawn ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +84,21 @@ def _try(model: Any, head: nn.Linear) -> PlainHead | None:
 
 @contextmanager
 def scoring_head(
-    model: Any, head: PlainHead, batch: PackedBatch, packed: PackedInput, *, entropy: bool
-) -> Iterator[None]:
-    """Make the model return [1, n, 2] as logits within the context: `scale` times the log-probabilities and the
-    entropies."""
+    model: Any,
+    head: PlainHead,
+    batch: PackedBatch,
+    packed: PackedInput,
+    *,
+    entropy: bool,
+    at: torch.Tensor | int | None = None,
+) -> Iterator[list[torch.Tensor]]:
+    """Make the model return [1, n, 2 + k] as logits within the context: `scale` times the log-probabilities, the
+    entropies, and the log-probabilities of k other tokens. at: their ids i64[n, k]; a number: the k likeliest; None:
+    k = 0. Yields a list that contains their ids after the forward pass."""
     module: Any = model.get_output_embeddings()
     config: Any = model.config.get_text_config()
     drawn = batch.drawn
+    found: list[torch.Tensor] = []
 
     def score(hidden_1FH: torch.Tensor) -> torch.Tensor:
         hidden_nH = hidden_1FH[0][packed.predicting]
@@ -114,7 +127,13 @@ def scoring_head(
             sampling_mask=mask,
             entropy=entropy,
         )
-        return torch.stack([logprobs, logprobs.detach() if entropies is None else entropies], -1)[None]
+        scores = torch.stack([logprobs, logprobs.detach() if entropies is None else entropies], -1)
+        if at is not None:
+            plain = _Logits(module.weight.to(dtype), module.bias, head, batch)
+            hidden_nH = hidden_nH.to(dtype)
+            found.append(plain.likeliest(hidden_nH, at) if isinstance(at, int) else at)
+            scores = torch.cat([scores, plain.logprobs_at(hidden_nH, found[0], logprobs)], -1)
+        return scores[None]
 
     # This bypasses the type checks of configurations, which do not allow a softcap that is temporarily off.
     fields = vars(config)
@@ -122,11 +141,61 @@ def scoring_head(
         module.forward = score
         if head.softcap is not None:
             fields["final_logit_softcapping"] = None
-        yield
+        yield found
     finally:
         vars(module).pop("forward", None)
         if head.softcap is not None:
             fields["final_logit_softcapping"] = head.softcap
+
+
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    """Logits of the output head for tokens other than the drawn ones, in pieces."""
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None
+    head: PlainHead
+    batch: PackedBatch
+
+    @torch.no_grad()
+    def likeliest(self, hidden_nH: torch.Tensor, k: int) -> torch.Tensor:
+        """Return the ids i64[n, k] of the k likeliest tokens. They do not depend on temperature, scale and softcap."""
+        ids_V, found = torch.arange(len(self.weight_VH), device=hidden_nH.device), []
+        for hidden_RH in hidden_nH.split(max(1, _MOST_NUMBERS // len(ids_V))):
+            logits_RV = (hidden_RH @ self.weight_VH.T).float()
+            if self.bias_V is not None:
+                logits_RV += self.bias_V
+            found.append(self._without_banned(logits_RV, ids_V).topk(k).indices)
+        return torch.cat(found) if found else ids_V.new_empty(0, k)
+
+    def logprobs_at(self, hidden_nH: torch.Tensor, ids_nk: torch.Tensor, logprobs_n: torch.Tensor) -> torch.Tensor:
+        """Return log-probabilities f32[n, k] of tokens i64[n, k], −∞ for banned ones and ids outside the vocabulary.
+        logprobs_n: of the drawn tokens. Their logits give the normalisation."""
+        drawn_n1 = self.batch.input_ids[self.batch.drawn, None]
+        is_token = ids_nk < len(self.weight_VH)
+        ids = torch.cat([drawn_n1, ids_nk.masked_fill(~is_token, 0)], 1)
+        temperatures_n1 = self.batch.temperatures[self.batch.drawn, None] / self.head.scale
+        rows = max(1, _MOST_NUMBERS // (ids.shape[1] * self.weight_VH.shape[1]))
+        parts = zip(hidden_nH.split(rows), ids.split(rows), strict=True)
+        # A backward pass computes each piece again: the gathered weights of all would be k times the hidden states.
+        pieces = [checkpoint(self._at, *part, use_reentrant=False) for part in parts]
+        logits = torch.cat([hidden_nH.new_empty(0, ids.shape[1]), *pieces])  # pyright: ignore[reportArgumentType]
+        found = (logits[:, 1:] - logits[:, :1]) / temperatures_n1 + logprobs_n[:, None]
+        return self._without_banned(found, ids_nk).masked_fill(~is_token, -torch.inf)
+
+    def _at(self, hidden_RH: torch.Tensor, ids_Rk: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(hidden_RH.dtype, torch.float32)
+        logits_Rk = (hidden_RH.to(dtype)[:, None] * self.weight_VH[ids_Rk].to(dtype)).sum(-1)
+        if self.bias_V is not None:
+            logits_Rk = logits_Rk + self.bias_V[ids_Rk].to(dtype)
+        if self.head.softcap is None:
+            return logits_Rk
+        cap = self.head.softcap / self.head.scale
+        return cap * torch.tanh(logits_Rk / cap)
+
+    def _without_banned(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        banned = self.batch.banned
+        return values if banned is None else values.masked_fill(is_banned(ids, banned), -torch.inf)
 
 
 def _renumbered(

@@ -12,10 +12,11 @@ from inflight.core.errors import NonFiniteLossError
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import TokenScores, score_tokens
 from inflight.training.objective.aggregation import token_weights
+from inflight.training.objective.distillation import LOGPROBS, TOP_IDS, TOP_LOGPROBS, top_k_kl
 from inflight.training.objective.kl import kl_penalty
 from inflight.training.objective.objective import Objective, loglinear_proximal, resolve
 from inflight.training.objective.statistics import LossStats, RatioStats, ratio_sums
-from inflight.training.objective.tokens import LOG_RATIO_BOUND, DrawnTokens
+from inflight.training.objective.tokens import LOG_RATIO_BOUND, DrawnTokens, exp_ratio
 
 CLIPPED_TOLERANCE = 1e-4
 """A token is clipped if its gradient differs by more than this share from its gradient without bounds."""
@@ -38,7 +39,8 @@ def policy_loss(
     finite.
     """
     objective = resolve(objective)
-    scores = score_tokens(model, batch, entropy=objective.needs_entropies)
+    top = {"at": _of_teacher(batch, TOP_IDS)[batch.drawn]} if objective.teacher_top_k else {}
+    scores = score_tokens(model, batch, entropy=objective.needs_entropies, **top)
     return loss_of_scores(objective, batch.to(scores.logprobs.device), scores)
 
 
@@ -47,7 +49,10 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
     All tensors are on one device. Raises ValueError if the objective needs entropies and `scores` has none."""
     if objective.needs_entropies and scores.entropies is None:
         raise ValueError("the objective needs entropies: inflight.training.model.forward.score_tokens(…, entropy=True)")
-    rows, sequences, (logprobs, entropies) = batch.drawn, batch.sequence_ids[batch.drawn], scores
+    if objective.teacher_top_k and scores.at is None:
+        raise ValueError(f"the objective needs score_tokens(…, at=batch.columns[{TOP_IDS!r}][batch.drawn])")
+    rows, sequences = batch.drawn, batch.sequence_ids[batch.drawn]
+    logprobs, entropies, of_top = scores.logprobs, scores.entropies, scores.at
     lengths = torch.zeros_like(batch.groups).index_add(0, sequences, torch.ones_like(sequences))
     if batch.sample_tokens is not None:
         lengths = batch.sample_tokens
@@ -58,6 +63,7 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
         included = torch.nonzero(batch.included[rows]).flatten()
         rows, sequences, logprobs = rows[included], sequences[included], logprobs[included]
         entropies = entropies if entropies is None else entropies[included]
+        of_top = of_top if of_top is None else of_top[included]
     with torch.enable_grad():
         leaf = logprobs.detach().requires_grad_()
         tokens = _drawn_tokens(objective, batch, rows, sequences, leaf)
@@ -65,7 +71,7 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
             tokens = replace(tokens, entropies=entropies.detach())
         weights = of_sequences[sequences].to(leaf.dtype)
         value, gradient = _differentiated(objective.policy_terms(tokens), weights, leaf)
-        num_clipped = kl_sum = None
+        num_clipped = kl_sum = teacher_sum = None
         if (without_bounds := objective.terms_without_bounds(tokens)) is not None:
             _, expected = _differentiated(without_bounds, weights, leaf)
             changed = (gradient - expected).abs() > CLIPPED_TOLERANCE * expected.abs()
@@ -76,14 +82,21 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
             penalty = objective.kl_weight * (weights * kls).sum()
             value, gradient = value + penalty.detach(), gradient + torch.autograd.grad(penalty, leaf)[0]
             kl_sum = kls.detach().sum()
+        if objective.teacher_weight and not objective.teacher_top_k:
+            ratios = _log_teacher_ratios(batch, rows, leaf.detach())
+            teacher_sum = -(exp_ratio(tokens.log_behavior_ratios) * ratios).sum()
         if objective.drift_weight:
             drift = objective.drift_weight * (weights * (leaf - tokens.behavior).square()).sum()
             value, gradient = value + drift.detach(), gradient + torch.autograd.grad(drift, leaf)[0]
     loss = _KnownGradient.apply(logprobs, value, gradient)
     if objective.entropy_weight and entropies is not None:
         loss = loss - objective.entropy_weight * (weights * entropies).sum()
+    if objective.teacher_top_k and of_top is not None:
+        divergences = top_k_kl(objective.teacher_kl, of_top, _of_teacher(batch, TOP_LOGPROBS)[rows])
+        loss = loss + objective.teacher_weight * (weights * divergences).sum()
+        teacher_sum = divergences.detach().sum()
     sum_entropy = None if entropies is None else entropies.detach().sum()
-    return loss, _statistics(loss.detach(), batch, rows, tokens, num_clipped, sum_entropy, kl_sum)
+    return loss, _statistics(loss.detach(), batch, rows, tokens, num_clipped, sum_entropy, kl_sum, teacher_sum)
 
 
 def _differentiated(
@@ -117,17 +130,37 @@ def _drawn_tokens(
         proximal = loglinear_proximal(logprobs, behavior, batch.weight_versions[rows], batch.trainer_version)
     else:
         proximal = logprobs.detach()
+    advantages = batch.advantages[rows].to(logprobs.dtype)
+    if objective.teacher_weight and not objective.teacher_top_k:
+        advantages = advantages + objective.teacher_weight * _log_teacher_ratios(batch, rows, logprobs.detach())
     return DrawnTokens(
         logprobs=logprobs,
         behavior=behavior,
         proximal=proximal,
-        advantages=batch.advantages[rows].to(logprobs.dtype),
+        advantages=advantages,
         sequences=sequences,
         num_sequences=batch.num_sequences,
         proximal_policy=objective.proximal,
         batch=batch,
         rows=rows,
     )
+
+
+def _log_teacher_ratios(batch: PackedBatch, rows: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Return log(π_teacher / π_θ) f[n] of the drawn tokens, within ±20. log π_θ is the present policy's: corrected by ρ
+    = π_θ / π_b, its expectation times ∇log π_θ is −∇KL(π_θ ‖ π_teacher). With the recorded log π_b instead, tokens of
+    older policies would add ∇KL(π_θ ‖ π_b), away from the policy that drew them."""
+    ratios = _of_teacher(batch, LOGPROBS)[rows].to(logprobs.dtype) - logprobs
+    return ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _of_teacher(batch: PackedBatch, name: str) -> torch.Tensor:
+    if name not in batch.columns:
+        raise ValueError(
+            f"teacher_weight needs batch.columns[{name!r}]: give inflight.grpo(…, teacher=…), or score the rollouts by "
+            "an inflight.TeacherScorer, or add the columns by inflight.with_teacher(teacher, batch)"
+        )
+    return batch.columns[name]
 
 
 def _column(batch: PackedBatch, name: str, purpose: str, whose: str) -> torch.Tensor:
@@ -162,7 +195,7 @@ def _statistics(
     *optional: torch.Tensor | None,
 ) -> LossStats:
     """Return the statistics, copied from the device in one transfer. optional: the number of clipped tokens and the
-    sums of entropies and of the KL penalty, if they are known."""
+    sums of entropies, of the KL penalty and of the KL to a teacher, if they are known."""
     if batch.trainer_version is None:
         classes = torch.zeros_like(rows)
     else:  # 1: this version drew the token, 2: an older one.
@@ -173,7 +206,7 @@ def _statistics(
     sums = torch.cat([sums, ratio_sums(of_sequences, torch.where(has_gradient, 0, 1))[:1]])
     numbers = [loss, *(value for value in optional if value is not None)]
     total, *rest = torch.cat([torch.stack([value.double() for value in numbers]), sums.flatten()]).tolist()
-    clipped, entropy, kl = (None if value is None else rest.pop(0) for value in optional)
+    clipped, entropy, kl, teacher_kl = (None if value is None else rest.pop(0) for value in optional)
     unknown, mismatch, stale, sequences = (RatioStats.from_sums(rest[7 * i : 7 * i + 7]) for i in range(4))
     ratios = unknown + mismatch + stale
     # Bounds can hide a log-probability of −∞ from the loss: a clipped ratio is finite.
@@ -189,6 +222,7 @@ def _statistics(
         num_clipped=None if clipped is None else int(clipped),
         sum_entropy=entropy,
         sum_reference_kl=kl,
+        sum_teacher_kl=teacher_kl,
         sequences=sequences,
     )
 

@@ -1,7 +1,8 @@
 """The minimised loss: a correction, a surrogate, trust regions and an aggregation.
 
-loss = Σ_t a_t · ( w_t · m_t · L_t + β · KL_t + δ · (log ρ_t)² − η · H_t ), with a_t the aggregation's weight, w_t the
-correction's, m_t 1 if every trust region includes the token, else 0, and L_t the surrogate's loss.
+loss = Σ_t a_t · ( w_t · m_t · L_t + β · KL_t + τ · D_t + δ · (log ρ_t)² − η · H_t ), with a_t the aggregation's weight,
+w_t the correction's, m_t 1 if every trust region includes the token, else 0, L_t the surrogate's loss, and D_t the
+divergence from a teacher over its k likeliest tokens (`distillation.py`).
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from inflight.training.objective import corrections, surrogates
 from inflight.training.objective import trust_regions as regions
 from inflight.training.objective.aggregation import Aggregation
 from inflight.training.objective.bounds import Clips, TokenFunction, clips, open_form, reads_entropies
+from inflight.training.objective.distillation import TeacherKL
 from inflight.training.objective.kl import KLEstimator
 from inflight.training.objective.tokens import DrawnTokens, Proximal
 
@@ -52,6 +54,16 @@ class Objective:
     kl_correction: bool = True
     """Weight the KL of a token by ρ = π_θ / π_b, so that its expected gradient is right for tokens that an older policy
     drew, as in flight (`kl.kl_penalty`). False takes every token to be drawn by π_θ; k1 has no gradient then."""
+    teacher_weight: float = 0.0
+    """τ, the weight of a teacher (on-policy distillation, docs/training.md#a-teacher). With teacher_top_k=0 the
+    advantage of a token is A + τ · (log π_teacher − log π_θ), and gets the correction and the bounds of any advantage.
+    Otherwise the loss has the divergence from the teacher over its likeliest tokens."""
+    teacher_top_k: int = 0
+    """Number k of the teacher's likeliest tokens at each position that the divergence compares, with all others as one
+    more token. 0: only the drawn token is compared."""
+    teacher_kl: TeacherKL = "reverse"
+    """Divergence over the k likeliest tokens: "reverse", KL(π_θ ‖ π_teacher), or "forward", KL(π_teacher ‖ π_θ)
+    (`distillation.top_k_kl`)."""
     drift_weight: float = 0.0
     """δ, the weight of (log ρ)², ρ = π_θ / π_b, of every token, also of tokens that a trust region leaves out. It pulls
     π_θ back to the policy that drew the token, and needs no reference policy. prime-rl's default is 1e-3 (`kl_tau`,
@@ -79,6 +91,7 @@ class Objective:
         for what, name, names in (
             ("aggregation", self.aggregation, get_args(Aggregation)),
             ("KL estimator", self.kl, get_args(KLEstimator)),
+            ("divergence from a teacher", self.teacher_kl, get_args(TeacherKL)),
             ("proximal policy", self.proximal, get_args(Proximal)),
         ):
             if name not in names:
@@ -99,9 +112,14 @@ class Objective:
             raise ValueError(
                 f"aggregation 'constant' needs max_tokens, the length that it divides by; got {self.max_tokens}"
             )
-        for name, weight in (("kl_weight", self.kl_weight), ("drift_weight", self.drift_weight)):
-            if not 0 <= weight < inf:
+        for name in ("kl_weight", "teacher_weight", "drift_weight"):
+            if not 0 <= (weight := getattr(self, name)) < inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {weight}")
+        if self.teacher_top_k < 0 or (self.teacher_top_k and not self.teacher_weight):
+            raise ValueError(
+                f"teacher_top_k must be at least 0, and needs a teacher_weight above 0; got {self.teacher_top_k} and "
+                f"teacher_weight={self.teacher_weight}"
+            )
         if self.kl_weight and self.kl == "k1" and not self.kl_correction:
             raise ValueError(
                 "kl='k1' with kl_correction=False has an expected gradient of 0, so that kl_weight="
@@ -121,7 +139,7 @@ class Objective:
     @property
     def is_about_rewards_alone(self) -> bool:
         """True if a token without an advantage adds nothing to the loss."""
-        return not (self.kl_weight or self.drift_weight or self.entropy_weight)
+        return not (self.kl_weight or self.teacher_weight or self.drift_weight or self.entropy_weight)
 
     @property
     def needs_entropies(self) -> bool:

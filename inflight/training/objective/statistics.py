@@ -115,6 +115,9 @@ class LossStats:
     """None unless the objective needs entropies. `score_tokens(entropy=True)` returns entropies in any case."""
     sum_reference_kl: float | None = None
     """None without a KL penalty."""
+    sum_teacher_kl: float | None = None
+    """None without a teacher. Sum of ρ · log(π_θ / π_teacher) of the drawn tokens, an estimate of KL(π_θ ‖ π_teacher);
+    with teacher_top_k of the divergences."""
     sequences: RatioStats = RatioStats()
     """Products of the ratios of a sequence's tokens in the loss, for sequences with an advantage alone, so that the
     effective sample size does not depend on skipped groups of equal rewards."""
@@ -146,6 +149,11 @@ class LossStats:
         """Mean over tokens; None without a KL penalty."""
         return None if self.sum_reference_kl is None else self.sum_reference_kl / max(self.num_tokens, 1)
 
+    @property
+    def teacher_kl(self) -> float | None:
+        """Mean over tokens; None without a teacher."""
+        return None if self.sum_teacher_kl is None else self.sum_teacher_kl / max(self.num_tokens, 1)
+
     def __add__(self, other: "LossStats") -> "LossStats":
         pairs = ((getattr(self, name), getattr(other, name)) for name in self.__slots__)
         sums: list[Any] = [None if a is None or b is None else a + b for a, b in pairs]
@@ -153,9 +161,9 @@ class LossStats:
 
     def as_dict(self) -> dict[str, float]:
         """Return all statistics as numbers under flat names, for any logger: "loss", "num_tokens", "clipped",
-        "entropy", "reference_kl", "sequence/ess", and `RatioStats.as_dict` of "ratio" (all tokens), "mismatch" and
-        "stale". Values of None or NaN are left out."""
-        names = ("loss", "num_tokens", "clipped", "entropy", "reference_kl")
+        "entropy", "reference_kl", "teacher_kl", "sequence/ess", and `RatioStats.as_dict` of "ratio" (all tokens),
+        "mismatch" and "stale". Values of None or NaN are left out."""
+        names = ("loss", "num_tokens", "clipped", "entropy", "reference_kl", "teacher_kl")
         numbers: dict[str, float | None] = {name: getattr(self, name) for name in names}
         for name, of_tokens in (("ratio", self.ratios), ("mismatch", self.mismatch), ("stale", self.stale)):
             numbers |= of_tokens.as_dict(name)

@@ -20,6 +20,7 @@ from inflight.training.reference import ReferenceScorer
 from inflight.training.report import StepReport
 from inflight.training.schedules import HasProgress
 from inflight.training.step import StepGradient, check_finite, take_step
+from inflight.training.teacher import AddTeacher
 
 
 class ReceivesShares(Protocol):
@@ -51,6 +52,7 @@ class Follower:
     config: GRPOConfig
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None
     score_reference: ReferenceScorer | None
+    add_teacher: AddTeacher | None
     run: HasProgress | None
     evaluation: Evaluation | None
     gradient: StepGradient = field(init=False)
@@ -128,5 +130,10 @@ class Follower:
 
     def _empty_gradient(self) -> StepGradient:
         return StepGradient(
-            self.model, self.optimizer, self.config, score_reference=self.score_reference, ranks=self.group
+            self.model,
+            self.optimizer,
+            self.config,
+            score_reference=self.score_reference,
+            add_teacher=self.add_teacher,
+            ranks=self.group,
         )

@@ -177,7 +177,7 @@ def test_scores_and_gradients_are_those_of_an_enumeration(name, banned, way, mon
     def backward(part: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
         scores = score_tokens(model, part, entropy=True)
         assert scores.entropies is not None
-        sum((w[rows] * s).sum() for w, s in zip(weights, scores, strict=True)).backward()
+        sum((w[rows] * s).sum() for w, s in zip(weights, scores[:2], strict=True)).backward()
         return torch.stack([scores.logprobs, scores.entropies]).detach()
 
     ours = backward(batch, torch.arange(batch.num_drawn))
