@@ -14,7 +14,7 @@ import rank_cases
 import torch
 import torch.distributed as dist
 from bigram_run import Bigram, FakeEngine, Run
-from rank_cases import CASES, WRAPPED, error_of, run_case, wrapped
+from rank_cases import CASES, WRAPPED, error_of, run_case, spread, wrapped
 
 import inflight.training.objective.probe
 import inflight.training.reference
@@ -87,6 +87,7 @@ class Rank:
             "other options": error_of(lambda: Run(**self.handles(), micro_batch_tokens=30 + seed)),
             "ranked tokens": error_of(lambda: Run(**self.handles(), objective="m2po")),
             "sharded probe": error_of(lambda: Run(**self.handles(), model=wrapped(Bigram(), "fsdp2"), probe_every=1)),
+            "spread": error_of(lambda: Run(**self.handles(), model=spread(Bigram()))),
             "score": error_of(lambda: Run(**self.handles(), score=_fail)),
         }
 

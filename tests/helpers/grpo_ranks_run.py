@@ -2,13 +2,15 @@
 
 learn STEPS: prints the rewards of a tiny model that learns to answer with digits.
 begin: saves a checkpoint after step 2; rank 1 kills itself after step 3. collective: it kills itself in a forward pass
-of step 4. resume: continues until step 6. They print the reports and the error that ended the run.
+of step 4. batches: rank 1 asks for batches, and kills itself. resume: continues until step 6. They print the reports
+and the error that ended the run.
 """
 
 import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,10 @@ def train(rank: int, directory: Path, verb: str) -> None:
         run = inflight.Run(engine, publisher)
         if resumes:
             run.load(directory)
+        if rank == 1 and verb == "batches":
+            with suppress(inflight.InflightError):
+                next(engine.stream.batches(rollouts=8, score=digits))
+            os.kill(os.getpid(), signal.SIGKILL)
         given = {"run": run, "evaluation": evaluation, "loggers": loggers}
         try:
             for report in inflight.grpo(engine, publisher, model, optimizer, examples, digits, config, **given):

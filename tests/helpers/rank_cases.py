@@ -8,9 +8,12 @@ from random import Random
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from bigram_run import Bigram, Run, score_tokens
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import inflight
 from inflight.core.errors import InflightError
@@ -108,6 +111,13 @@ def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model)
     if wrapper == "fsdp2":
         fully_shard(model)
+    return model
+
+
+def spread(model: Bigram) -> Bigram:
+    """Spread the table over ranks as tensor parallelism does."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model.table = nn.Parameter(distribute_tensor(model.table.detach(), mesh, [Shard(1)]))
     return model
 
 

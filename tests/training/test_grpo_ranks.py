@@ -111,6 +111,7 @@ def test_errors_are_raised_by_all_ranks_and_later_runs_work(of_ranks, size):
         assert of_rank["other weights"].startswith(f"InflightError: table of rank {bad} differs from rank 0")
         assert f"rank {bad} has micro_batch_tokens=35, and rank 0 has 30" in of_rank["other options"]
         assert "ranks the tokens of a batch" in of_rank["ranked tokens"]
+        assert "by FullyShardedDataParallel or tensor parallelism: shard" in of_rank["spread"]
         assert "probe_every=1 computes earlier versions of the whole model" in of_rank["sharded probe"]
     assert errors[0]["score"] == "ScoreError: the judge is ill"
     assert {each["score"] for each in errors[1:]} == {

@@ -35,6 +35,12 @@ def test_two_ranks_learn(tmp_path):
     assert fmean(rewards[-5:]) - fmean(rewards[:5]) > 0.3
 
 
+def test_a_rank_that_runs_another_loop_and_ends_is_named(tmp_path):
+    [(reports, error, _), _] = run_ranks("batches", tmp_path)
+    assert reports == []
+    assert error.startswith("rank 1 (process ")
+
+
 @pytest.mark.parametrize("when", ["begin", "collective"])
 def test_a_rank_that_is_killed_ends_the_run_by_name_and_a_checkpoint_continues(tmp_path, when):
     [(reports, error, _), killed] = run_ranks(when, tmp_path)

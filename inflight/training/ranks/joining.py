@@ -32,16 +32,19 @@ def join_ranks(engine: Any) -> RankGroup | None:
             "torch.distributed.init_process_group(), and then inflight.launch on every rank "
             "(docs/training.md, Several ranks)"
         )
-    # A process group waits long for a rank that does not call this. The stream names the rank sooner.
+    # A process group waits long for a rank that does not call this. The stream names the rank sooner. Only a rank that
+    # runs grpo takes the second message.
     if hasattr(stream, "receive"):
-        what, _ = stream.receive() or ("the end of its batches", b"")
-        if what != "join":
-            raise InflightError(
-                f"rank 0 sends {what}, and rank {rank} runs grpo: every rank runs the same training loop"
-            )
+        for _ in range(2):
+            what, _ = stream.receive() or ("the end of its batches", b"")
+            if what != "join":
+                raise InflightError(
+                    f"rank 0 sends {what}, and rank {rank} runs grpo: every rank runs the same training loop"
+                )
         check = stream.check
     else:
-        stream.sharing.send("join", b"")
+        for _ in range(2):
+            stream.sharing.send("join", b"")
         stream.sharing.settle()
         check = stream.sharing.check
     with naming_lost_ranks(check):

@@ -17,10 +17,10 @@ from inflight.training.objective.aggregation import StepTotals
 from inflight.training.report import StepReport
 
 What = Literal["join", "begin", "reference", "part", "count", "step", "report", "end"]
-"""Messages in their order. join: make the process group. begin: publish first, or not. Then for each step: reference:
-a share whose reference log-probabilities rank 0 needs; part: a share of groups of the step; count: the totals of a part
-of which nothing is in the loss; step: take the optimizer step, and publish; report: the report. end: the last
-evaluations."""
+"""Messages in their order. join, twice: make the process group. begin: publish first, or not. Then for each step:
+reference: a share whose reference log-probabilities rank 0 needs; part: a share of groups of the step; count: the
+totals of a part of which nothing is in the loss; step: take the optimizer step, and publish; report: the report. end:
+the last evaluations."""
 
 _REPORT_ARRAYS = ("groups", "staleness", "evaluations")
 _REPORT = msgspec.defstruct(
