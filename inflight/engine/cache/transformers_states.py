@@ -66,7 +66,7 @@ def _advance(module: nn.Module, states: ChunkStates, chunks: slice, hidden_BTD: 
     return out
 
 
-# ---- all chunks at once -----------------------------------------------------------------------------------------------
+# ---- all chunks at once ---------------------------------------------------------------------------------------------
 
 
 class _StatesInPlace(CarriedState):
@@ -142,7 +142,7 @@ def _scan(
     dt_limit: tuple[float, float],
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Map hidden states [1, T, H, P] to [1, T, H, P], and nothing. dt: [1, T, H], time steps before their bias and softplus."""
+    """Map hidden states [1, T, H, P] to [1, T, H, P], and nothing. dt: [1, T, H], before its bias and softplus."""
     steps = nn.functional.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)
     out = layer_states.selective_scan(hidden_states[0], steps[0], A, B[0], C[0], D, states[1], chunks)
     return out[None].to(hidden_states.dtype), out.new_empty(0)
