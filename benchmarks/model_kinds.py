@@ -1,12 +1,12 @@
-"""Compares mixtures of experts and hybrids with what they are measured against, on a CPU.
+"""Measures mixtures of experts and hybrids on a CPU.
 
     python benchmarks/model_kinds.py [FILE]
 
 All models have the width, the layers and the vocabulary of `small`, and random weights. The mixture has 32 experts, of
 which a token takes 4, with the active size of `small`. It draws with the engine's experts and with Transformers'
-default (`grouped_mm`). The hybrid has the layers of Qwen3.5: three of Gated DeltaNet to one of attention. It is measured
-against the dense model. Both sides draw in this process, on one thread, in alternation. A ratio is the median over
-pairs. Seconds are CPU time, because other programs can use the machine.
+default (`grouped_mm`). The hybrid has the layers of Qwen3.5, three of Gated DeltaNet to one of attention, next to the
+dense model. Both sides draw in this process, on one thread, in alternation. A ratio is the median over pairs. Seconds
+are CPU time, because other programs can use the machine.
 """
 
 import gc

@@ -28,6 +28,10 @@ from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.adapters import Lora, lora_of, merge_lora
 from inflight.engine.model.attention.backend import ForwardBatch
 from inflight.engine.model.rotation import Rotation, Rotations
+from inflight.model_checks.mixers import names_in_forward
+
+_GATED_MLP = {"act_fn", "activation_fn", "chunk", *(name for names in MLP for name in names.names)}
+"""Names in the code of a gated MLP."""
 
 
 class UnknownPartError(Exception):
@@ -377,6 +381,7 @@ def _kernel_of(module: nn.Module) -> _Block | None:
     if isinstance(norm := _norm(module), RMSNorm):
         return partial(rms_norm, norm=norm)
     try:
-        return _gated_mlp(module)
+        # Other names are of something else that it computes, such as Gemma 3n's sparse gates.
+        return _gated_mlp(module) if names_in_forward(type(module)) <= _GATED_MLP else None
     except UnknownPartError:  # its products stay two
         return None
