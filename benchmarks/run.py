@@ -68,6 +68,7 @@ SCRIPTS = {
     "serve": ["serve"],
     "fuzz": ["fuzz"],
     "coverage": ["coverage_of_models"],
+    "kinds": ["model_kinds"],
     "demo_real": ["demo_real"],
 }
 DEMOS = {"demo": ("inflight", "sync"), "demo_vllm": ("vllm",)}

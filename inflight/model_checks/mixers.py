@@ -7,7 +7,7 @@ B sequences, T tokens, D hidden size.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from math import inf
@@ -33,9 +33,14 @@ def keeps_state(module: nn.Module) -> bool:
 
 @cache
 def _class_keeps_state(kind: type[nn.Module]) -> bool:
-    forward = kind.forward
-    names = set(getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ()))
-    return bool(names & _METHODS) and {"hidden_states", "cache"} <= inspect.signature(forward).parameters.keys()
+    parameters = inspect.signature(kind.forward).parameters.keys()
+    return bool(names_in_forward(kind) & _METHODS) and {"hidden_states", "cache"} <= parameters
+
+
+@cache
+def names_in_forward(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names of functions and attributes that the class's `forward` uses."""
+    return frozenset(getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ()))
 
 
 class CarriedState:
@@ -120,16 +125,22 @@ def state_after_two(module: Any) -> tuple[torch.Tensor, ...]:
 def _exact_single_steps(module: nn.Module) -> Iterator[None]:
     """Let Mamba-2 compute single tokens like several. Otherwise Transformers rounds them more often in 16 bits, and
     ignores the limits of their time steps."""
-    names = vars(sys.modules[type(module).__module__])
-    update = names.get(_SINGLE_STEP)
-    if update is None:
+    limits = getattr(module, "time_step_limit", None) or (0.0, inf)
+    with functions_replaced(module, {_SINGLE_STEP: lambda update: partial(_exact_step, update, limits)}):
         yield
-        return
-    names[_SINGLE_STEP] = partial(_exact_step, update, getattr(module, "time_step_limit", None) or (0.0, inf))
+
+
+@contextmanager
+def functions_replaced(module: nn.Module, makers: Mapping[str, Callable[[Any], Any]]) -> Iterator[None]:
+    """Replace functions of the file that has the module's class. makers: names, and functions that return the new
+    function for the old one. Names that the file does not have are left out."""
+    names = vars(sys.modules[type(module).__module__])
+    before = {name: names[name] for name in makers if name in names}
+    names.update({name: makers[name](function) for name, function in before.items()})
     try:
         yield
     finally:
-        names[_SINGLE_STEP] = update
+        names.update(before)
 
 
 def _exact_step(

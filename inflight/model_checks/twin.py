@@ -205,7 +205,8 @@ def _is_causal(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> boo
 def _build(kind: type[PreTrainedModel], config: PretrainedConfig, attention: str) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), _SmallOnly():
         torch.manual_seed(0)  # Some initial weights are random, and the outcome of a check must not be.
-        model = kind._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
+        given: dict[str, Any] = {"attn_implementation": attention, "experts_implementation": None}
+        model = kind._from_config(copy.deepcopy(config), dtype=torch.float32, **given)
         use_torch_on_cpu(model)
         return model.eval().requires_grad_(False)
 

@@ -14,7 +14,14 @@ from inflight_kernels.page_lists import list_pages
 from inflight_kernels.rotary import rope_and_cache
 from inflight_kernels.sampling import draw, uniforms
 from inflight_kernels.selective_logprob import selective_logprobs, selective_logprobs_reference
-from inflight_kernels.tokenwise import add_rms_norm, gated_activation, linear, rms_norm, unrounded_linear
+from inflight_kernels.tokenwise import (
+    add_rms_norm,
+    gated_activation,
+    grouped_linear,
+    linear,
+    rms_norm,
+    unrounded_linear,
+)
 
 __all__ = [
     "BlockCopies",
@@ -27,6 +34,7 @@ __all__ = [
     "cut_logits",
     "draw",
     "gated_activation",
+    "grouped_linear",
     "latent_attention",
     "linear",
     "linear_logprobs",

@@ -447,6 +447,21 @@ static inline __attribute__((always_inline)) void store_panel(vf (*sums)[PANEL /
     }
 }
 
+// Writes the columns from n on, at most PANEL of them, of x [rows, K] . w [N, K]^T to y [rows, N].
+static void multiply_rows(const void *x, int64_t x_stride, int64_t rows, const void *w, const void *bias, int64_t n,
+        void *y, int64_t outputs, int64_t inputs, int fetch, int bf) {
+    const int64_t size = bf ? 2 : 4, bytes = inputs * size, columns = outputs - n < PANEL ? outputs - n : PANEL;
+    vf sums[GROUP_TOKENS / ROWS][PANEL / TILE] __attribute__((aligned(64)));
+    const char *panel = (const char *)w + n * bytes;
+    if (bf) {
+        multiply_panel(x, x_stride * size, rows, panel, columns, bytes, fetch, sums, 1);
+        store_panel(sums, rows, columns, bias, n, y, outputs, 1);
+    } else {
+        multiply_panel(x, x_stride * size, rows, panel, columns, bytes, fetch, sums, 0);
+        store_panel(sums, rows, columns, bias, n, y, outputs, 0);
+    }
+}
+
 // Returns 0, or 1 where this processor or these sizes need another product.
 int linear(const void *x, int64_t x_stride, const void *w, const void *bias, void *y, int bf, int64_t tokens,
         int64_t outputs, int64_t inputs, int threads) {
@@ -457,24 +472,43 @@ int linear(const void *x, int64_t x_stride, const void *w, const void *bias, voi
     for (int64_t first = 0; first < tokens; first += block) {
         const int64_t end = tokens - first < block ? tokens : first + block;
 #pragma omp for schedule(static)
-        for (int64_t n = 0; n < outputs; n += PANEL) {
-            vf sums[GROUP_TOKENS / ROWS][PANEL / TILE] __attribute__((aligned(64)));
-            const int64_t columns = outputs - n < PANEL ? outputs - n : PANEL;
-            const char *panel = (const char *)w + n * bytes;
-            for (int64_t t = first; t < end; t += GROUP_TOKENS) {
-                const int64_t rows = end - t < GROUP_TOKENS ? end - t : GROUP_TOKENS;
-                const char *from = (const char *)x + t * x_stride * size;
-                char *to = (char *)y + t * outputs * size;
-                if (bf) {
-                    multiply_panel(from, x_stride * size, rows, panel, columns, bytes, t == first, sums, 1);
-                    store_panel(sums, rows, columns, bias, n, to, outputs, 1);
-                } else {
-                    multiply_panel(from, x_stride * size, rows, panel, columns, bytes, t == first, sums, 0);
-                    store_panel(sums, rows, columns, bias, n, to, outputs, 0);
-                }
-            }
-        }
+        for (int64_t n = 0; n < outputs; n += PANEL)
+            for (int64_t t = first; t < end; t += GROUP_TOKENS)
+                multiply_rows((const char *)x + t * x_stride * size, x_stride,
+                              end - t < GROUP_TOKENS ? end - t : GROUP_TOKENS, w, bias, n,
+                              (char *)y + t * outputs * size, outputs, inputs, t == first, bf);
     }
+    return 0;
+}
+
+// y[t] = x[t] . w[groups[t]]^T with w [count, N, K]. Neighbouring rows of one group share a read of its matrix. Returns
+// 0, or 1 where another product is needed: for the reasons of `linear`, or because a group is out of range.
+int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count, void *y,
+        int bf, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+    const int64_t size = bf ? 2 : 4, bytes = inputs * size, panels = (outputs + PANEL - 1) / PANEL;
+    if (bytes % 64) return 1;
+    int64_t *starts = malloc((rows + 1) * sizeof *starts), runs = 0, changes = 0;
+    if (!starts) return 1;
+    for (int64_t t = 0; t < rows; t++) {
+        const int changed = t == 0 || groups[t] != groups[t - 1];
+        changes += changed;
+        if (changed || t - starts[runs - 1] == GROUP_TOKENS) starts[runs++] = t;
+        if (groups[t] < 0 || groups[t] >= count) changes = -rows - 1;
+    }
+    starts[runs] = rows;
+    const int64_t most = bf ? MOST_BF16 : MOST_FLOATS;
+    if (changes < 0 || (most < rows && rows > changes * most)) {
+        free(starts);
+        return 1;
+    }
+#pragma omp parallel for schedule(dynamic, 8) num_threads(threads)
+    for (int64_t item = 0; item < runs * panels; item++) {
+        const int64_t first = starts[item / panels];
+        multiply_rows((const char *)x + first * x_stride * size, x_stride, starts[item / panels + 1] - first,
+                      (const char *)w + groups[first] * outputs * bytes, NULL, item % panels * PANEL,
+                      (char *)y + first * outputs * size, outputs, inputs, 1, bf);
+    }
+    free(starts);
     return 0;
 }
 
@@ -485,11 +519,151 @@ int linear(const void *x, int64_t x_stride, const void *w, const void *bias, voi
     return 1;  // the sums of a tile need 12 registers of 32 bytes at least
 }
 
+int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count, void *y,
+        int bf, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+    return 1;
+}
+
 #endif
 
 #ifndef KEEP
 #define KEEP(x)
 #endif
+
+// ---- layers with a state per sequence -----------------------------------------------------------------------------
+//
+// Sequence s has the tokens starts[s] .. starts[s+1]. They go on from its state, states[index[s]], which then is the
+// state after its last token. A row of x begins at x + t x_stride.
+
+#define COLUMNS 64  // of a matrix, which stay in the first-level cache while all tokens of a chunk pass by
+#define MAX_KEY 256
+
+// Each channel's last `width` numbers, states [N, C, width], and its new ones, weighed by w [C, width]; then perhaps
+// silu. y [T, C] is contiguous.
+int short_convolution(const void *x, int64_t x_stride, const void *w, const void *bias, void *states, void *y, int bf,
+        int64_t sequences, const int64_t *index, const int32_t *starts, int64_t channels, int width, int silu,
+        int threads) {
+    if (width < 2 || width > LANES) return 1;
+    const int64_t blocks = (channels + LANES - 1) / LANES;
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+    for (int64_t s = 0; s < sequences; s++)
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t c = block * LANES, count = channels - c < LANES ? channels - c : LANES;
+            const ptrdiff_t state = (index[s] * channels + c) * width;
+            vf last[LANES + 1], factor[LANES], shift = {0};
+            for (int j = 0; j < width; j++) last[j] = factor[j] = (vf){0};
+            for (int i = 0; i < count; i++) {
+                for (int j = 0; j < width; j++) {
+                    last[j][i] = load1(states, bf, state + i * width + j);
+                    factor[j][i] = load1(w, bf, (c + i) * width + j);
+                }
+                if (bias) shift[i] = load1(bias, bf, c + i);
+            }
+            for (int64_t t = starts[s]; t < starts[s + 1]; t++) {
+                vf next = {0}, total = shift;
+                if (count == LANES) next = load(x, bf, t * x_stride + c);
+                else for (int i = 0; i < count; i++) next[i] = load1(x, bf, t * x_stride + c + i);
+                for (int j = 0; j + 1 < width; j++) last[j] = last[j + 1];
+                last[width - 1] = next;
+                for (int j = 0; j < width; j++) total += last[j] * factor[j];
+                if (silu) {
+                    if (bf) total = rounded(total);
+                    total /= 1.0f + expv(-total);
+                }
+                if (count == LANES) store(y, bf, t * channels + c, total);
+                else for (int i = 0; i < count; i++) store1(y, bf, t * channels + c + i, total[i]);
+            }
+            for (int i = 0; i < count; i++)
+                for (int j = 0; j < width; j++) store1(states, bf, state + i * width + j, last[j][i]);
+        }
+    return 0;
+}
+
+// The gated delta rule (Yang et al. 2024): S = diag(decay) S; S += k (beta (v - S^T k))^T; o = S^T q, with a state
+// S [Dk, Dv] per head, decay [T, H, 1 or Dk], beta [T, H], and q and k [T, Hk, Dk], scaled to length 1 if `normed`; q is
+// divided by sqrt(Dk). v [T, H, Dv]; out [T, H, Dv] is contiguous. Columns of S do not depend on each other.
+int delta_rule(const float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v, int64_t v_stride,
+        const float *decay, int64_t decay_width, const float *beta, float *states, float *out, int64_t sequences,
+        const int64_t *index, const int32_t *starts, int key_heads, int heads, int key_dim, int value_dim, int normed,
+        int threads) {
+    if (key_dim > MAX_KEY || heads % key_heads) return 1;
+    const int parts = (value_dim + COLUMNS - 1) / COLUMNS;
+#pragma omp parallel for collapse(3) schedule(dynamic, 1) num_threads(threads)
+    for (int64_t s = 0; s < sequences; s++)
+        for (int head = 0; head < heads; head++)
+            for (int part = 0; part < parts; part++) {
+                const int first = part * COLUMNS, count = value_dim - first < COLUMNS ? value_dim - first : COLUMNS;
+                float *state = states + ((index[s] * heads + head) * key_dim) * value_dim + first;
+                float matrix[MAX_KEY][COLUMNS] __attribute__((aligned(64))), keys[MAX_KEY], queries[MAX_KEY];
+                if (count < COLUMNS) memset(matrix, 0, sizeof matrix);
+                for (int i = 0; i < key_dim; i++) memcpy(matrix[i], state + (ptrdiff_t)i * value_dim, count * sizeof(float));
+                for (int64_t t = starts[s]; t < starts[s + 1]; t++) {
+                    const float *key = k + t * k_stride + head / (heads / key_heads) * key_dim;
+                    const float *query = q + t * q_stride + head / (heads / key_heads) * key_dim;
+                    const float *decays = decay + (t * heads + head) * decay_width;
+                    float k_square = 0, q_square = 0;
+                    for (int i = 0; normed && i < key_dim; i++) {
+                        k_square += key[i] * key[i];
+                        q_square += query[i] * query[i];
+                    }
+                    const float k_scale = normed ? 1 / sqrtf(k_square + 1e-6f) : 1;
+                    const float q_scale = (normed ? 1 / sqrtf(q_square + 1e-6f) : 1) / sqrtf((float)key_dim);
+                    for (int i = 0; i < key_dim; i++) keys[i] = key[i] * k_scale, queries[i] = query[i] * q_scale;
+                    vf change[COLUMNS / LANES], result[COLUMNS / LANES];
+                    float given[COLUMNS] __attribute__((aligned(64))) = {0};
+                    memcpy(given, v + t * v_stride + head * value_dim + first, count * sizeof(float));
+                    for (int j = 0; j < COLUMNS / LANES; j++) change[j] = result[j] = (vf){0};
+                    for (int i = 0; i < key_dim; i++) {
+                        vf *row = (vf *)matrix[i];
+                        const float by = decays[decay_width > 1 ? i : 0];
+                        for (int j = 0; j < COLUMNS / LANES; j++) change[j] += keys[i] * (row[j] *= by);
+                    }
+                    for (int j = 0; j < COLUMNS / LANES; j++)
+                        change[j] = (((vf *)given)[j] - change[j]) * beta[t * heads + head];
+                    for (int i = 0; i < key_dim; i++) {
+                        vf *row = (vf *)matrix[i];
+                        for (int j = 0; j < COLUMNS / LANES; j++) result[j] += queries[i] * (row[j] += keys[i] * change[j]);
+                    }
+                    memcpy(out + (t * heads + head) * value_dim + first, result, count * sizeof(float));
+                }
+                for (int i = 0; i < key_dim; i++) memcpy(state + (ptrdiff_t)i * value_dim, matrix[i], count * sizeof(float));
+            }
+    return 0;
+}
+
+// Mamba-2 (Dao and Gu 2024): S = exp(dt A) S + (dt x) B^T; y = S C + D x, with a state S [P, N] per head, x [T, H, P],
+// dt [T, H], B and C [T, G, N], and one number of A and of D per head. y [T, H, P] is contiguous.
+int selective_scan(const float *x, int64_t x_stride, const float *dt, const float *a, const float *b, int64_t b_stride,
+        const float *c, int64_t c_stride, const float *d, float *states, float *y, int64_t sequences,
+        const int64_t *index, const int32_t *starts, int heads, int groups, int dim, int state_dim, int threads) {
+    if (heads % groups) return 1;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
+    for (int64_t s = 0; s < sequences; s++)
+        for (int head = 0; head < heads; head++)
+            for (int64_t t = starts[s]; t < starts[s + 1]; t++) {
+                const float *from = x + t * x_stride + head * dim, step = dt[t * heads + head];
+                const float decay = expf(step * a[head]);
+                const float *writes = b + t * b_stride + head / (heads / groups) * state_dim;
+                const float *reads = c + t * c_stride + head / (heads / groups) * state_dim;
+                float *row = states + (index[s] * heads + head) * dim * state_dim;
+                for (int p = 0; p < dim; p++, row += state_dim) {
+                    vf total = {0};
+                    float rest = d[head] * from[p];
+                    int n = 0;
+                    for (; n + LANES <= state_dim; n += LANES) {
+                        vf *at = (vf *)(row + n);
+                        *at = decay * *at + step * from[p] * *(const vf *)(writes + n);
+                        total += *at * *(const vf *)(reads + n);
+                    }
+                    for (; n < state_dim; n++) {
+                        row[n] = decay * row[n] + step * from[p] * writes[n];
+                        rest += row[n] * reads[n];
+                    }
+                    y[(t * heads + head) * dim + p] = sum(total) + rest;
+                }
+            }
+    return 0;
+}
 
 // ---- low-rank adapters -------------------------------------------------------------------------------------------
 //

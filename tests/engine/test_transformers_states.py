@@ -12,6 +12,7 @@ import pytest
 import torch
 from full_forward import full_forward_logprobs, ragged_prompts
 from hybrids import FAMILIES, OF_EACH_KIND, model_of
+from inflight_kernels import layer_states
 from live_engine import live, worst_error
 from tiny_adapters import error, publish_adapters, with_adapters
 from tiny_models import publish, run
@@ -81,6 +82,21 @@ def test_recorded_logprobs_equal_a_full_forward_whatever_happens(make_family_eng
     if engine.memory.groups:
         assert (engine.scheduler.preemption.count > 0) == (mode == "preempted")
         assert (engine.cache.num_reused_tokens > 0) == (mode != "uncached")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", OF_EACH_KIND)
+def test_recorded_logprobs_equal_a_full_forward_without_kernels(make_family_engine, monkeypatch, name):
+    compute_with_copies(monkeypatch)
+    assert worst_error(model_of(name), live(make_family_engine(name, max_prefill_tokens=5))) < TOLERANCE
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_kernels_mix_the_tokens(make_family_engine, monkeypatch, name):
+    """None of these families computes with copies."""
+    monkeypatch.setattr(transformers_states, "_advance", lambda *_: pytest.fail("states are copied"))
+    run(make_family_engine(name), [Prompt([5, 7, 9], SamplingParams(max_tokens=3, ignore_eos=True))])
 
 
 @pytest.mark.medium
@@ -186,11 +202,37 @@ def test_limits_of_time_steps_hold_for_single_tokens(monkeypatch):
 # ---- planted mistakes -----------------------------------------------------------------------------------------------
 
 
+def compute_with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, or without a C compiler."""
+    monkeypatch.setattr(transformers_states, "_has_kernels", lambda *_: False)
+
+
+def keep_the_old_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("delta_rule", "selective_scan"):
+        function = getattr(layer_states, name)
+
+        def on_a_copy(*args: Any, function: Any = function, **kwargs: Any) -> torch.Tensor:
+            return function(*args[:-2], args[-2].clone(), args[-1], **kwargs)
+
+        monkeypatch.setattr(layer_states, name, on_a_copy)
+
+
+def keep_the_old_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = layer_states.short_convolution
+
+    def on_a_copy(x: Any, weight: Any, bias: Any, states: Any, chunks: Any, **kwargs: Any) -> torch.Tensor:
+        return function(x, weight, bias, states.clone(), chunks, **kwargs)
+
+    monkeypatch.setattr(layer_states, "short_convolution", on_a_copy)
+
+
 def do_not_write_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_with_copies(monkeypatch)
     monkeypatch.setattr(transformers_states, "zip", lambda *_, **__: (), raising=False)
 
 
 def forget_the_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_with_copies(monkeypatch)
     get = mixers.CarriedState.get_conv_state
 
     def get_zeros(self, layer_idx, state_idx=0):
@@ -203,7 +245,14 @@ def forget_the_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("plant", "name"),
-    [(do_not_write_states, "qwen3_5_text"), (do_not_write_states, "nemotron_h"), (forget_the_columns, "lfm2")],
+    [
+        (keep_the_old_states, "qwen3_5_text"),
+        (keep_the_old_states, "nemotron_h"),
+        (keep_the_old_columns, "lfm2"),
+        (do_not_write_states, "qwen3_5_text"),
+        (do_not_write_states, "nemotron_h"),
+        (forget_the_columns, "lfm2"),
+    ],
 )
 def test_a_planted_mistake_makes_the_model_refused(family_dir, monkeypatch, plant, name):
     plant(monkeypatch)

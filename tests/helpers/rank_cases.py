@@ -96,13 +96,14 @@ def run_case(name: str, *, wrapper: str = "plain", rank: int = 0, bad_rank: int 
     if spoilt == "gradient" and rank == bad_rank:
         _spoil_second_gradient(model)
     scores = _spoilt_scores if spoilt == "loss" else score_tokens
+    before = inflight.training.objective.loss.score_tokens
     inflight.training.objective.loss.score_tokens = scores  # pyright: ignore
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run = Run(model=wrapped(model, wrapper), **settings, **given)
     finally:
-        inflight.training.objective.loss.score_tokens = score_tokens  # pyright: ignore
+        inflight.training.objective.loss.score_tokens = before
     return results_of(run)
 
 

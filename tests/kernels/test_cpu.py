@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inflight_kernels import Norm, _cpu, add_rms_norm, linear, list_pages, tokenwise
+from inflight_kernels import Norm, _cpu, add_rms_norm, grouped_linear, linear, list_pages, tokenwise
 from inflight_kernels.attention import empty_cache_for_cpu, paged_attention
 from inflight_kernels.tokenwise import add_rms_norm_reference
 
@@ -82,6 +82,44 @@ def test_the_kernel_is_not_given_what_does_not_fit(dtype, inner, biases, monkeyp
     monkeypatch.setattr(_cpu, "call", lambda name, *_: pytest.fail(f"{name} would read beyond weight or bias"))
     with pytest.raises(RuntimeError):
         linear(torch.zeros(2, inner, dtype=dtype), torch.zeros(3, 32, dtype=dtype), torch.zeros(biases, dtype=dtype))
+
+
+@pytest.mark.medium
+@given(
+    dtype=DTYPES,
+    counts=st.lists(st.one_of(st.just(0), st.integers(1, 9), st.sampled_from([48, 49, 150])), min_size=1, max_size=9),
+    outputs=st.integers(1, 70),
+    inputs=st.sampled_from([16, 32, 512, 544, 30]),
+)
+def test_a_grouped_product_equals_that_of_float64(dtype, counts, outputs, inputs):
+    torch.manual_seed(sum(counts) + outputs)
+    groups = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    x, weight = torch.randn(len(groups), inputs).to(dtype), torch.randn(len(counts), outputs, inputs).to(dtype)
+    expected = (weight.double()[groups] @ x.double()[..., None])[..., 0]
+    result = grouped_linear(x, weight, groups)
+    assert result.dtype == dtype
+    assert result.shape == expected.shape
+    largest = expected.abs().max() if len(groups) else 0
+    torch.testing.assert_close(result.double(), expected, atol=PRECISION[dtype] * float(largest), rtol=0)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
+def test_a_row_of_a_grouped_product_is_that_of_the_product(dtype):
+    x, weight = torch.randn(40, 512).to(dtype), torch.randn(6, 100, 512).to(dtype)
+    groups = torch.tensor([0] * 8 + [2] + [3] * 30 + [5])
+    if not _cpu.call(
+        "linear", x, 512, weight, None, torch.empty(8, 100, dtype=dtype), dtype == torch.bfloat16, 8, 100, 512
+    ):
+        pytest.skip("a processor without AVX2 leaves products to oneDNN")
+    result = grouped_linear(x, weight, groups)
+    for row in (0, 7, 8, 20, 39):
+        assert torch.equal(result[row : row + 1], linear(x[row : row + 1], weight[groups[row]]))
+
+
+def test_a_group_without_a_matrix_is_refused():
+    for group in (-3, 2):
+        with pytest.raises(IndexError):
+            grouped_linear(torch.zeros(2, 64), torch.zeros(2, 8, 64), torch.tensor([0, group]))
 
 
 def test_a_row_of_nan_spoils_no_other_row():

@@ -7,6 +7,7 @@ over a paged cache must agree with them. The fused decoder is not used if it dif
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -59,6 +60,7 @@ def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKin
             raise UnsupportedModelError(f"{name} is no causal decoder: what a token gives depends on those behind it")
         try:
             packed = twin.with_attention(ATTENTION_NAME)
+            packed.config._experts_implementation = model.config._experts_implementation
             drop_towers(packed)
         except Exception as error:  # a foreign class can raise anything
             raise UnsupportedModelError(
@@ -69,9 +71,8 @@ def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKin
     if getattr(model, "hf_quantizer", None) is None and size <= (_SMALL if twin is not None else _LARGEST):
         packed = copy.deepcopy(model)
         nn.Module.to(packed, "cpu", torch.float32)
-        packed.config._attn_implementation = "eager"
-        sequences, logits = try_sequences(packed)
-        packed.config._attn_implementation = ATTENTION_NAME
+        with _eager(packed):
+            sequences, logits = try_sequences(packed)
         reason = _compare(packed, sequences, logits, fused=fused and reason is None, kinds=kinds) or reason
     elif twin is None:
         raise UnsupportedModelError(
@@ -89,19 +90,28 @@ def check_weights(model: PreTrainedModel, batch: ForwardBatch, memory: KVMemory)
     memory.begin(batch)
     ours = run_packed(model, batch, memory)
     try:
-        model.config._attn_implementation = "eager"
-        theirs = model(input_ids=batch.token_ids[None], use_cache=False).logits[0, batch.rows]
+        with _eager(model):
+            theirs = model(input_ids=batch.token_ids[None], use_cache=False).logits[0, batch.rows]
     except Exception as error:  # eager attention is not available for every quantization and device
         logger.info("%s is not compared over its own weights: %s", type(model).__name__, first_line(error))
         return ours
-    finally:
-        model.config._attn_implementation = ATTENTION_NAME
     if not agrees_with(ours, theirs, model.dtype):
         raise UnsupportedModelError(
             f"{type(model).__name__} computes something else over these weights ({model.dtype} on {theirs.device}) "
             f"than Transformers: its logits are off by {100 * relative_error(ours, theirs):.3g}%"
         )
     return ours
+
+
+@contextmanager
+def _eager(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model that has our attention, and might have our experts, compute both as Transformers does."""
+    experts = model.config._experts_implementation
+    model.config._attn_implementation = model.config._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        model.config._attn_implementation, model.config._experts_implementation = ATTENTION_NAME, experts
 
 
 def agrees_with(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool:

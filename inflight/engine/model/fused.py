@@ -10,8 +10,10 @@ tokens, D head dimension, M rows that are drawn from, V vocabulary.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,6 +29,10 @@ from inflight.engine.model.adapters import Lora, lora_of, merge_lora
 from inflight.engine.model.attention.backend import ForwardBatch
 from inflight.engine.model.attention.latent import LatentHeads
 from inflight.engine.model.rotation import Rotation, Rotations, latents_rotate_neighbours
+from inflight.model_checks.mixers import names_in_forward
+
+_GATED_MLP = {"act_fn", "activation_fn", "chunk", *(name for names in MLP for name in names.names)}
+"""Names in the code of a gated MLP."""
 
 
 class UnknownPartError(Exception):
@@ -335,13 +341,20 @@ def _query_key_norms(module: nn.Module) -> tuple[RMSNorm, RMSNorm] | None:
 
 
 def _mlp(module: nn.Module) -> _Mlp | _Opaque:
+    mlp = _gated_mlp(module)
+    if mlp is None:
+        use_kernels(module)
+    return mlp or _Opaque(module)
+
+
+def _gated_mlp(module: nn.Module) -> _Mlp | None:
     activation = _activation(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
     if activation is not None:
         for parts, out in ((parts, names.out) for names in MLP for parts in ((names.whole,), names.parts)):
             linears: list[Any] = [getattr(module, name, None) for name in (*parts, out)]
             if all(isinstance(linear, nn.Linear) for linear in linears):
                 return _Mlp(_linear(*linears[:-1]), _linear(linears[-1]), activation)
-    return _Opaque(module)
+    return None
 
 
 def _activation(function: Any) -> Literal["silu", "gelu_tanh"] | None:
@@ -395,3 +408,42 @@ def _norm(module: nn.Module) -> _Norm:
     if min(errors) > 1e-3 or getattr(module, "bias", None) is not None:
         return module
     return RMSNorm(weight, eps, best.offset, best.cast_first)
+
+
+# ---- models that run as in Transformers -----------------------------------------------------------------------------
+
+
+def use_kernels(model: nn.Module) -> Callable[[], None]:
+    """Let the products, RMSNorms and gated MLPs inside a module that runs with Transformers' code use our kernels.
+    Returns a function that restores it."""
+    changed = [(module, part) for module in model.modules() if (part := _kernel_of(module)) is not None]
+    for module, part in changed:
+        module.forward = partial(_by_rows, part)
+
+    def restore() -> None:
+        for module, _ in changed:
+            del module.forward
+
+    return restore
+
+
+def _by_rows(part: _Block, x: torch.Tensor) -> torch.Tensor:
+    """Map [..., K] to [..., N] by a function of rows."""
+    return part(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+def _kernel_of(module: nn.Module) -> _Block | None:
+    """Return what computes the same as a module for rows, or None."""
+    if "forward" in vars(module):  # it computes from the states of sequences, for example
+        return None
+    if type(module) is nn.Linear:
+        return partial(linear, weight=module.weight, bias=module.bias)
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    if isinstance(norm := _norm(module), RMSNorm):
+        return partial(rms_norm, norm=norm)
+    try:
+        # Other names are of something else that it computes, such as Gemma 3n's sparse gates.
+        return _gated_mlp(module) if names_in_forward(type(module)) <= _GATED_MLP else None
+    except UnknownPartError:  # its products stay two
+        return None

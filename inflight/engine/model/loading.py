@@ -26,6 +26,7 @@ from inflight.engine.cache.classify import OUR_KINDS, check_layer_types
 from inflight.engine.cache.kinds import LayerKind
 from inflight.engine.model.attention.hook import ATTENTION_NAME
 from inflight.engine.model.checkpoints import auto_class, load_checkpoint, model_class
+from inflight.engine.model.experts import EXPERTS_NAME
 from inflight.engine.model.shapes import SHAPES, byte_tokenizer, shape_config
 from inflight.model_checks.lengths import length_limit, row_limit
 from inflight.model_checks.twin import first_line
@@ -168,6 +169,8 @@ def load_model(
                 "which the engine runs it"
             ) from error
         raise ModelLoadError(f"cannot load model {model!r} ({model_class(config)}): {first_line(error)}") from error
+    if device.type == "cpu":
+        loaded.config._experts_implementation = EXPERTS_NAME
     return loaded.eval().requires_grad_(False)
 
 

@@ -17,7 +17,7 @@ from inflight.engine.model.agreement import agrees_with, check_weights, make_bat
 from inflight.engine.model.attention.backend import ForwardBatch, GraphBackend, Places
 from inflight.engine.model.attention.hook import run_packed
 from inflight.engine.model.device import to_device
-from inflight.engine.model.fused import FusedDecoder
+from inflight.engine.model.fused import FusedDecoder, use_kernels
 from inflight.engine.model.graphs import DecodeGraphs
 
 logger = logging.getLogger("inflight.engine")
@@ -54,6 +54,8 @@ class ModelRunner:
         """Reason why the model runs with Transformers' own code. None if it runs fused."""
         if self.unfused_reason is not None:
             logger.info("the model runs as Transformers runs it: %s", self.unfused_reason)
+            if options.fused:
+                self._use_kernels(batch, logits)
         if adapters is not None and memory.device.type == "cuda":
             self._warm_up_adapters()
         self._wants_graphs = options.cuda_graphs
@@ -206,6 +208,16 @@ class ModelRunner:
         agree = agrees_with(decoders[0](batch), theirs, self._modules[0].dtype)
         self._decoders = decoders if agree else []
         return agree
+
+    @torch.inference_mode()
+    def _use_kernels(self, batch: ForwardBatch, theirs: torch.Tensor) -> None:
+        """Use kernels for single parts of a model that is not fused, if it then computes the same logits."""
+        restores = [use_kernels(module) for module in self._modules]
+        self._memory.begin(batch)
+        if not agrees_with(run_packed(self._modules[0], batch, self._memory), theirs, self._modules[0].dtype):
+            logger.warning("the model runs without our kernels, since its logits would differ with them")
+            for restore in restores:
+                restore()
 
 
 def _rows_with_logits(schedule: Schedule) -> np.ndarray:

@@ -1,0 +1,37 @@
+"""The experts of mixtures on a CPU, through Transformers' `ExpertsInterface`.
+
+Transformers itself calls PyTorch's grouped product, which has kernels for GPUs alone: on a CPU it is a loop over all
+experts. Here tokens are sorted by expert, and each of the two products is one call of a C kernel. It reads the experts
+that have tokens, as they are in a slot.
+"""
+
+from typing import Any
+
+import torch
+from inflight_kernels import grouped_linear
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+EXPERTS_NAME = "inflight"
+
+
+def compute_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sum [T, D] of the experts' outputs. module: experts with Transformers'
+    `use_experts_implementation`; hidden_states: [T, D]; top_k_index: i64[T, k], the experts of each token;
+    top_k_weights: [T, k]."""
+    unknown = module.is_transposed or module.has_bias or getattr(module, "has_post_expert_norm", False)
+    if hidden_states.device.type != "cpu" or unknown:
+        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    experts, order = top_k_index.flatten().sort()
+    x = hidden_states[order // top_k_index.shape[1]]
+    if module.has_gate:
+        x = module._apply_gate(grouped_linear(x, module.gate_up_proj, experts))
+    else:
+        x = module.act_fn(grouped_linear(x, module.up_proj, experts))
+    x = grouped_linear(x, module.down_proj, experts)
+    out = torch.empty_like(x).index_copy_(0, order, x).view(*top_k_index.shape, -1)
+    return (out * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+ExpertsInterface.register(EXPERTS_NAME, compute_experts)
