@@ -1,6 +1,8 @@
-"""Rollout functions that play environments of Gymnasium, skyrl-gym and TextArena. The packages are not imported: an
-environment needs the methods of its interface."""
+"""Rollout functions that play environments of Gymnasium, skyrl-gym, TextArena and OpenEnv.
 
+Their packages are not imported: an environment needs the methods of its interface, and a server its messages."""
+
+import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -9,14 +11,18 @@ from functools import wraps
 from itertools import zip_longest
 from typing import Any
 
-from inflight.core.errors import InflightError
+from inflight.core.errors import InflightError, QueueFullError
+from inflight.core.extras import needing
 from inflight.core.rollout import Rollout, samples_of
+from inflight.core.waiting import Wait
 from inflight.episodes.episodes import RolloutFunction
 from inflight.episodes.limits import EpisodeEnd
 from inflight.episodes.segment import Message
 from inflight.episodes.session import Reply, Session
 from inflight.training.data.advantages import per_group, rloo_advantages
 
+_CAPACITY_S = 0.5
+"""Time between two questions to a server without a free environment."""
 MakeEnvironment = Callable[[Any], Any]
 """Makes an environment from the row of an episode. It is called in a thread."""
 
@@ -125,6 +131,85 @@ def textarena_rollout(make_env: MakeEnvironment, *, num_players: int = 2) -> Rol
                 session.reward(rewards[player], reply)
 
     return rollout
+
+
+def openenv_rollout(
+    url: str | Callable[[Any], str],
+    *,
+    to_messages: Callable[[Any], Sequence[Message]],
+    to_action: Callable[[Reply], Mapping[str, Any]],
+) -> RolloutFunction:
+    """Return a rollout function for a server of OpenEnv 0.10. Each episode has its own WebSocket, and so its own
+    environment. Needs the extra `openenv`.
+
+    url: address of the server, such as "http://host:8000", or a function that returns it for a row. to_messages:
+    returns the messages of an observation, a mapping. to_action: returns the fields of the action for a reply. Each
+    step rewards its turn. `reset` gets the row's "options" and the seed, as in `gym_rollout`.
+    While the server has no free environment (`max_concurrent_envs`, 1 by default), `reset` tries again, for
+    `Limits.call_s` at most; `Episodes(max_running=…)` prevents this. An error of the server raises InflightError.
+    OpenEnv does not distinguish the end of a task from a limit of the environment.
+    """
+
+    async def rollout(session: Session, row: Any) -> None:
+        env = _OpenEnv(url(row) if callable(url) else url)
+        options = row.get("options") or {} if isinstance(row, Mapping) else {}
+        try:
+            data = await session.call(env.reset, {"seed": _seed_of(session, row), **options})
+            messages: list[Message] = []
+            while not data.get("done"):
+                messages += to_messages(data["observation"])
+                reply = await session.chat(messages)
+                data = await session.call(env.request, "step", dict(to_action(reply)))
+                session.reward(data.get("reward") or 0.0)
+                messages.append(reply.message)
+        finally:
+            await session.clean_up(env.close)
+
+    return rollout
+
+
+class _OpenEnv:
+    """A WebSocket of a server of OpenEnv: one environment. Calls have the limits of `Session.call`."""
+
+    def __init__(self, url: str):
+        with needing("openenv", "openenv_rollout"):
+            import aiohttp
+
+        self.url, self._http = f"{url.rstrip('/')}/ws", aiohttp.ClientSession()
+        self._socket: Any = None
+
+    async def reset(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Connect, and begin an episode. Waits while the server has no free environment."""
+        waited = Wait()
+        while True:
+            self._socket = await self._http.ws_connect(self.url)
+            try:
+                return await self.request("reset", data)
+            except QueueFullError:
+                await self._socket.close()
+            waited.tell(f"{self.url} has no free environment; Episodes(max_running=…) bounds the episodes in progress")
+            await asyncio.sleep(_CAPACITY_S)
+            waited.tick()
+
+    async def request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the data of the observation that answers a message. Raises InflightError."""
+        await self._socket.send_json({"type": kind, "data": data})
+        message = await self._socket.receive()
+        try:
+            answer = message.json()
+            data = dict(answer["data"])
+            if answer["type"] == "observation" and "observation" in data:
+                return data
+            code, text = data["code"], data["message"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InflightError(f"{self.url} answered {kind} by {message.type.name}, not an observation") from error
+        raise (QueueFullError if code == "CAPACITY_REACHED" else InflightError)(f"{self.url}: {kind}: {code}: {text}")
+
+    async def close(self) -> None:
+        if self._socket is not None and not self._socket.closed:
+            await self._socket.send_json({"type": "close"})
+            await self._socket.close()
+        await self._http.close()
 
 
 @per_group
