@@ -16,6 +16,7 @@ import torch.distributed as dist
 from bigram_run import Bigram, FakeEngine, Run
 from rank_cases import CASES, WRAPPED, error_of, run_case, spread, wrapped
 
+import inflight.training.objective.loss
 import inflight.training.objective.probe
 import inflight.training.reference
 import inflight.training.step
@@ -32,7 +33,8 @@ def token_logprobs(*call: Any) -> torch.Tensor:
 
 for module in (inflight.training.reference, inflight.training.step, inflight.training.objective.probe):
     module.token_logprobs = token_logprobs
-inflight.training.teacher.score_tokens = bigram_run.score_tokens  # pyright: ignore
+for scoring in (inflight.training.teacher, inflight.training.objective.loss):
+    scoring.score_tokens = bigram_run.score_tokens  # pyright: ignore
 
 
 class Kept:
