@@ -1,4 +1,4 @@
-"""A teacher in the trainer's process: a module that scores the batches of its own rank, like a reference policy."""
+"""A teacher in the trainer's process: a module that scores the batches of this rank, like a reference policy."""
 
 from collections.abc import Callable
 from dataclasses import replace

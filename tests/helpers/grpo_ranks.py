@@ -32,7 +32,7 @@ def token_logprobs(*call: Any) -> torch.Tensor:
 
 
 for module in (inflight.training.reference, inflight.training.step, inflight.training.objective.probe):
-    module.token_logprobs = token_logprobs
+    module.token_logprobs = token_logprobs  # pyright: ignore
 for scoring in (inflight.training.teacher, inflight.training.objective.loss):
     scoring.score_tokens = bigram_run.score_tokens  # pyright: ignore
 
