@@ -59,13 +59,14 @@ def short_convolution_reference(
     *,
     silu: bool = False,
 ) -> torch.Tensor:
-    """Compute the same in PyTorch, chunk by chunk."""
+    """Compute the same in PyTorch, chunk by chunk, in the weight's dtype, which can be another one than x's."""
     out = torch.empty_like(x)
     for state, tokens in chunks:
-        columns = torch.cat([states[state, :, 1:], x[tokens].T], 1)
-        out[tokens] = F.conv1d(columns, weight[:, None], bias, groups=len(weight)).T
+        columns = torch.cat([states[state, :, 1:], x[tokens].T], 1).to(weight.dtype)
+        mixed = F.conv1d(columns, weight[:, None], bias, groups=len(weight)).T
+        out[tokens] = (F.silu(mixed) if silu else mixed).to(x.dtype)
         states[state] = torch.cat([states[state], x[tokens].T], 1)[:, -weight.shape[1] :]
-    return F.silu(out) if silu else out
+    return out
 
 
 def delta_rule(

@@ -47,6 +47,17 @@ def test_a_short_convolution(dtype, counts, channels, width, with_bias, silu):
     assert_equal("short_convolution", states, chunks, x, weight, bias, silu=silu, tolerance=tolerance)
 
 
+def test_a_short_convolution_with_weights_of_a_higher_precision():
+    """Ling 3 keeps the weights in fp32 when everything else is bf16."""
+    torch.manual_seed(0)
+    num_tokens, chunks = chunks_of([3, 1, 5])
+    x, states = torch.randn(num_tokens, 16).bfloat16(), torch.randn(4, 16, 4).bfloat16()
+    weight = torch.randn(16, 4)
+    expected = layer_states.short_convolution(x.float(), weight, None, states.float(), chunks, silu=True)
+    result = layer_states.short_convolution(x, weight, None, states, chunks, silu=True)
+    torch.testing.assert_close(result, expected.bfloat16(), rtol=8e-3, atol=1e-6)
+
+
 @given(
     counts=COUNTS,
     heads=st.sampled_from([(1, 1), (2, 4), (3, 3)]),
