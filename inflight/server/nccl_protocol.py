@@ -41,7 +41,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     rank_offset: int
     world_size: int
     nccl_unique_id_b64: str | None = None
-    """The id, if the trainer hosts no store."""
+    """The id of the communicator. None: it is read from the store at the trainer's address."""
     packed: bool = False
     packed_buffer_size_bytes: int = 1 << 30
     packed_num_buffers: int = 2

@@ -7,17 +7,17 @@ from statistics import median
 from typing import Any
 
 from inflight.observability.events import Began, Consumed, Event, Step, Swapped, read_events
-from inflight.tools.plots import smoothed
-
-LAST_STEPS = 10
-"""Number of optimizer steps of the final reward."""
+from inflight.tools.plots import SMOOTHING_STEPS, smoothed
 
 
 @dataclass(slots=True)
 class RecordedRun:
-    """A run, read event by event. Repeated steps and the time before a restart are left out."""
+    """A run, read event by event. The numbers of steps that a restart repeats are replaced, and the time of a restart
+    does not count."""
 
     began: Began | None = None
+    seconds: float = 0.0
+    """Time of training so far."""
     times: dict[int, float] = field(default_factory=dict)
     """Seconds of training at the end of each step."""
     numbers: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
@@ -31,9 +31,10 @@ class RecordedRun:
             for steps in (self.times, *self.numbers.values()):
                 for step in [one for one in steps if one > event.resumed_after_step]:
                     del steps[step]
+            self.seconds = max(self.times.values(), default=0.0)
         elif isinstance(event, Step):
-            before = max(self.times.values(), default=0.0)
-            self.times[event.step] = before + (event.seconds or 0.0)
+            self.seconds += event.seconds or 0.0
+            self.times[event.step] = self.seconds
             for name, value in event.numbers.items():
                 self.numbers[name][event.step] = value
         elif isinstance(event, Consumed):
@@ -49,8 +50,8 @@ class RecordedRun:
 
     @property
     def final_reward(self) -> float | None:
-        """The mean reward of the last LAST_STEPS steps; None for a run without rewards."""
-        rewards = list(self.numbers.get("reward", {}).values())[-LAST_STEPS:]
+        """The mean reward of the last SMOOTHING_STEPS steps; None for a run without rewards."""
+        rewards = list(self.numbers.get("reward", {}).values())[-SMOOTHING_STEPS:]
         return sum(rewards) / len(rewards) if rewards else None
 
     def seconds_to(self, reward: float) -> float | None:
@@ -62,7 +63,7 @@ class RecordedRun:
 
     def result(self) -> dict[str, Any]:
         """Return the run's figures under the names of `inflight bench`."""
-        seconds, num_steps = max(self.times.values(), default=0.0), sum(step > 0 for step in self.times)
+        seconds, num_steps = self.seconds, sum(step > 0 for step in self.times)
         tokens = sum(self.numbers.get("num_tokens", {}).values())
         accuracies = list(self.numbers.get("accuracy", {}).values())
         figures = {

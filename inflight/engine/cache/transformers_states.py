@@ -1,9 +1,9 @@
 """The kind of Transformers' own layers with a state: Gated DeltaNet, Mamba-2, short convolutions.
 
 The module computes as in Transformers. On a CPU it runs once over the tokens of all sequences: the functions with which
-it mixes tokens are replaced by our kernels, which read and write the states of the engine where they are. Otherwise the
-module's `cache` is a copy of the states of the sequences in the pass, and the new states are written back; then single
-tokens are computed together, and longer chunks one after another.
+it mixes tokens are replaced by our kernels, which read and write the states of the engine where they are. Elsewhere the
+states of the pass are copied into the module's `cache`, and the new ones are copied back. Single tokens are then
+computed together, and longer chunks one after another.
 """
 
 from collections.abc import Callable

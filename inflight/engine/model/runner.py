@@ -211,7 +211,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _use_kernels(self, batch: ForwardBatch, theirs: torch.Tensor) -> None:
-        """Use kernels for single parts of a model that is not fused, if it then computes the same logits."""
+        """Let the parts of an unfused model use our kernels. Undo it if the logits differ from `theirs`."""
         restores = [use_kernels(module) for module in self._modules]
         self._memory.begin(batch)
         if not agrees_with(run_packed(self._modules[0], batch, self._memory), theirs, self._modules[0].dtype):

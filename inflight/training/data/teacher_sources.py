@@ -181,8 +181,8 @@ class ServerSource:
 def check_tokens(
     ours: PreTrainedTokenizerBase | None, theirs: PreTrainedTokenizerBase | None, our_size: int, their_size: int
 ) -> None:
-    """Raise VocabularyError if a token of the policy has another id in the teacher's vocabulary, or none. Without both
-    tokenizers the numbers of ids are compared."""
+    """Raise VocabularyError if a token of the policy has another id in the teacher's vocabulary, or is missing there.
+    Without both tokenizers the numbers of ids are compared."""
     if ours is None or theirs is None:
         if our_size != their_size:
             raise VocabularyError(
