@@ -304,6 +304,7 @@ def train(engine, teacher, *, steps=30, score=None, **objective):
     config = GRPOConfig(
         steps=steps,
         groups_per_step=16,
+        ahead=0,  # The drawn-token form learns little from tokens that are many versions old.
         sampling=SamplingParams(n=2, max_tokens=4, ignore_eos=True),
         objective=Objective(teacher_weight=1.0, **objective),
     )
@@ -336,7 +337,7 @@ def test_a_policy_learns_from_a_teacher_in_another_process(engine, teacher_engin
     prompts = [[index, 3] for index in range(4)]
     teacher = make_model("qwen3", seed=1)
     before, after = (next_token_kl(each, teacher, prompts) for each in (make_model("qwen3"), model))
-    assert after < 0.85 * before  # 0.72 was seen; without a teacher the KL stays, and with the wrong sign it grows
+    assert after < 0.7 * before  # 0.29 to 0.47 in 30 runs
     assert reports[-1].dropped.num_unscored_rollouts == 0
 
 
