@@ -39,6 +39,8 @@ ATTENTION = (
     Projections(("q_proj", "k_proj", "v_proj"), whole="qkv_proj", out="o_proj"),
     Projections(("q_proj", "k_proj", "v_proj"), whole="qkv_proj", out="dense"),  # Phi
 )
+DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")
+"""Linear layers of a Gated DeltaNet that read the same input (Qwen 3.5). They run as one product."""
 MLP = (Projections(("gate_proj", "up_proj"), whole="gate_up_proj", out="down_proj"),)
 
 LAYER_NORMS = (
@@ -54,6 +56,12 @@ LAYER_NORMS = (
         before_mlp="post_attention_layernorm",
         after_mlp="post_mlp_layernorm",
     ),
+    LayerNorms(  # Bamba
+        before_attention="input_layernorm",
+        after_attention=None,
+        before_mlp="pre_ff_layernorm",
+        after_mlp=None,
+    ),
     LayerNorms(  # Llama, Qwen, Mistral, Phi-3; Cohere and Phi without the second
         before_attention="input_layernorm",
         after_attention=None,
@@ -64,5 +72,5 @@ LAYER_NORMS = (
 """The first match applies, otherwise the last entry."""
 LAST_NORMS = ("norm", "final_layernorm")
 """Names of the norm before the head."""
-MLPS = ("mlp", "block_sparse_moe", "shared_mlp")
+MLPS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
 """Names of a layer's MLPs. The outputs of several are added."""

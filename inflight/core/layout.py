@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from inflight.core.decoder import ATTENTION, MLP
+from inflight.core.decoder import ATTENTION, DELTA_NET, MLP
 
 ALIGNMENT_BYTES = 64
 
@@ -27,7 +27,7 @@ DTYPE_BYTES = {
 
 # Projections that read the same input are adjacent without a gap, so that one [q + k + v, hidden] or
 # [gate + up, hidden] view covers them.
-_SIBLINGS = [projections.parts for projections in (*ATTENTION, *MLP)]
+_SIBLINGS = [*(projections.parts for projections in (*ATTENTION, *MLP)), DELTA_NET]
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):

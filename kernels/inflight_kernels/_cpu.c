@@ -55,6 +55,11 @@ static inline uint16_t round_bf16(float x) {  // to nearest, ties to even; NaN s
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+static inline float rounded1(float x, int is_bf16) {
+    const bf16 bits = is_bf16 ? round_bf16(x) : 0;
+    return is_bf16 ? load1(&bits, 1, 0) : x;
+}
+
 static inline void store1(void *base, int is_bf16, ptrdiff_t i, float x) {
     if (is_bf16) ((bf16 *)base)[i] = round_bf16(x);
     else ((float *)base)[i] = x;
@@ -535,8 +540,34 @@ int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t
 // Sequence s has the tokens starts[s] .. starts[s+1]. They go on from its state, states[index[s]], which then is the
 // state after its last token. A row of x begins at x + t x_stride.
 
+// Of the numbers of a and b: those at even and odd places of a, then of b; or the first and last halves, interleaved.
+#define EVENS(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODDS(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+#define FIRST(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define LAST(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+
 #define COLUMNS 64  // of a matrix, which stay in the first-level cache while all tokens of a chunk pass by
 #define MAX_KEY 256
+
+// The four numbers of each of LANES channels, as a vector for each number, and back.
+static inline void load_fours(const void *base, int bf, ptrdiff_t at, vf *by_number) {
+    vf x[4], pairs[4];
+    for (int i = 0; i < 4; i++) x[i] = load(base, bf, at + i * LANES);
+    for (int i = 0; i < 2; i++) pairs[i] = EVENS(x[2 * i], x[2 * i + 1]), pairs[2 + i] = ODDS(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < 2; i++) {
+        by_number[i] = EVENS(pairs[2 * i], pairs[2 * i + 1]);
+        by_number[i + 2] = ODDS(pairs[2 * i], pairs[2 * i + 1]);
+    }
+}
+
+static inline void store_fours(void *base, int bf, ptrdiff_t at, const vf *by_number) {
+    for (int half = 0; half < 2; half++) {
+        const vf even = half ? LAST(by_number[0], by_number[2]) : FIRST(by_number[0], by_number[2]);
+        const vf odd = half ? LAST(by_number[1], by_number[3]) : FIRST(by_number[1], by_number[3]);
+        store(base, bf, at + 2 * half * LANES, FIRST(even, odd));
+        store(base, bf, at + (2 * half + 1) * LANES, LAST(even, odd));
+    }
+}
 
 // Each channel's last `width` numbers, states [N, C, width], and its new ones, weighed by w [C, width]; then perhaps
 // silu. y [T, C] is contiguous.
@@ -551,14 +582,19 @@ int short_convolution(const void *x, int64_t x_stride, const void *w, const void
             const int64_t c = block * LANES, count = channels - c < LANES ? channels - c : LANES;
             const ptrdiff_t state = (index[s] * channels + c) * width;
             vf last[LANES + 1], factor[LANES], shift = {0};
-            for (int j = 0; j < width; j++) last[j] = factor[j] = (vf){0};
-            for (int i = 0; i < count; i++) {
-                for (int j = 0; j < width; j++) {
-                    last[j][i] = load1(states, bf, state + i * width + j);
-                    factor[j][i] = load1(w, bf, (c + i) * width + j);
-                }
-                if (bias) shift[i] = load1(bias, bf, c + i);
+            const int by_fours = width == 4 && count == LANES;
+            if (by_fours) {
+                load_fours(states, bf, state, last);
+                load_fours(w, bf, c * width, factor);
+            } else {
+                for (int j = 0; j < width; j++) last[j] = factor[j] = (vf){0};
+                for (int i = 0; i < count; i++)
+                    for (int j = 0; j < width; j++) {
+                        last[j][i] = load1(states, bf, state + i * width + j);
+                        factor[j][i] = load1(w, bf, (c + i) * width + j);
+                    }
             }
+            for (int i = 0; bias && i < count; i++) shift[i] = load1(bias, bf, c + i);
             for (int64_t t = starts[s]; t < starts[s + 1]; t++) {
                 vf next = {0}, total = shift;
                 if (count == LANES) next = load(x, bf, t * x_stride + c);
@@ -573,7 +609,8 @@ int short_convolution(const void *x, int64_t x_stride, const void *w, const void
                 if (count == LANES) store(y, bf, t * channels + c, total);
                 else for (int i = 0; i < count; i++) store1(y, bf, t * channels + c + i, total[i]);
             }
-            for (int i = 0; i < count; i++)
+            if (by_fours) store_fours(states, bf, state, last);
+            for (int i = 0; !by_fours && i < count; i++)
                 for (int j = 0; j < width; j++) store1(states, bf, state + i * width + j, last[j][i]);
         }
     return 0;
@@ -582,8 +619,8 @@ int short_convolution(const void *x, int64_t x_stride, const void *w, const void
 // The gated delta rule (Yang et al. 2024): S = diag(decay) S; S += k (beta (v - S^T k))^T; o = S^T q, with a state
 // S [Dk, Dv] per head, decay [T, H, 1 or Dk], beta [T, H], and q and k [T, Hk, Dk], scaled to length 1 if `normed`; q is
 // divided by sqrt(Dk). v [T, H, Dv]; out [T, H, Dv] is contiguous. Columns of S do not depend on each other.
-int delta_rule(const float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v, int64_t v_stride,
-        const float *decay, int64_t decay_width, const float *beta, float *states, float *out, int64_t sequences,
+int delta_rule(const void *q, int64_t q_stride, const void *k, int64_t k_stride, const void *v, int64_t v_stride,
+        int bf, const float *decay, int64_t decay_width, const float *beta, float *states, float *out, int64_t sequences,
         const int64_t *index, const int32_t *starts, int key_heads, int heads, int key_dim, int value_dim, int normed,
         int threads) {
     if (key_dim > MAX_KEY || heads % key_heads) return 1;
@@ -594,40 +631,89 @@ int delta_rule(const float *q, int64_t q_stride, const float *k, int64_t k_strid
             for (int part = 0; part < parts; part++) {
                 const int first = part * COLUMNS, count = value_dim - first < COLUMNS ? value_dim - first : COLUMNS;
                 float *state = states + ((index[s] * heads + head) * key_dim) * value_dim + first;
-                float matrix[MAX_KEY][COLUMNS] __attribute__((aligned(64))), keys[MAX_KEY], queries[MAX_KEY];
-                if (count < COLUMNS) memset(matrix, 0, sizeof matrix);
-                for (int i = 0; i < key_dim; i++) memcpy(matrix[i], state + (ptrdiff_t)i * value_dim, count * sizeof(float));
+                float copy[MAX_KEY * COLUMNS] __attribute__((aligned(64))), keys[MAX_KEY], queries[MAX_KEY];
+                // One token needs no copy of the matrix.
+                const int in_place = starts[s + 1] - starts[s] == 1 && count == COLUMNS && (uintptr_t)state % 64 == 0 &&
+                    value_dim % LANES == 0;
+                float *matrix = in_place ? state : copy;
+                const ptrdiff_t width = in_place ? value_dim : COLUMNS;
+                if (count < COLUMNS) memset(copy, 0, sizeof copy);
+                for (int i = 0; !in_place && i < key_dim; i++)
+                    memcpy(copy + i * COLUMNS, state + (ptrdiff_t)i * value_dim, count * sizeof(float));
                 for (int64_t t = starts[s]; t < starts[s + 1]; t++) {
-                    const float *key = k + t * k_stride + head / (heads / key_heads) * key_dim;
-                    const float *query = q + t * q_stride + head / (heads / key_heads) * key_dim;
+                    const ptrdiff_t from = head / (heads / key_heads) * key_dim;
+                    for (int i = 0; i < key_dim; i++) {
+                        keys[i] = load1(k, bf, t * k_stride + from + i);
+                        queries[i] = load1(q, bf, t * q_stride + from + i);
+                    }
                     const float *decays = decay + (t * heads + head) * decay_width;
                     float k_square = 0, q_square = 0;
                     for (int i = 0; normed && i < key_dim; i++) {
-                        k_square += key[i] * key[i];
-                        q_square += query[i] * query[i];
+                        k_square += keys[i] * keys[i];
+                        q_square += queries[i] * queries[i];
                     }
                     const float k_scale = normed ? 1 / sqrtf(k_square + 1e-6f) : 1;
                     const float q_scale = (normed ? 1 / sqrtf(q_square + 1e-6f) : 1) / sqrtf((float)key_dim);
-                    for (int i = 0; i < key_dim; i++) keys[i] = key[i] * k_scale, queries[i] = query[i] * q_scale;
+                    for (int i = 0; i < key_dim; i++) keys[i] *= k_scale, queries[i] *= q_scale;
                     vf change[COLUMNS / LANES], result[COLUMNS / LANES];
                     float given[COLUMNS] __attribute__((aligned(64))) = {0};
-                    memcpy(given, v + t * v_stride + head * value_dim + first, count * sizeof(float));
+                    for (int j = 0; j < count; j++) given[j] = load1(v, bf, t * v_stride + head * value_dim + first + j);
                     for (int j = 0; j < COLUMNS / LANES; j++) change[j] = result[j] = (vf){0};
                     for (int i = 0; i < key_dim; i++) {
-                        vf *row = (vf *)matrix[i];
+                        vf *row = (vf *)(matrix + i * width);
                         const float by = decays[decay_width > 1 ? i : 0];
                         for (int j = 0; j < COLUMNS / LANES; j++) change[j] += keys[i] * (row[j] *= by);
                     }
                     for (int j = 0; j < COLUMNS / LANES; j++)
                         change[j] = (((vf *)given)[j] - change[j]) * beta[t * heads + head];
                     for (int i = 0; i < key_dim; i++) {
-                        vf *row = (vf *)matrix[i];
+                        vf *row = (vf *)(matrix + i * width);
                         for (int j = 0; j < COLUMNS / LANES; j++) result[j] += queries[i] * (row[j] += keys[i] * change[j]);
                     }
                     memcpy(out + (t * heads + head) * value_dim + first, result, count * sizeof(float));
                 }
-                for (int i = 0; i < key_dim; i++) memcpy(state + (ptrdiff_t)i * value_dim, matrix[i], count * sizeof(float));
+                for (int i = 0; !in_place && i < key_dim; i++)
+                    memcpy(state + (ptrdiff_t)i * value_dim, copy + i * COLUMNS, count * sizeof(float));
             }
+    return 0;
+}
+
+// decay = exp(-exp(a_log) softplus(a + dt_bias)) and beta = sigmoid(b), each f32[T, H], from a and b [T, H]. Rounded to
+// bfloat16 where Transformers rounds.
+int delta_gates(const void *a, int64_t a_stride, const void *b, int64_t b_stride, const void *a_log, const void *dt_bias,
+        float *decay, float *beta, int bf, int64_t tokens, int heads, int threads) {
+    for (int64_t t = 0; t < tokens; t++)
+        for (int h = 0; h < heads; h++) {
+            const float x = load1(a, bf, t * a_stride + h) + load1(dt_bias, bf, h);
+            const float step = x > 20 ? x : log1pf(expf(x));
+            decay[t * heads + h] = expf(-expf(load1(a_log, bf, h)) * step);
+            beta[t * heads + h] = rounded1(1 / (1 + expf(-load1(b, bf, t * b_stride + h))), bf);
+        }
+    return 0;
+}
+
+// y = weight rms_norm(x) silu(gate) for each head: x f32[T, H, D], gate [T, H D], weight [D], y [T, H D].
+int gated_rms_norm(const float *x, const void *gate, int64_t gate_stride, const void *weight, void *y, int bf,
+        int64_t tokens, int heads, int dim, float eps, int threads) {
+    if (dim % LANES || dim > MAX_HEAD) return 1;
+#pragma omp parallel for schedule(static) num_threads(tokens * heads * dim > 16384 ? threads : 1)
+    for (int64_t row = 0; row < tokens * heads; row++) {
+        const ptrdiff_t at = row / heads * gate_stride + row % heads * dim;
+        vf values[MAX_HEAD / LANES], squares = {0};
+        for (int d = 0; d < dim; d += LANES) {
+            const vf value = load(x, 0, row * dim + d);
+            values[d / LANES] = bf ? rounded(value) : value;
+            squares += values[d / LANES] * values[d / LANES];
+        }
+        const float inverse = 1.0f / sqrtf(sum(squares) / dim + eps);
+        for (int d = 0; d < dim; d += LANES) {
+            const vf z = load(gate, bf, at + d);
+            vf normed = values[d / LANES] * inverse;
+            if (bf) normed = rounded(rounded(normed) * load(weight, bf, d));
+            else normed *= load(weight, bf, d);
+            store(y, bf, row * dim + d, normed * (z / (1.0f + expv(-z))));
+        }
+    }
     return 0;
 }
 
@@ -1040,7 +1126,7 @@ int rope_and_cache(const void *qkv, int64_t stride, void *q, int bf, void *keys,
         const float *sines, int rotary, const int64_t *positions, const int64_t *cache_index, int64_t tokens,
         int q_heads, int kv_heads, int dim, const void *q_norm, const void *k_norm, float eps, float offset,
         int cast_first, int threads) {
-    if (dim % LANES || dim > MAX_HEAD || rotary % (2 * LANES)) return 1;
+    if (dim % LANES || dim > MAX_HEAD || rotary % 2) return 1;
 #pragma omp parallel for schedule(static) num_threads(tokens * stride > 8192 ? threads : 1)
     for (int64_t t = 0; t < tokens; t++) {
         const float *cosine = cosines + positions[t] * rotary, *sine = sines + positions[t] * rotary;
@@ -1066,13 +1152,20 @@ int rope_and_cache(const void *qkv, int64_t stride, void *q, int bf, void *keys,
                 }
             }
             const int half = rotary / 2;
-            for (int d = 0; d < half; d += LANES) {
+            int at_dim = 0;
+            for (; at_dim + LANES <= half; at_dim += LANES) {
+                const int d = at_dim;
                 vf c1 = *(const vf *)(cosine + d), s1 = *(const vf *)(sine + d);
                 vf c2 = *(const vf *)(cosine + half + d), s2 = *(const vf *)(sine + half + d);
                 if (bf) { c1 = rounded(c1); s1 = rounded(s1); c2 = rounded(c2); s2 = rounded(s2); }
                 const vf x1 = *(vf *)&row[d], x2 = *(vf *)&row[half + d];
                 *(vf *)&turned[d] = x1 * c1 - x2 * s1;
                 *(vf *)&turned[half + d] = x2 * c2 + x1 * s2;
+            }
+            for (int d = at_dim; d < half; d++) {
+                turned[d] = row[d] * rounded1(cosine[d], bf) - row[half + d] * rounded1(sine[d], bf);
+                turned[half + d] =
+                    row[half + d] * rounded1(cosine[half + d], bf) + row[d] * rounded1(sine[half + d], bf);
             }
             memcpy(&turned[rotary], &row[rotary], sizeof(float) * (dim - rotary));
             if (!is_key) {

@@ -83,12 +83,14 @@ def delta_rule(
     """Compute the gated delta rule token by token: query and key [T, Hk, Dk], value [T, H, Dv], decay f32[T, H] or
     f32[T, H, Dk] between 0 and 1, beta [T, H] → f32[T, H, Dv]. Each key head serves H / Hk neighbouring heads. states:
     f32[N, H, Dk, Dv]. normed: queries and keys are scaled to length 1."""
-    query, key, value = (_packed(x) for x in (query, key, value))
     decay, beta = decay.float().contiguous(), beta.float().contiguous()
-    if _cpu.takes(query, key, value, states) and states.is_contiguous():
-        out = query.new_empty(value.shape)
-        width = decay.shape[2] if decay.ndim == 3 else 1
-        rows = (query, query.stride(0), key, key.stride(0), value, value.stride(0), decay, width, beta, states, out)
+    if not (_cpu.takes(query, key, value) and all(map(_is_packed, (query, key, value)))):
+        query, key, value = (_packed(x) for x in (query, key, value))
+    if _cpu.takes(query, key, value) and _cpu.takes(states) and states.is_contiguous():
+        out = states.new_empty(value.shape)
+        width, is_bf16 = decay.shape[2] if decay.ndim == 3 else 1, query.dtype == torch.bfloat16
+        rows = (query, query.stride(0), key, key.stride(0), value, value.stride(0))
+        rows = (*rows, is_bf16, decay, width, beta, states, out)
         sizes = (query.shape[1], value.shape[1], query.shape[2], value.shape[2])
         if _cpu.call("delta_rule", *rows, len(chunks.index), chunks.index, chunks.starts, *sizes, normed):
             return out
@@ -122,6 +124,45 @@ def delta_rule_reference(
             out[t] = torch.einsum("hkv,hk->hv", matrix, query[t])
         states[state] = matrix
     return out
+
+
+def delta_gates(
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return decays exp(−exp(a_log) · softplus(a + dt_bias)) and betas sigmoid(b), f32[T, H], of the gated delta rule
+    from a and b [T, H] and the parameters [H]. Betas are rounded to the dtype of b."""
+    given = (a, b, a_log, dt_bias)
+    if _cpu.takes(*given):
+        decay, beta = (torch.empty(a.shape) for _ in range(2))
+        rows = (a, a.stride(0), b, b.stride(0), a_log, dt_bias, decay, beta)
+        if _cpu.call("delta_gates", *rows, a.dtype == torch.bfloat16, *a.shape):
+            return decay, beta
+    return delta_gates_reference(*given)
+
+
+def delta_gates_reference(
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the same in PyTorch."""
+    return torch.exp(-a_log.float().exp() * F.softplus(a.float() + dt_bias.float())), b.sigmoid().float()
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return weight · RMSNorm(x) · silu(gate) [T, H·D] in gate's dtype, over each head of x f32[T, H, D]. gate: [T,
+    H·D]; weight: [D]. In bfloat16 it rounds x, and the normed x before and after the weight, as Qwen 3.5 does."""
+    if _cpu.takes(gate, weight) and x.dtype == torch.float32 and x.is_contiguous():
+        out = gate.new_empty(gate.shape)
+        sizes = (gate.dtype == torch.bfloat16, *x.shape, eps)
+        if _cpu.call("gated_rms_norm", x, gate, gate.stride(0), weight, out, *sizes):
+            return out
+    return gated_rms_norm_reference(x, gate, weight, eps)
+
+
+def gated_rms_norm_reference(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute the same in PyTorch."""
+    x = x.to(gate.dtype).float()
+    normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).to(gate.dtype)
+    return ((weight * normed).float().flatten(1) * F.silu(gate.float())).to(gate.dtype)
 
 
 def selective_scan(
@@ -174,4 +215,9 @@ def selective_scan_reference(
 def _packed(x: torch.Tensor) -> torch.Tensor:
     """Return [T, H, D] in fp32, with the numbers of a token next to each other."""
     x = x.float()
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+    return x if _is_packed(x) else x.contiguous()
+
+
+def _is_packed(x: torch.Tensor) -> bool:
+    """Return whether the numbers of a token of [T, H, D] are next to each other."""
+    return x.stride()[1:] == (x.shape[2], 1)

@@ -11,7 +11,7 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.engine import Engine
-from inflight.engine.model import fused, rotation
+from inflight.engine.model import delta_net, fused, rotation
 
 PARTS = {
     "starcoder2": "LayerNorm",
@@ -26,6 +26,12 @@ PARTS = {
     "exaone4": "layers without positions",
     "cohere2": "layers without positions, told by their window",
     "qwen3_vl": "a decoder inside a multimodal model",
+    "qwen3_5_text": "Gated DeltaNet in kernels, and gates next to the queries",
+    "qwen3_next": "Gated DeltaNet with its own code, and experts",
+    "olmo_hybrid": "layers with a state that have other norms than attention",
+    "granitemoehybrid-published": "Mamba-2, and no positions at all",
+    "bamba": "Mamba-2, and other names of norms and MLPs",
+    "kimi_linear": "KDA, and latent attention without positions",
 }
 QUICK = ["granite", "cohere", "ministral3-yarn"]
 DIFFERENT = "the fused decoder and the Transformers model give different logits"
@@ -72,13 +78,18 @@ def wrong_order(*sizes: int):
     return order.flip(0)
 
 
-rotation_order = rotation._halves_first
+def swapped_gates(a, b, *parameters):
+    return delta_gates(b, a, *parameters)
+
+
+rotation_order, delta_gates = rotation._halves_first, delta_net.delta_gates
 MISTAKES = {
     "logit scale": ("granite", fused, "_logit_scale", lambda model: 1.0),
     "rotation of halves": ("ernie4_5", rotation, "_rotates_neighbours", lambda attention: False),
     "order": ("glm4", rotation, "_halves_first", wrong_order),
     "positions in all layers": ("exaone4", rotation, "_rotates", lambda attention: True),
     "no query scale": ("ministral3-yarn", rotation, "_query_scale", lambda attention: None),
+    "decays for betas": ("qwen3_5_text", delta_net, "delta_gates", swapped_gates),
     "a missing MLP": ("granitemoeshared", fused, "MLPS", ("block_sparse_moe",)),
 }
 

@@ -7,8 +7,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inflight_kernels import Norm, _cpu, add_rms_norm, grouped_linear, linear, list_pages, tokenwise
+from inflight_kernels import (
+    Norm,
+    _cpu,
+    add_rms_norm,
+    grouped_linear,
+    linear,
+    list_pages,
+    rope_and_cache,
+    rotary,
+    tokenwise,
+)
 from inflight_kernels.attention import empty_cache_for_cpu, paged_attention
+from inflight_kernels.rotary import rope_and_cache_reference
 from inflight_kernels.tokenwise import add_rms_norm_reference
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -51,6 +62,33 @@ def test_paged_attention_equals_that_of_pytorch(dtype, chunks, heads, dims, wind
     plain = (cache.float().contiguous() for cache in (keys, values))  # not as the kernel reads them
     expected = paged_attention(query.float(), *plain, table, starts, context_S, **options)
     torch.testing.assert_close(result.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.medium
+@given(
+    dtype=DTYPES,
+    heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+    dims=st.sampled_from([(64, 64), (64, 32), (64, 16), (64, 44), (80, 20), (16, 2), (48, 48)]),
+    offset=st.sampled_from([None, 0.0, 1.0]),
+    seed=st.integers(0, 100),
+)
+def test_rotation_and_cache_equal_those_of_pytorch(dtype, heads, dims, offset, seed):
+    torch.manual_seed(seed)
+    qkv = torch.randn(5, (heads[0] + 2 * heads[1]) * dims[0] + 8).to(dtype)[:, :-8]
+    angles = torch.rand(9, dims[1] // 2).repeat(1, 2) * 6
+    norms = None
+    if offset is not None:
+        norms = tuple(Norm(weight, 1e-6, offset, False) for weight in torch.randn(2, dims[0]).to(dtype))
+    where = angles.cos(), angles.sin(), torch.randint(0, 9, (5,)), torch.tensor([33, -1, 4, 0, 47])
+    results = []
+    for function in (rope_and_cache, rope_and_cache_reference):
+        caches = empty_cache_for_cpu(3, heads[1], dims[0], dims[0], dtype)
+        for cache in caches:
+            cache.zero_()
+        with patch.object(rotary, "rope_and_cache_reference", None):  # the first must not call it
+            results.append((function(qkv, *where, *caches, norms), *caches))
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.medium

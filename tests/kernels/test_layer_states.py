@@ -9,6 +9,7 @@ from inflight_kernels.layer_states import Chunks
 
 pytestmark = [pytest.mark.usefixtures("processor"), pytest.mark.medium]
 
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 COUNTS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
@@ -64,15 +65,44 @@ def test_a_short_convolution_with_weights_of_a_higher_precision():
     dims=st.sampled_from([(8, 8), (64, 64), (32, 128), (16, 70), (300, 16)]),
     by_channel=st.booleans(),
     normed=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_the_gated_delta_rule(counts, heads, dims, by_channel, normed):
+def test_the_gated_delta_rule(counts, heads, dims, by_channel, normed, dtype):
     torch.manual_seed(dims[1])
     num_tokens, chunks = chunks_of(counts)
-    query, key = (torch.randn(num_tokens, heads[0], dims[0]) / dims[0] ** 0.5 for _ in range(2))
-    value = torch.randn(num_tokens, heads[1], dims[1])
+    widths = [heads[0] * dims[0], heads[0] * dims[0], heads[1] * dims[1]]
+    qkv = torch.randn(num_tokens, sum(widths) + 16).to(dtype)[:, :-16].split(widths, 1)
+    query, key = (part.unflatten(1, (heads[0], -1)) / dims[0] ** 0.5 for part in qkv[:2])
+    value = qkv[2].unflatten(1, (heads[1], -1))  # its tokens are further apart than its numbers
     decay = torch.rand(num_tokens, heads[1], dims[0]) if by_channel else torch.rand(num_tokens, heads[1])
     beta, states = torch.rand(num_tokens, heads[1]), torch.randn(len(counts) + 1, heads[1], *dims)
     assert_equal("delta_rule", states, chunks, query, key, value, decay, beta, normed=normed, tolerance=2e-5)
+
+
+@given(num_tokens=st.integers(1, 5), heads=st.sampled_from([1, 3, 16]), dtype=st.sampled_from([*TOLERANCES]))
+def test_the_gates_of_the_delta_rule(num_tokens, heads, dtype):
+    torch.manual_seed(heads)
+    a, b = torch.randn(num_tokens, 2 * heads).mul(9).to(dtype).split(heads, 1)
+    a_log, dt_bias = torch.rand(heads).to(dtype), torch.randn(heads).to(dtype)
+    results = layer_states.delta_gates(a, b, a_log, dt_bias)
+    for result, expected in zip(results, layer_states.delta_gates_reference(a, b, a_log, dt_bias), strict=True):
+        torch.testing.assert_close(result, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@given(
+    num_tokens=st.integers(1, 5),
+    heads=st.sampled_from([1, 3, 8]),
+    dim=st.sampled_from([16, 64, 20]),
+    dtype=st.sampled_from([*TOLERANCES]),
+)
+def test_the_gated_rms_norm(num_tokens, heads, dim, dtype):
+    torch.manual_seed(dim)
+    x = torch.randn(num_tokens, heads, dim)
+    gate = torch.randn(num_tokens, heads * dim + 8).mul(4).to(dtype)[:, :-8]
+    weight = torch.randn(dim).to(dtype)
+    result = layer_states.gated_rms_norm(x, gate, weight, 1e-6)
+    expected = layer_states.gated_rms_norm_reference(x, gate, weight, 1e-6)
+    torch.testing.assert_close(result, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
 @given(

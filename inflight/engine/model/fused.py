@@ -2,8 +2,9 @@
 
 A decoder is known if it consists of these parts: embedding; layers of attention and MLP with norms before them (Llama,
 Qwen, Mistral, Phi-3, mixtures of experts), after them (OLMo 2) or both (Gemma), one after the other or from one norm
-(Cohere); a norm; a head. It is used only if its logits agree with the logits of the Transformers model
-(`agreement.py`). Transformers runs all other models. Norms other than RMSNorm run with their own code.
+(Cohere); a norm; a head. A layer with a state per sequence can take the place of attention (Qwen 3.5). A decoder is
+used only if its logits agree with the logits of the Transformers model (`agreement.py`). Transformers runs all other
+models. Norms other than RMSNorm, and layers with a state, run with their own code.
 
 No weights are copied. q, k and v are adjacent in the slot, and so are gate and up, so that one product covers them. T
 tokens, D head dimension, M rows that are drawn from, V vocabulary.
@@ -11,9 +12,10 @@ tokens, D head dimension, M rows that are drawn from, V vocabulary.
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -27,7 +29,9 @@ from inflight.core.decoder import ATTENTION, LAST_NORMS, LAYER_NORMS, MLP, MLPS
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.adapters import Lora, lora_of, merge_lora
 from inflight.engine.model.attention.backend import ForwardBatch
+from inflight.engine.model.attention.hook import has_state, running
 from inflight.engine.model.attention.latent import LatentHeads
+from inflight.engine.model.delta_net import DeltaNet
 from inflight.engine.model.rotation import Rotation, Rotations, latents_rotate_neighbours
 from inflight.model_checks.mixers import names_in_forward
 
@@ -68,9 +72,15 @@ class _Attention:
     whole_norms: tuple[RMSNorm, RMSNorm] | None
     """Norms of all query heads together, and of all key heads (OLMo 2)."""
     sinks: torch.Tensor | None
+    gated_heads: int
+    """Query heads that have a gate next to them in the product (Qwen 3.5), or 0."""
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
-        qkv = self.qkv(x)
+        qkv, gate = self.qkv(x), None
+        if self.gated_heads:
+            queries, rest = qkv.tensor_split((2 * self.out.weight.shape[1],), 1)
+            query, gate = queries.unflatten(1, (self.gated_heads, 2, -1)).unbind(2)
+            qkv = torch.cat((query.flatten(1), rest), 1)
         if self.whole_norms is not None:
             q_norm, k_norm = self.whole_norms
             q_width, k_width = len(q_norm.weight), len(k_norm.weight)
@@ -91,7 +101,8 @@ class _Attention:
         )
         if rotation.query_scale is not None:
             query = rotation.query_scale(query, batch.positions)
-        return self.out(memory.backend.attend(self.index, query, self.sinks).flatten(1))
+        attended = memory.backend.attend(self.index, query, self.sinks)
+        return self.out((attended if gate is None else attended * gate.sigmoid()).flatten(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +143,16 @@ class _LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class _StateLayer:
+    """A layer with a state per sequence in the place of attention, with its own code."""
+
+    module: nn.Module
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
+        return self.module(x[None])[0]
+
+
+@dataclass(frozen=True, slots=True)
 class _Mlp:
     gate_up: _Linear
     down: _Linear
@@ -166,7 +187,7 @@ class _Sum:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     before_attention: _Norm | None
-    attention: _Attention | _LatentAttention
+    attention: _Attention | _LatentAttention | DeltaNet | _StateLayer
     after_attention: _Norm | None
     before_mlp: _Norm | None
     mlp: _Block
@@ -200,8 +221,9 @@ class FusedDecoder:
         self._memory = memory
         body = model.get_decoder()  # It can be inside a multimodal model.
         self._embed = _part(body, "embed_tokens", nn.Module)
-        rotations = Rotations(_part(body, "rotary_emb", nn.Module), max_context)
-        self._layers = [_layer(module, rotations) for module in _part(body, "layers", nn.ModuleList)]
+        rotations = Rotations(getattr(body, "rotary_emb", None), max_context)
+        indices = count(), count()
+        self._layers = [_layer(module, rotations, indices) for module in _part(body, "layers", nn.ModuleList)]
         self._norm = _norm(_part(body, next((name for name in LAST_NORMS if hasattr(body, name)), "norm"), nn.Module))
         self._head = _linear(_part(model, "lm_head", nn.Linear))
         self._embed_scale = float(getattr(body, "embedding_multiplier", 1.0))
@@ -218,10 +240,11 @@ class FusedDecoder:
         if self._embed_scale != 1:
             residual = residual * self._embed_scale
         x = residual if (first := self._layers[0].before_attention) is None else _normed(residual, first)
-        for index, layer in enumerate(self._layers):
-            x, residual = layer.run(x, residual, batch, self._memory)
-            if index + 1 < len(self._layers):
-                x, residual = _add(x, residual, self._layers[index + 1].before_attention)
+        with running(batch, self._memory):
+            for index, layer in enumerate(self._layers):
+                x, residual = layer.run(x, residual, batch, self._memory)
+                if index + 1 < len(self._layers):
+                    x, residual = _add(x, residual, self._layers[index + 1].before_attention)
         return _add(x[batch.rows], residual[batch.rows], self._norm)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -264,14 +287,15 @@ def _logit_scale(model: PreTrainedModel) -> float:
     return scale * float(getattr(model, "logit_scale", 1.0))
 
 
-def _layer(layer: nn.Module, rotations: Rotations) -> _Layer:
+def _layer(layer: nn.Module, rotations: Rotations, indices: tuple[Iterator[int], Iterator[int]]) -> _Layer:
+    """indices: of attention layers, and of layers with a state, in the order in which they run."""
     norms = {name: child for name, child in layer.named_children() if name.endswith("layernorm")}
     kind = next((kind for kind in LAYER_NORMS if kind.last in norms), LAYER_NORMS[-1])
     places = (kind.before_attention, kind.after_attention, kind.before_mlp, kind.after_mlp)
     if unknown := set(norms) - set(places):
         raise UnknownPartError(f"{type(layer).__name__} has {', '.join(sorted(unknown))}")
     before, after, before_mlp, after_mlp = (_norm(norms[name]) if name in norms else None for name in places)
-    attention = _attention(_part(layer, "self_attn", nn.Module), rotations)
+    attention = _mixer(layer, rotations, indices)
     mlps = [_mlp(part) for name in MLPS if isinstance(part := getattr(layer, name, None), nn.Module)]
     mlp = _mlp(_part(layer, "mlp", nn.Module)) if not mlps else mlps[0] if len(mlps) == 1 else _Sum(tuple(mlps))
     parallel = getattr(layer, "use_parallel_residual", not {after, before_mlp, after_mlp} - {None})
@@ -280,35 +304,53 @@ def _layer(layer: nn.Module, rotations: Rotations) -> _Layer:
     return _Layer(before, attention, after, before_mlp, mlp, after_mlp, bool(parallel), scale)
 
 
-def _attention(module: nn.Module, rotations: Rotations) -> _Attention | _LatentAttention:
+def _mixer(
+    layer: nn.Module, rotations: Rotations, indices: tuple[Iterator[int], Iterator[int]]
+) -> _Attention | _LatentAttention | DeltaNet | _StateLayer:
+    with_state = [child for child in layer.children() if has_state(child)]
+    if len(with_state) > 1 or (with_state and getattr(layer, "self_attn", None) not in (None, with_state[0])):
+        raise UnknownPartError(f"{type(layer).__name__} has several parts that mix tokens")
+    if with_state:
+        if (delta_net := DeltaNet.of(with_state[0], next(indices[1]), _linear)) is not None:
+            return delta_net
+        use_kernels(with_state[0])
+        return _StateLayer(with_state[0])
+    module = _part(layer, "self_attn", nn.Module)
     if (heads := LatentHeads.of(module)) is not None:
-        return _latent_attention(module, heads, rotations)
+        return _latent_attention(module, heads, rotations, next(indices[0]))
+    return _attention(module, rotations, next(indices[0]))
+
+
+def _attention(module: nn.Module, rotations: Rotations, index: int) -> _Attention:
     head_dim = int(_part(module, "head_dim", int))
     names = next((names for names in ATTENTION if hasattr(module, names.out)), ATTENTION[0])
     parts = (names.whole,) if hasattr(module, names.whole) else names.parts
     products, out = [_part(module, name, nn.Linear) for name in parts], _part(module, names.out, nn.Linear)
     qkv = _linear(*products)
-    if len(products) > 1 and products[0].out_features != out.in_features:  # gates next to the queries, for example
+    is_gated = len(products) > 1 and products[0].out_features == 2 * out.in_features
+    if len(products) > 1 and products[0].out_features != out.in_features and not is_gated:
         rows = f"{products[0].out_features} rows where {names.out} takes {out.in_features}"
         raise UnknownPartError(f"{type(module).__name__} has a {parts[0]} of {rows}")
     norms = _query_key_norms(module)
     per_head = norms is not None and norms[0].weight.shape == (head_dim,)
-    width, q_width = len(qkv.weight), out.in_features
+    q_width = out.in_features
+    width = len(qkv.weight) - (q_width if is_gated else 0)
     rotation = rotations.of(module, head_dim=head_dim, q_width=q_width, width=width)
     if per_head and rotation.order is not None:
         raise UnknownPartError(f"{type(module).__name__} norms heads and rotates neighbouring numbers")
     return _Attention(
-        index=int(_part(module, "layer_idx", int)),
+        index=index,
         qkv=qkv,
         out=_linear(out),
         rotation=rotation,
         head_norms=norms if per_head else None,
         whole_norms=None if per_head else norms,
         sinks=getattr(module, "sinks", None),
+        gated_heads=q_width // head_dim if is_gated else 0,
     )
 
 
-def _latent_attention(module: nn.Module, heads: LatentHeads, rotations: Rotations) -> _LatentAttention:
+def _latent_attention(module: nn.Module, heads: LatentHeads, rotations: Rotations, index: int) -> _LatentAttention:
     parts = {name for name, _ in module.named_children()}
     names = ("q_a_proj", "q_b_proj") if "q_a_proj" in parts else ("q_proj",)
     known = {*names, "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
@@ -316,7 +358,7 @@ def _latent_attention(module: nn.Module, heads: LatentHeads, rotations: Rotation
         raise UnknownPartError(f"{type(module).__name__} has {', '.join(sorted(unknown))}")
     cos, sin = (table[:, : table.shape[1] // 2].contiguous() for table in rotations.tables_of(module))
     return _LatentAttention(
-        index=int(_part(module, "layer_idx", int)),
+        index=index,
         queries=tuple(_linear(_part(module, name, nn.Linear)) for name in names),
         query_norm=_norm(_part(module, "q_a_layernorm", nn.Module)) if len(names) == 2 else None,
         latent=_linear(_part(module, "kv_a_proj_with_mqa", nn.Linear)),

@@ -40,11 +40,12 @@ class Rotation:
 
 
 class Rotations:
-    """Rotations by layer type. The model's own module makes the tables for all positions at once."""
+    """Rotations by layer type. The model's own module makes the tables for all positions at once. Without a module
+    nothing is rotated (Granite 4 H)."""
 
-    def __init__(self, module: nn.Module, max_context: int):
+    def __init__(self, module: nn.Module | None, max_context: int):
         self._module, self._max_context = module, max_context
-        self._by_type = "layer_type" in inspect.signature(module.forward).parameters
+        self._by_type = module is not None and "layer_type" in inspect.signature(module.forward).parameters
         self._made: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, attention: nn.Module, *, head_dim: int, q_width: int, width: int) -> Rotation:
@@ -68,6 +69,8 @@ class Rotations:
         return self._made[kind]
 
     def _tables(self, kind: str | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._module is None:
+            return torch.ones(self._max_context, 2, device=device), torch.zeros(self._max_context, 2, device=device)
         positions = torch.arange(self._max_context, device=device)[None]
         extra = {"layer_type": kind} if self._by_type else {}
         made = self._module(torch.zeros(1, 1, device=device), positions, **extra)

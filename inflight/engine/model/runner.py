@@ -72,6 +72,8 @@ class ModelRunner:
         backend = self._memory.backend
         if not self._wants_graphs or not self._decoders or not isinstance(backend, GraphBackend):
             return
+        if self._memory.states:  # The numbers of states, which differ in each pass, would be part of a graph.
+            return
         try:
             self._graphs = DecodeGraphs(
                 self._decoders, self._memory, backend, self._options.max_sequences, proven=self._recorded_before

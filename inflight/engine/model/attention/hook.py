@@ -5,6 +5,8 @@ keys and values. The n-th call of attention in a pass belongs to the n-th attent
 a state per sequence. A run that records calls finds these layers (`cache/classify.py`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
@@ -52,18 +54,25 @@ _current: ContextVar[_Pass | list[Call] | None] = ContextVar("inflight_pass", de
 """The pass that calls belong to, or the list in which they are recorded."""
 
 
-def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
-    """Return the model's logits [M, V] for a batch that the memory's backend has prepared."""
+@contextmanager
+def running(batch: ForwardBatch, memory: KVMemory) -> Iterator[None]:
+    """Run a pass inside the block: attention, and layers with a state, belong to this batch."""
     token = _current.set(_Pass(batch, memory))
     try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
+    """Return the model's logits [M, V] for a batch that the memory's backend has prepared."""
+    with running(batch, memory):
         logits = model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
             logits_to_keep=batch.rows,
             use_cache=False,
         ).logits[0]
-    finally:
-        _current.reset(token)
     return logits if len(logits) == len(batch.rows) else logits[batch.rows]  # some models return all of them
 
 
@@ -83,6 +92,11 @@ def route(module: nn.Module, kind: LayerKind) -> None:
 
     # A method of the instance is copied with it, so that the module of every slot has its own.
     module.forward = MethodType(forward, module)
+
+
+def has_state(module: nn.Module) -> bool:
+    """Return whether a module computes from the states of sequences during passes."""
+    return isinstance(vars(module).get("forward"), MethodType)
 
 
 def keep_latents(module: nn.Module) -> None:
