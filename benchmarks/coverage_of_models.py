@@ -5,14 +5,16 @@
 For each type that AutoModelForCausalLM, AutoModelForImageTextToText or AutoModelForMultimodalLM loads, a tiny model
 with random weights is made from the defaults of its configuration. Engine and trainer run it and are compared with
 Transformers (tests/helpers/family_check.py). The engine's share counts types that are right, fused or not; the
-trainer's share counts types whose loss is packed and has no logits. Types without a tiny model are counted apart. Ends
-with status 1 if a type is neither right nor refused by name. It takes some minutes on one core.
+trainer's share counts types whose loss is packed and has no logits. Types without a tiny model are counted apart. The
+shares are also weighted by use (`COMMITS`). Ends with status 1 if a type is neither right nor refused by name. It takes
+some minutes on one core.
 """
 
 import logging
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,16 @@ from made_batches import make_batch
 
 from inflight.training.model.forward import _try_way
 from inflight.training.model.forward_mode import scoring_way
+
+COMMITS = {
+    "qwen3": 287, "qwen3_5 qwen3_5_moe": 180, "qwen2": 154, "qwen3_moe": 75, "nemotron_h": 67,
+    "qwen3_vl qwen3_vl_moe": 66, "llama": 49, "deepseek_v3": 71, "gpt_oss": 36, "kimi_k25": 34, "qwen2_5_vl": 25,
+    "glm_moe_dsa": 21, "glm4_moe": 18, "gemma4": 18, "deepseek_v4 deepseek_v32": 15, "glm4_moe_lite": 11,
+    "minimax_m2": 10, "gemma3 gemma3_text": 7, "glm4": 7, "hunyuan_v1_dense hunyuan_v1_moe": 6, "qwen3_next": 5,
+    "kimi_linear olmo_hybrid": 5, "phi3": 4, "mistral": 4, "llama4": 3, "lfm2": 2,
+}  # fmt: skip
+"""Commits from March to August 2026, in the repositories of twelve RL trainers, that name a checkpoint of these types.
+Two types of one family count only if both are right."""
 
 
 def measure(model_type: str) -> dict[str, str]:
@@ -67,6 +79,21 @@ def summary(types: dict[str, dict[str, str]]) -> dict[str, Any]:
     }
 
 
+def weighted(types: dict[str, dict[str, str]]) -> dict[str, float]:
+    """Return the shares of `COMMITS` whose types run, run fused, and train packed without logits."""
+    tests: dict[str, Callable[[dict[str, str]], bool]] = {
+        "runs": lambda row: row["engine"] in (FUSED, UNFUSED),
+        "runs_fused": lambda row: row["engine"] == FUSED,
+        "trains_packed_without_logits": lambda row: row["trainer_way"] == "packed without logits",
+    }
+    total = sum(COMMITS.values())
+    shares = dict.fromkeys(tests, 0.0)
+    for kinds, count in COMMITS.items():
+        for name, test in tests.items():
+            shares[name] += count / total * all(test(types[kind]) for kind in kinds.split())
+    return {name: round(share, 4) for name, share in shares.items()}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     disable_progress_bar()
@@ -80,6 +107,7 @@ def main() -> None:
     result = {
         "transformers": transformers.__version__,
         **summary(types),
+        "by_commits": weighted(types),
         "multimodal": summary({name: row for name, row in types.items() if name in multimodal}),
         "neither_right_nor_refused": third,
         "trainer_ways": Counter(row["trainer_way"] for row in types.values() if row["trainer_way"]),

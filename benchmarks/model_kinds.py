@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from harness import finish, median_ratio
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3_5TextConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from inflight.core.messages import Prompt
@@ -42,14 +42,7 @@ COMMON = {
 MIXTURE = Qwen3MoeConfig(
     num_experts=32, num_experts_per_tok=4, moe_intermediate_size=384, norm_topk_prob=True, **COMMON
 )
-HYBRID = Qwen3_5TextConfig(
-    intermediate_size=1536,
-    linear_num_key_heads=4,
-    linear_num_value_heads=8,
-    linear_key_head_dim=64,
-    linear_value_head_dim=64,
-    **COMMON,
-)
+HYBRID = shape_config("small-hybrid")
 MIXTURE_SIZES = ((1, 32, 48), (8, 32, 24), (32, 32, 16))
 """Sequences, prompt tokens and drawn tokens of each."""
 HYBRID_SIZES = ((1, 128, 64), (16, 128, 64), (1, 2048, 32), (4, 2048, 32))

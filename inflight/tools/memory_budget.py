@@ -1,5 +1,6 @@
 """`inflight doctor --model`: the memory of engine and trainer of a model on one GPU."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from inflight.engine.cache.transformers_states import TRANSFORMERS_STATES
 from inflight.engine.model.attention.latent import LatentHeads
 from inflight.engine.model.checkpoints import auto_class
 from inflight.engine.model.loading import load_config
@@ -16,6 +18,8 @@ GIB = 1 << 30
 FIXED_BYTES = int(1.5 * GIB)
 """CUDA context, workspaces and graphs of an engine: an estimate."""
 BF16_BYTES = 2
+_WITHOUT_KEYS = ("linear_attention", "conv", "mlp", "moe")
+"""Names in the config's `layer_types` of layers without keys and values."""
 TRAINERS = {
     "on another GPU": 0,
     "fp32, AdamW": 4 + 4 + 8,
@@ -34,9 +38,11 @@ class Budget(NamedTuple):
     """One slot, in bf16. It has no towers for images and sound."""
     kv_bytes: int
     """Keys and values of all sequences in bf16, without regard to sliding windows. Latent attention keeps latents."""
+    state_bytes: int
+    """States of layers that keep one per sequence, with as many for the prefix cache."""
 
     def engine_bytes(self, slots: int) -> int:
-        return slots * self.weight_bytes + self.kv_bytes + FIXED_BYTES
+        return slots * self.weight_bytes + self.kv_bytes + self.state_bytes + FIXED_BYTES
 
     def left_bytes(self, gpu_bytes: int, trainer: str, slots: int) -> int:
         """Return the memory that is left for the activations of a trainer of TRAINERS; negative if there is too
@@ -49,20 +55,34 @@ def budget_of(model: str, *, sequences: int, context: int) -> Budget:
     ModelLoadError or UnsupportedModelError."""
     config = load_config(model)
     with torch.device("meta"):
-        made = auto_class(config).from_config(config)
+        made = auto_class(config).from_config(config, dtype=torch.bfloat16)
     num_parameters = _num_parameters(made)
     drop_towers(made)
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_dim = _latent_dim(made) or 2 * text.num_hidden_layers * heads * head_dim
-    return Budget(num_parameters, _num_parameters(made) * BF16_BYTES, sequences * context * token_dim * BF16_BYTES)
+    layer_types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    num_attention = sum(layer_type not in _WITHOUT_KEYS for layer_type in layer_types)
+    token_dim = _latent_dim(made) or 2 * num_attention * heads * head_dim
+    return Budget(
+        num_parameters,
+        _num_parameters(made) * BF16_BYTES,
+        sequences * context * token_dim * BF16_BYTES,
+        2 * sequences * _state_bytes(made),
+    )
 
 
 def _latent_dim(model: nn.Module) -> int:
     """Return the numbers that all layers with latent attention keep of a token. 0 if there are none."""
     parts: list[Any] = [module for module in model.modules() if LatentHeads.of(module) is not None]
     return sum(part.kv_lora_rank + part.qk_rope_head_dim for part in parts)
+
+
+def _state_bytes(model: nn.Module) -> int:
+    """Return the bytes of the states of one sequence."""
+    kind = TRANSFORMERS_STATES
+    tensors = [tensor for module in model.modules() if kind.detect(module) for tensor in kind.tensors(module)]
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
 def _num_parameters(model: nn.Module) -> int:
@@ -76,7 +96,7 @@ def print_budget(model: str, *, sequences: int, context: int, gpu_gib: float, co
         f"{model}: {budget.num_parameters / 1e9:.2f} B parameters, {sequences} sequences of {context:,} tokens, "
         f"{gpu_gib:.0f} GiB on one GPU\n"
         f"engine: {_gib(budget.weight_bytes)} per slot, {_gib(budget.kv_bytes)} for all keys and values (with less, "
-        f"sequences wait), about {_gib(FIXED_BYTES)} for CUDA",
+        f"sequences wait), {_gib(budget.state_bytes)} for states of layers, about {_gib(FIXED_BYTES)} for CUDA",
         highlight=False,
     )
     table = Table("trainer", "its memory", "2 slots leave", "slots=1 leaves")

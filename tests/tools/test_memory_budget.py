@@ -1,5 +1,7 @@
 """The memory that `inflight doctor --model` prints is the memory that engine and trainer take."""
 
+import math
+
 import pytest
 import torch
 from family_configs import tiny_config
@@ -14,14 +16,17 @@ from inflight.tools.memory_budget import BF16_BYTES, GIB, TRAINERS, Budget, budg
 from inflight.weights.tensors import layout_of
 
 
-@pytest.mark.parametrize("name", ["tiny", "small", "tiny-moe"])
+@pytest.mark.parametrize("name", ["tiny", "small", "tiny-moe", "tiny-hybrid"])
 def test_slots_and_cache_have_the_size_of_the_engines(name):
     budget = budget_of(name, sequences=3, context=10)
     model = load_model(name, dtype=torch.bfloat16, device=torch.device("cpu"), seed=0)
     assert budget.weight_bytes == pytest.approx(layout_of(model).total_bytes, rel=0.01)
-    layers = classify_layers(model).attention
-    token_bytes = sum(layer.token_dim * layer.dtype.itemsize for layer in layers)
+    layers = classify_layers(model)
+    token_bytes = sum(layer.token_dim * layer.dtype.itemsize for layer in layers.attention)
     assert budget.kv_bytes == 3 * 10 * token_bytes
+    state_bytes = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for layer in layers.states for tensor in layer)
+    assert budget.state_bytes == 2 * 3 * state_bytes
+    assert (budget.state_bytes > 0) == (name == "tiny-hybrid")
     assert budget.engine_bytes(2) - budget.engine_bytes(1) == budget.weight_bytes
 
 
@@ -60,7 +65,7 @@ def test_a_trainer_has_its_size(trainer, dtype):
 
 
 def test_what_fits_is_printed(capsys):
-    budget = Budget(1000, 2000, 500)
+    budget = Budget(1000, 2000, 500, 0)
     assert budget.left_bytes(2 * GIB, "LoRA, base in bf16", 1) == 2 * GIB - budget.engine_bytes(1) - 2000
     print_budget("qwen3-8b", sequences=64, context=1024, gpu_gib=80, console=Console(width=100, no_color=True))
     out = capsys.readouterr().out

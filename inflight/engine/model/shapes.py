@@ -1,9 +1,9 @@
-"""Built-in model shapes: Qwen3 architecture, random weights from a seed, byte-level tokenizer."""
+"""Built-in model shapes: architecture of Qwen 3 or 3.5, random weights from a seed, byte-level tokenizer."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +19,15 @@ class Shape:
     experts_per_token: int = 0
     tied: bool = True
     """Input and output embeddings are one tensor."""
+    hybrid: bool = False
+    """Three of four layers are Gated DeltaNet, as in Qwen 3.5."""
 
 
 SHAPES = {
     "tiny": Shape(128, 2, 384, 4, 2, 64, 512),
+    "tiny-hybrid": Shape(128, 4, 384, 4, 2, 64, 512, hybrid=True),
     "small": Shape(512, 8, 1536, 8, 4, 64, 8192),
+    "small-hybrid": Shape(512, 8, 1536, 8, 4, 64, 8192, hybrid=True),
     "base": Shape(768, 12, 3072, 12, 4, 64, 8192),
     "qwen3-0.6b": Shape(1024, 28, 3072, 16, 8, 128, 151936),
     "qwen3-1.7b": Shape(2048, 28, 6144, 16, 8, 128, 151936),
@@ -58,6 +62,15 @@ def shape_config(name: str) -> PretrainedConfig:
             num_experts_per_tok=shape.experts_per_token,
             moe_intermediate_size=shape.intermediate,
             norm_topk_prob=True,
+            **common,
+        )
+    if shape.hybrid:
+        return Qwen3_5TextConfig(
+            intermediate_size=shape.intermediate,
+            linear_num_key_heads=shape.kv_heads,
+            linear_num_value_heads=shape.heads,
+            linear_key_head_dim=shape.head_dim,
+            linear_value_head_dim=shape.head_dim,
             **common,
         )
     return Qwen3Config(intermediate_size=shape.intermediate, **common)
