@@ -95,7 +95,7 @@ class Critic:
         bare = [replace(rollout, columns={}, sampling_mask=None, routed_experts=None) for rollout in rollouts]
         batch = pack(bare, [0.0] * len(bare))
         batch.columns = {"place": torch.arange(len(batch.input_ids))}
-        after = np.zeros(1 + len(batch.input_ids), np.float32)  # [1 + t]: after token t of the batch
+        after = np.zeros(1 + len(batch.input_ids))  # [1 + t]: after token t of the batch
         with span("critic"), torch.no_grad(), bf16_on_gpu(self.module, self.autocast):
             for part in equal_micro_batches(batch, self.micro_batch_tokens, None):
                 after[1 + part.columns["place"].numpy()] = token_values(self.module, part).cpu().numpy()
@@ -111,7 +111,7 @@ class Critic:
             per=self.per,
             bootstrap_truncated=self.bootstrap_truncated,
         )
-        of_values, returns = torch.from_numpy(after[:-1]), torch.zeros(len(batch.input_ids))
+        of_values, returns = torch.from_numpy(after[:-1]), torch.zeros(len(batch.input_ids), dtype=torch.float64)
         starts = torch.zeros(len(batch.input_ids), dtype=torch.bool)
         for end, rollout, of_rollout, before in zip(ends, rollouts, advantages, values, strict=True):
             begin = end - len(rollout.token_ids)
@@ -129,7 +129,7 @@ class Critic:
         if not parts:
             return None
         of_values, returns = (
-            torch.cat([part.columns[name][part.included] for part in parts]).double() for name in (VALUES, RETURNS)
+            torch.cat([part.columns[name][part.included] for part in parts]) for name in (VALUES, RETURNS)
         )
         first: tuple[float, float] | None = None
         for _ in range(self.updates):
@@ -153,7 +153,7 @@ class Critic:
         with span("critic"), bf16_on_gpu(self.module, self.autocast):
             values = token_values(self.module, part)
             values = values[(rows - 1).to(values.device)]
-            old, returns = (part.columns[name][rows].to(values.device) for name in (VALUES, RETURNS))
+            old, returns = (part.columns[name][rows].to(values) for name in (VALUES, RETURNS))
             loss = value_loss(values, old, returns, clip=self.clip).sum() / num_steps
             loss.backward()
         return loss.item()

@@ -41,7 +41,7 @@ def value_model(model: nn.Module) -> nn.Module:
 
 
 def token_values(module: nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """Return the values f32[T] of the states after each token of a batch, with gradient, on the module's device.
+    """Return the values f[T] of the states after each token of a batch, with gradient, on the module's device.
 
     module: called with input_ids i64[B, S], it returns f[B, S], f[B, S, 1], or an object with such `logits`, and the
     value at a position depends only on the tokens up to it. A model of Transformers is fed packed sequences if that
@@ -72,9 +72,9 @@ def token_values(module: nn.Module, batch: PackedBatch) -> torch.Tensor:
 
 
 def _values(out: Any) -> torch.Tensor:
-    """Return f32[B, S] of a module's output."""
+    """Return f[B, S] of a module's output, in fp32 or more precise."""
     values = out if isinstance(out, torch.Tensor) else out.logits
     values = values.squeeze(-1) if values.dim() == 3 else values
     if values.dim() != 2:
         raise ValueError(f"a critic's module gives one value per token, [B, S] or [B, S, 1], got {list(values.shape)}")
-    return values.float()
+    return values.to(torch.promote_types(values.dtype, torch.float32))
