@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -41,7 +41,7 @@ class CriticStats:
 
 
 @named()
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Critic:
     """A value model with its optimizer, as `advantages=` of `GRPOConfig`, `stream.batches` and `ScoredGroups.pack`.
 
@@ -77,14 +77,14 @@ class Critic:
     """As `GRPOConfig.max_grad_norm`."""
     is_per_group: ClassVar[bool] = True
     """The advantages of a group do not depend on other groups."""
-    _parts: list[PackedBatch] = field(init=False, default_factory=list)
-    """Micro-batches of the rollouts since the last step. Their `included` tokens are the first tokens of steps."""
 
     def __post_init__(self) -> None:
         for name, least in (("clip", 0), ("updates", 1), ("micro_batch_tokens", 0), ("max_grad_norm", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         gae([], [], discount=self.discount, lam=self.lam, per=self.per)
+        # Micro-batches of the rollouts since the last step. Their `included` tokens are the first tokens of steps.
+        self._parts: list[PackedBatch] = []
 
     def __call__(self, groups: Sequence[Sequence[Rollout]]) -> list[np.ndarray]:
         """Return the advantages f32[T] of each rollout, groups concatenated. Raises the errors of `gae` and

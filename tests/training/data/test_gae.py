@@ -5,6 +5,7 @@ from itertools import chain, product
 
 import numpy as np
 import pytest
+import torch
 from made_batches import make_rollouts
 
 import inflight
@@ -167,3 +168,49 @@ def test_turns_compared_over_a_group_and_gae_agree_on_a_value_that_is_the_mean_o
     for one, other in zip(gae(rollouts, values, per="turn"), expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert any(chain.from_iterable(column.tolist() for column in expected))
+
+
+def answers(length: int = 3, vocabulary: int = 3) -> list[tuple[int, ...]]:
+    """All answers of at most this many tokens that end with token 0 or at the length."""
+    whole = product(range(vocabulary), repeat=length)
+    return list(dict.fromkeys(ids[: ids.index(0) + 1] if 0 in ids else ids for ids in whole))
+
+
+def gradients(lam: float, per: str, discount: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The expected gradient with advantages of arbitrary values, and the gradient of the expected reward, of a policy
+    that is a table. Turns of longer answers: the first token, a given one, and the rest."""
+    random = torch.Generator().manual_seed(0)
+    table = torch.randn(4, 3, generator=random, dtype=torch.float64, requires_grad=True)
+    value_of: dict[tuple[int, ...], float] = {}
+    expected = torch.zeros((), dtype=torch.float64)
+    surrogate = torch.zeros((), dtype=torch.float64)
+    [like] = make_rollouts(1)
+    for ids in answers():
+        reward, first = float(torch.randn((), generator=random)), float(ids[0] == 1)
+        logs = table.log_softmax(-1)[[3, *ids[:-1]], list(ids)]
+        given = len(ids) > 1 and per == "turn"
+        tokens = [ids[0], 7, *ids[1:]] if given else list(ids)
+        prefixes = [tuple(tokens[:t]) for t in range(len(tokens) + 1)]
+        values = [value_of.setdefault(each, float(torch.randn((), generator=random))) for each in prefixes]
+        rollout = replace(like, token_ids=np.array(tokens, np.int32), reward=reward + first)
+        rollout.turns = (Turn(0, 1, True, first),)
+        if given:
+            rollout.turns += (Turn(1, 2, False), Turn(2, len(tokens), True, began_ns=1))
+        elif len(ids) > 1:
+            rollout.turns += (Turn(1, len(ids), True, began_ns=1),)
+        [column] = gae([rollout], [np.array(values)], lam=lam, per=per, discount=discount)
+        advantages = torch.from_numpy(column[rollout.drawn].astype(np.float64))
+        expected = expected + logs.sum().exp() * (reward + first)
+        surrogate = surrogate + logs.sum().exp().detach() * (advantages * logs).sum()
+    assert sum(value_of.values()) != 0
+    found, exact = (torch.autograd.grad(each, table, retain_graph=True)[0] for each in (surrogate, expected))
+    return found, exact
+
+
+@pytest.mark.parametrize("per", ["token", "turn"])
+def test_with_lambda_1_the_expected_gradient_is_that_of_the_reward_for_any_values(per):
+    found, expected = gradients(1.0, per)
+    assert expected.abs().max() > 0.05
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    biased, _ = gradients(0.5, per)
+    assert (biased - expected).abs().max() > 0.01
