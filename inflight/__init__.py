@@ -32,6 +32,9 @@ _HOME = {
         "inflight.training.data.batch": "PackedBatch pack",
         "inflight.training.data.trees": "tree_advantages",
         "inflight.training.config": "GRPOConfig",
+        "inflight.training.critic": "Critic",
+        "inflight.training.data.gae": "gae",
+        "inflight.training.model.values": "value_model",
         "inflight.training.grpo": "grpo",
         "inflight.training.recording": "RunRecorder",
         "inflight.training.model.forward": "score_tokens token_logprobs",
@@ -83,6 +86,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.run import Run as Run
     from inflight.tools.journal_replay import replay as replay
     from inflight.training.config import GRPOConfig as GRPOConfig
+    from inflight.training.critic import Critic as Critic
     from inflight.training.data.advantages import group_advantages as group_advantages
     from inflight.training.data.advantages import per_group as per_group
     from inflight.training.data.advantages import policy_advantages as policy_advantages
@@ -90,6 +94,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.training.data.advantages import turn_advantages as turn_advantages
     from inflight.training.data.batch import PackedBatch as PackedBatch
     from inflight.training.data.batch import pack as pack
+    from inflight.training.data.gae import gae as gae
     from inflight.training.data.rewards import Rewards as Rewards
     from inflight.training.data.scored_groups import ScoredGroups as ScoredGroups
     from inflight.training.data.scoring import Scorer as Scorer
@@ -103,6 +108,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.training.model.forward import score_tokens as score_tokens
     from inflight.training.model.forward import token_logprobs as token_logprobs
     from inflight.training.model.replay import replay_routed_experts as replay_routed_experts
+    from inflight.training.model.values import value_model as value_model
     from inflight.training.objective.loss import policy_loss as policy_loss
     from inflight.training.objective.objective import Objective as Objective
     from inflight.training.objective.probe import VersionProbe as VersionProbe

@@ -58,8 +58,9 @@ class GRPOConfig:
     is not finite is always skipped."""
     advantages: str | Advantages = "grpo"
     """Computation of advantages from rewards: "grpo", "dr_grpo", "rloo", "maxrl", "reinforce++",
-    "reinforce++_baseline", "module:name", or a function (docs/training.md#advantages). The function gets the groups of
-    a step and returns an advantage for each rollout, groups concatenated: a number, or f32[tokens]."""
+    "reinforce++_baseline", "module:name", a function (docs/training.md#advantages), or an `inflight.Critic`
+    (docs/training.md#a-critic). The function gets the groups of a step and returns an advantage for each rollout,
+    groups concatenated: a number, or f32[tokens]."""
     reward_kl_weight: float = 0.0
     """β of a KL penalty in the reward: r − β · Σ_t (log π_b − log π_ref) over the rollout, before advantages are
     computed, as in RLOO (arXiv 2402.14740). `Objective(kl_weight=…)` puts the penalty into the loss. Both need a

@@ -20,6 +20,7 @@ from inflight.core.spans import span
 from inflight.core.waiting import telling
 from inflight.observability.loggers import JsonLines, Logger
 from inflight.training.config import GRPOConfig
+from inflight.training.critic import Critic
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
@@ -336,6 +337,7 @@ class _Trainer:
         version = self.publisher.publish()
         if probe is not None:
             probe.remember(meter.trainer_version)
+        critic = config.advantages.step() if isinstance(config.advantages, Critic) else None
         has_reward_kl = config.reward_kl_weight and self.score_reference is not None
         return StepReport(
             step=step,
@@ -349,6 +351,7 @@ class _Trainer:
             reward_kl=present.sum_reward_kl / len(scored.rollouts) if has_reward_kl else None,
             staleness=staleness,
             causes=causes,
+            critic=critic,
             lead=admission.lead,
             dropped=self.dropped,
             failures=admission.failures,
@@ -357,7 +360,9 @@ class _Trainer:
         )
 
     def close(self) -> None:
-        """Drop the gradients of a step that was not taken."""
+        """Drop the gradients of a step that was not taken, and the rollouts that a critic has kept for it."""
+        if isinstance(self.config.advantages, Critic):
+            self.config.advantages.forget()
         if self.present.batches:
             self.optimizer.zero_grad()
             self.present = self._empty_step()

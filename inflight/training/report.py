@@ -6,6 +6,7 @@ from statistics import fmean, pstdev
 
 from inflight.core.rollout import Rollout, samples_of
 from inflight.observability.staleness_meter import TokenStaleness
+from inflight.training.critic import CriticStats
 from inflight.training.data.lead_state import LeadState
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.evaluation import EvaluationResult
@@ -38,6 +39,8 @@ class StepReport:
     """Staleness of the step's tokens; None if there was no batch."""
     causes: RatioCauses | None
     """Ratios split into mismatch and staleness; None in steps that `probe_every` does not select."""
+    critic: CriticStats | None
+    """Statistics of the critic, if `GRPOConfig.advantages` is one."""
     lead: LeadState
     """How far the generator ran ahead when the step began, and why."""
     dropped: Dropped
@@ -85,7 +88,7 @@ class StepReport:
     def as_dict(self) -> dict[str, float]:
         """Return all values as numbers under flat names, for any logger (docs/training.md#numbers-for-a-logger):
         `_NUMBERS`, `LossStats.as_dict` ("ratio/ess", …), "reward/NAME", "length/min", "staleness/token_age_ms",
-        "lead/wait_share", "dropped/stale_share", "failures/error/NAME", "probe/mismatch/kl" and the like, and
+        "lead/wait_share", "dropped/stale_share", "failures/error/NAME", "probe/mismatch/kl", "critic/loss" and the like, and
         `EvaluationResult.as_dict` of the newest finished evaluation. Values of None or NaN are left out."""
         numbers: dict[str, float | None] = {} if self.stats is None else {**self.stats.as_dict()}
         numbers |= {name: getattr(self, name) for name in _NUMBERS}
@@ -101,6 +104,7 @@ class StepReport:
         if self.causes is not None:
             for cause in ("mismatch", "staleness", "total"):
                 numbers |= getattr(self.causes, cause).as_dict(f"probe/{cause}")
+        numbers |= {} if self.critic is None else self.critic.as_dict()
         for evaluation in self.evaluations:
             numbers |= evaluation.as_dict()
         return known(numbers)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bigram_run import Bigram, Run, score_tokens
+from bigram_run import VOCABULARY, Bigram, Run, score_tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +30,24 @@ def by_objective(name: str, aggregation: Any = "token", **options: Any) -> Setti
     known = {"kl and entropy": Objective(kl_weight=0.3, entropy_weight=0.02), **PRESETS}
     objective = replace(known[name], aggregation=aggregation, max_tokens=9)
     return {"objective": objective, "reference": Bigram(1) if objective.kl_weight else None, **options}
+
+
+class ValueTable(nn.Module):
+    """The value of a state is the entry of its last token."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+        self.table = nn.Parameter(torch.randn(VOCABULARY, generator=random, dtype=torch.float64))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.table[input_ids]
+
+
+def with_critic(**options: Any) -> Settings:
+    table = ValueTable()
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.3)
+    return {"advantages": inflight.Critic(table, optimizer, lam=0.8, updates=2, **options)}
 
 
 def sometimes() -> Callable[[], bool]:
@@ -75,6 +93,8 @@ CASES: dict[str, Callable[[], Settings]] = {
     },
     "a teacher": lambda: {"objective": Objective(teacher_weight=0.5, aggregation="group"), "teacher": Bigram(1)},
     "a teacher in parts": lambda: {"objective": Objective(teacher_weight=0.5), "teacher": Bigram(1), **PARTS},
+    "a critic": with_critic,
+    "a critic in parts": lambda: {**with_critic(micro_batch_tokens=30), **PARTS},
     "a falling learning rate": lambda: {"decay": 0.5},
     "probed": lambda: {"probe_every": 2},
     "a loss that is not finite": lambda: {"spoilt": "loss"},

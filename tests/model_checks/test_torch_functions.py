@@ -34,7 +34,7 @@ def {name}(x, *args, **kwargs):
 def scored(name: str) -> tuple[str, list[float]]:
     """The way in which sequences are fed to a family's model, and the log-probabilities of a batch."""
     model = make_model(Family(name, name))
-    way = ways._find(model, forward._try_way)
+    way = ways._find(model, forward.try_way)
     with torch.no_grad():
         return way, forward.score_tokens(model, make_batch()).logprobs.tolist()
 

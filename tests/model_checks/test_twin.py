@@ -398,8 +398,8 @@ def test_sequences_past_a_threshold_are_scored_alone(name):
 def test_a_row_has_no_more_tokens_than_a_model_takes():
     """Llama 4 scales queries by their place in the row, here from the 120th on; each sequence alone is shorter."""
     model, batch = make_model(RIGHT["llama4_text"]()), make_batch(shape=((1, 60), (1, 62), (1, 64)))
-    assert ways.scoring_way(model, batch.select([0]), forward._try_way) == "fused"
-    assert ways.scoring_way(model, batch, forward._try_way) == "rows"
+    assert ways.scoring_way(model, batch.select([0]), forward.try_way) == "fused"
+    assert ways.scoring_way(model, batch, forward.try_way) == "rows"
     scores = score_tokens(model, batch)
     torch.testing.assert_close(scores.logprobs, one_by_one(model, batch)[0], atol=2e-4, rtol=1e-4)
 

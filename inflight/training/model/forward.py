@@ -63,10 +63,10 @@ def score_tokens(
             "top_p and min_p, or without a sampling mask"
         )
     model = getattr(model, "_orig_mod", model)  # A model compiled for another head would be recompiled at each call.
-    inner = _transformers_model(model)
-    _check_tokens(inner, batch)
+    inner = transformers_model(model)
+    check_vocabulary(inner, batch)
     _warn_of_dropout(inner)
-    way = scoring_way(inner, batch, _try_way)
+    way = scoring_way(inner, batch, try_way)
     if way not in ("fused", "packed") and batch.routed_experts is not None:
         raise ValueError(
             f"{type(model).__name__} cannot be fed packed sequences, so that its routed experts are not replayed"
@@ -91,7 +91,7 @@ def bf16_on_gpu(model: nn.Module, wanted: bool = True) -> AbstractContextManager
     return torch.autocast("cuda", torch.bfloat16) if needed else nullcontext()
 
 
-def _try_way(model: Any, batch: PackedBatch, way: Way) -> torch.Tensor:
+def try_way(model: Any, batch: PackedBatch, way: Way) -> torch.Tensor:
     if way == "fused" and plain_head(model) is None:
         raise UnsupportedModelError("its logits are not a plain head's")
     if way != "rows" and not is_packable(model):
@@ -189,7 +189,7 @@ def _score_logits(
     return scores
 
 
-def _transformers_model(model: nn.Module) -> nn.Module:
+def transformers_model(model: nn.Module) -> nn.Module:
     """Return the Transformers model inside wrappers, including PEFT's."""
     inner = unwrap(model)
     get_base = getattr(inner, "get_base_model", None)
@@ -217,7 +217,7 @@ def _warn_of_dropout(model: nn.Module) -> None:
         )  # fmt: skip
 
 
-def _check_tokens(model: nn.Module, batch: PackedBatch) -> None:
+def check_vocabulary(model: nn.Module, batch: PackedBatch) -> None:
     """Raise ValueError for a token outside of the vocabulary."""
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig) or not len(batch.input_ids):

@@ -87,6 +87,8 @@ class PackedInput:
     """i64[F], index in the batch of each fed token."""
     predicting: torch.Tensor
     """i64[n], the fed token whose logits each drawn token was drawn from."""
+    rows: torch.Tensor
+    """i64[T], the fed token of each token of the batch."""
     batches: list[StateBatch]
     """The layout of layers with a state."""
     buckets: tuple[Bucket, ...]
@@ -131,10 +133,10 @@ def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, states
         column[rows.to(column.device)][None].to(device) for column in (batch.input_ids, batch.position_ids)
     )
     # The token at position p was drawn from the logits at p − 1; a drawn token is never the first of its sequence.
-    predicting = torch.from_numpy(fed_row[np.flatnonzero(drawn) - 1]).to(device)
+    predicting, fed_rows = (torch.from_numpy(fed_row[i]).to(device) for i in (np.flatnonzero(drawn) - 1, slice(None)))
     groups = _groups(segments)
     batches = state_batches(groups, device) if states else []
-    return PackedInput(input_ids, position_ids, rows.to(device), predicting, batches, *_bucket(groups, device))
+    return PackedInput(input_ids, position_ids, rows.to(device), predicting, fed_rows, batches, *_bucket(groups, device))
 
 
 def _groups(segments: list[Segment]) -> list[list[Segment]]:

@@ -7,9 +7,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from inflight.core.errors import InflightError
 from inflight.training.config import GRPOConfig
+from inflight.training.critic import Critic
 from inflight.training.objective.objective import resolve
 from inflight.training.ranks.group import RankGroup, naming_lost_ranks
 from inflight.weights.trainer.sources import classify
@@ -73,6 +75,15 @@ def check_supported(model: nn.Module, config: GRPOConfig) -> None:
         raise InflightError(
             "the objective has a trust region that ranks the tokens of a batch, and each rank has only its share: "
             "take another objective, or train on one rank"
+        )
+    critic = config.advantages
+    if isinstance(critic, Critic) and (
+        any(isinstance(module, DistributedDataParallel) for module in critic.module.modules())
+        or any(isinstance(parameter, DTensor) for parameter in critic.module.parameters())
+    ):
+        raise InflightError(
+            "the critic's module is spread over ranks by DistributedDataParallel or FSDP2, and rank 0 computes and "
+            "trains the critic alone: give a plain module"
         )
 
 

@@ -8,7 +8,7 @@ from made_batches import make_batch, make_group, one_by_one
 
 from inflight.training.data.batch import pack
 from inflight.training.model import packing
-from inflight.training.model.forward import _try_way, score_tokens
+from inflight.training.model.forward import try_way, score_tokens
 from inflight.training.model.forward_mode import scoring_way
 from inflight.training.model.packed_states import mix
 
@@ -30,7 +30,7 @@ def test_scores_and_gradients_are_those_of_the_sequences(name, checkpointing):
     expected, entropies = one_by_one(reference, batch)
     scores = score_tokens(model, batch, entropy=True)
     assert scores.entropies is not None
-    assert scoring_way(model, batch, _try_way) == ("rows" if name in PADDED else "fused")
+    assert scoring_way(model, batch, try_way) == ("rows" if name in PADDED else "fused")
     torch.testing.assert_close(scores.logprobs, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(scores.entropies, entropies, atol=1e-4, rtol=1e-4)
     upstream = torch.randn(2, len(expected), generator=torch.Generator().manual_seed(0))
@@ -71,6 +71,6 @@ def test_a_planted_mistake_is_seen_and_the_sequences_are_padded(monkeypatch, cap
     model.config.planted = wrong.__name__  # so that its twin is not the one of other tests
     batch = make_batch()
     scores = score_tokens(model, batch).logprobs
-    assert scoring_way(model, batch, _try_way) == "rows"
+    assert scoring_way(model, batch, try_way) == "rows"
     assert "log-probabilities are off by" in caplog.text
     torch.testing.assert_close(scores, one_by_one(model_of("lfm2"), batch)[0], atol=1e-4, rtol=1e-4)
