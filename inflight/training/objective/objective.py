@@ -197,7 +197,6 @@ PRESETS: dict[str, Objective] = {
     "gspo": Objective(surrogate=surrogates.gspo, aggregation="sequence"),
     "gmpo": Objective(surrogate=surrogates.gmpo, aggregation="sequence"),
     "lag_clip": Objective(surrogate=surrogates.lag_clip),
-    "kl_cov": Objective(surrogate=surrogates.kl_cov),
     "decoupled_ppo": Objective(proximal="recomputed"),
     "loglinear_ppo": Objective(proximal="loglinear"),
     "dppo": _weighted(_UNTRUNCATED, regions.binary_tv_mask),

@@ -9,7 +9,7 @@ from math import inf
 
 import torch
 
-from inflight.training.objective.bounds import bounded, check_interval, ranks_tokens, soft, unbounded
+from inflight.training.objective.bounds import bounded, check_interval, soft, unbounded
 from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 
 
@@ -122,25 +122,6 @@ def lag_clip(tokens: DrawnTokens, *, low: float = 0.2, high: float = 0.2, growth
     exponents = tokens.lags.clamp(min=1).to(ratios.dtype) ** growth
     clipped = ratios.clamp(max(1 - low, 0.0) ** exponents, (1 + high) ** exponents)
     return -torch.minimum(ratios * advantages, clipped * advantages)
-
-
-@ranks_tokens
-@bounded(weight=0.0)
-def kl_cov(tokens: DrawnTokens, *, share: float = 2e-4, weight: float = 1.0) -> torch.Tensor:
-    """Return −u A, plus weight · |log u| for the `share` of tokens with the largest (A − Ā)(log π_θ − mean log π_θ), at
-    least one: likely tokens with a high advantage, which reduce the entropy most, are held where they are. Means and
-    ranks are of a micro-batch.
-
-    Source: KL-Cov, arXiv 2505.22617, §4.2; verl ranks each micro-batch, too. Its other method, Clip-Cov, leaves out
-    tokens at random (docs/objectives.md has it as a custom part).
-    """
-    if not (0 < share <= 1 and 0 <= weight < inf):
-        raise ValueError(f"share must be in (0, 1] and weight finite and at least 0, got {share} and {weight}")
-    _check_that_u_varies(tokens, "kl_cov")
-    ratios, advantages, logprobs = exp_ratio(tokens.log_ratios), tokens.advantages, tokens.logprobs.detach()
-    covariances = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
-    largest = covariances.topk(min(max(int(share * len(ratios)), 1), len(ratios))).indices
-    return (-ratios * advantages).index_add(0, largest, weight * tokens.log_ratios[largest].abs())
 
 
 def _check_distances(low: float, high: float) -> None:
