@@ -33,7 +33,10 @@ def bigram(monkeypatch):
 
 AGGREGATIONS = ("token", "sequence", "group", "constant")
 OBJECTIVES = {
-    **{name: PRESETS[name] for name in ("ppo_clip", "tis", "gspo", "sequence_mask", "loglinear_ppo", "dppo_kl")},
+    **{
+        name: PRESETS[name]
+        for name in ("ppo_clip", "tis", "gspo", "sequence_mask", "loglinear_ppo", "lag_clip", "dppo_kl")
+    },
     "kl and entropy": Objective(kl_weight=0.3, entropy_weight=0.02),
 }
 BRANCHES = {

@@ -65,8 +65,7 @@ def needs_entropies(function: F) -> F:
 
 def ranks_tokens(function: F) -> F:
     """Declare that the result of a function for a token depends on tokens of other sequences, by ranks or by means.
-    `grpo` then refuses what would split the tokens of a step without telling: several ranks, and training on groups as
-    they finish. Micro-batches are ranked separately."""
+    `grpo` then refuses several ranks and `train_as_they_finish`. Micro-batches are ranked separately."""
     setattr(function, _RANKS, True)
     return function
 

@@ -13,7 +13,7 @@ from inflight.training.objective.bounds import bounded, check_interval, ranks_to
 from inflight.training.objective.tokens import DrawnTokens
 
 _LEAST_REST = log1p(-1e-6)
-"""Log-probability of a token from which the others together count as 1e-6, so that the logarithm is finite."""
+"""Largest log-probability of a token in a binary KL, at which all others together have probability 1e-6."""
 
 
 @bounded(low=0.0, high=inf)

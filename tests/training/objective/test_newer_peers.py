@@ -150,7 +150,7 @@ def test_verl_dppo_binary_kl_is_dppo_binary_kl_with_its_cap(delta):
 
 
 @pytest.mark.parametrize("delta", [0.1, 0.01])
-def test_kpop_is_that_of_areal_and_prime_rl(delta):
+def test_kpop_of_areal_and_prime_rl_is_kpop(delta):
     """prime-rl's pull request 3283 has a drift of 0.001 besides."""
 
     def loss_of(logprobs, behavior, advantages, mask):
@@ -230,7 +230,7 @@ def test_verl_kl_cov_is_a_custom_surrogate(share):
 
 
 def test_verl_clip_cov_is_a_custom_trust_region():
-    """The same tokens are drawn from the same generator. verl draws from those that PPO has not clipped; here, all."""
+    """The same generator selects the same tokens. verl does not select tokens that PPO clips; here PPO clips none."""
 
     def loss_of(logprobs, behavior, advantages, mask):
         covariances = verl_covariances(logprobs, advantages, mask)
@@ -251,7 +251,7 @@ def test_verl_clip_cov_is_a_custom_trust_region():
 
 
 def test_verl_weights_normalized_over_a_step_divide_its_gradient_by_one_number():
-    """Also in micro-batches, if the number is that of the step. With a mean of each micro-batch the result differs."""
+    """Also in micro-batches, if all divide by the mean over the step; not if each divides by its own mean."""
 
     def loss_of(logprobs, behavior, advantages, mask):
         weights = (logprobs.detach() - behavior).exp().clamp(max=2.0)
