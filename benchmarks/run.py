@@ -64,7 +64,7 @@ BENCHES: dict[str, dict[str, str]] = {
 """Maps each NAME to the arguments of `inflight bench` for each result."""
 SCRIPTS = {
     "swap": ["swap_growth"],
-    "loss": ["correction_bias"],
+    "loss": ["correction_bias", "objective_lags"],
     "serve": ["serve"],
     "fuzz": ["fuzz"],
     "coverage": ["coverage_of_models"],

@@ -172,7 +172,7 @@ class GRPOConfig:
         elif self.probe_every:
             reason = f"probe_every={self.probe_every} measures the batch before it is trained on: set 0"
         elif resolve(self.objective).ranks_tokens:
-            reason = "the objective has a trust region that ranks the tokens of all groups of a step: take another"
+            reason = "the objective has a part that ranks the tokens of all groups of a step: take another"
         if reason is not None:
             raise ValueError(
                 f"train_as_they_finish begins to train before all groups of a step have finished, and {reason}, or "

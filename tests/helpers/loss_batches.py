@@ -7,6 +7,8 @@ import torch
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import TokenScores
 from inflight.training.objective.aggregation import StepTotals
+from inflight.training.objective.loss import loss_of_scores
+from inflight.training.objective.objective import Objective
 from inflight.training.objective.tokens import DrawnTokens
 
 TRAINER_VERSION = 5
@@ -104,3 +106,27 @@ def pad(batch: PackedBatch, drawn: torch.Tensor) -> torch.Tensor:
     starts = lengths.cumsum(0) - lengths
     padded = drawn.new_zeros(batch.num_sequences, int(lengths.max()))
     return padded.index_put((rows, torch.arange(len(rows)) - starts[rows]), drawn)
+
+
+# Comparisons with trainers that pad.
+
+
+def ours(objective: Objective, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, gradient by log π_θ f64[n])"""
+    scores = case.scores()
+    loss, _ = loss_of_scores(objective, case.batch, scores)
+    loss.backward()
+    return loss.detach(), scores.logprobs.grad
+
+
+def padded(case: Case, name: str) -> torch.Tensor:
+    return pad(case.batch, getattr(case.batch, name)[case.batch.loss_mask])
+
+
+def sequence_advantages(case: Case) -> torch.Tensor:
+    """f64[B]: these trainers have one advantage for a sequence."""
+    return padded(case, "advantages")[:, 0]
+
+
+def agree(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return torch.allclose(a[0], b[0], rtol=1e-5, atol=1e-8) and torch.allclose(a[1], b[1], rtol=1e-5, atol=1e-9)

@@ -18,6 +18,7 @@ class Token:
     version: int = 0
     reference: float = 0.0
     entropy: float = 0.0
+    lag: int = 0
 
 
 Sequence = list[Token]
@@ -147,6 +148,29 @@ def gspo(sequence: Sequence, low: float = 3e-4, high: float = 4e-4) -> Losses:
     return out
 
 
+def gmpo(sequence: Sequence, low: float = 0.4, high: float = 0.4) -> Losses:
+    """A clipped token is a constant factor of the mean, so that it changes the gradients of the whole sequence."""
+    n = len(sequence)
+    logs = [t.logprob - t.proximal for t in sequence]
+    bounds = [(-inf, high) if t.advantage > 0 else (-low, inf) if t.advantage < 0 else (-inf, inf) for t in sequence]
+    kept = [min(max(x, least), most) for x, (least, most) in zip(logs, bounds, strict=True)]
+    mean = bounded_exp(sum(kept) / max(n, 1))
+    out: Losses = []
+    for i, t in enumerate(sequence):
+        by_logprob = -mean * t.advantage if kept[i] == logs[i] else 0.0
+        out.append((-mean * t.advantage, unit(i, by_logprob, n), kept != logs))
+    return out
+
+
+def lag_clip(sequence: Sequence, low: float = 0.2, high: float = 0.2, growth: float = 0.5) -> Losses:
+    out: Losses = []
+    for i, t in enumerate(sequence):
+        x, steps = t.logprob - t.proximal, max(t.lag, 1) ** growth
+        gain, constant = clipped(bounded_exp(x), t.advantage, 1 - (1 - low) ** steps, (1 + high) ** steps - 1, None)
+        out.append((-gain, unit(i, 0.0 if constant else -t.advantage * slope(x), len(sequence)), constant))
+    return out
+
+
 # Trust regions: whether each token of each sequence takes part.
 
 Kept = list[list[bool]]
@@ -168,6 +192,25 @@ def binary_tv_mask(batch: list[Sequence], delta: float = 0.2) -> Kept:
         return moved >= -delta if t.advantage < 0 else True
 
     return [[takes_part(t) for t in sequence] for sequence in batch]
+
+
+def binary_kl(p: float, q: float) -> float:
+    """KL of two outcomes with probabilities p and 1 − p, and q and 1 − q."""
+    return p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
+
+
+def binary_kl_mask(batch: list[Sequence], delta: float = 0.05) -> Kept:
+    def takes_part(t: Token) -> bool:
+        p, q = exp(t.logprob), exp(t.behavior)
+        away = (t.advantage > 0 and p > q) or (t.advantage < 0 and p < q)
+        return not away or binary_kl(q, p) <= delta
+
+    return [[takes_part(t) for t in sequence] for sequence in batch]
+
+
+def kpop_mask(batch: list[Sequence], delta: float = 0.1) -> Kept:
+    pairs = [[(exp(t.logprob), exp(t.behavior)) for t in sequence] for sequence in batch]
+    return [[max(binary_kl(p, q), binary_kl(q, p)) <= delta for p, q in sequence] for sequence in pairs]
 
 
 def opsm_mask(batch: list[Sequence], delta: float = 1e-4) -> Kept:
@@ -275,6 +318,7 @@ class Result:
 def evaluate(plain: Plain, batch: list[Sequence], groups: list[int], trainer_version: int) -> Result:
     """The loss of a whole step. Sets the tokens' π_p, except "recomputed", where they have it."""
     for t in (t for sequence in batch for t in sequence):
+        t.lag = max(trainer_version - t.version, 0)
         if plain.proximal == "current":
             t.proximal = t.logprob
         elif plain.proximal == "behavior":
@@ -316,12 +360,17 @@ PLAIN_PRESETS: dict[str, Plain] = {
     "cispo": Plain(uncorrected, partial(cispo, cap=5.0), proximal="behavior"),
     "sapo": Plain(uncorrected, partial(sapo, positive=1.0, negative=1.05), proximal="behavior"),
     "gspo": Plain(uncorrected, partial(gspo, low=3e-4, high=4e-4), proximal="behavior", aggregation="sequence"),
+    "gmpo": Plain(uncorrected, partial(gmpo, low=0.4, high=0.4), proximal="behavior", aggregation="sequence"),
+    "lag_clip": Plain(uncorrected, partial(lag_clip, low=0.2, high=0.2, growth=0.5), proximal="behavior"),
     "decoupled_ppo": Plain(surrogate=ppo_clip, proximal="recomputed"),
     "loglinear_ppo": Plain(surrogate=ppo_clip, proximal="loglinear"),
     "dppo": Plain(partial(token_truncate, cap=inf), trust_regions=(partial(binary_tv_mask, delta=0.2),)),
     "dppo_kl": Plain(
         partial(token_truncate, cap=inf), trust_regions=(partial(binary_tv_mask, delta=0.2),), drift_weight=1e-3
     ),
+    "dppo_binary_kl": Plain(partial(token_truncate, cap=inf), trust_regions=(partial(binary_kl_mask, delta=0.05),)),
+    "kpop": Plain(partial(token_truncate, cap=inf), trust_regions=(partial(kpop_mask, delta=0.1),)),
+    "dro": Plain(uncorrected, drift_weight=0.05 / 2),
     "opsm": Plain(
         uncorrected,
         partial(ppo_clip, low=0.2, high=0.2),

@@ -62,7 +62,7 @@ RULES = (
 PARTS: Settings = {"train_as_they_finish": True}
 KL_IN_REWARD: Settings = {"reward_kl_weight": 0.1, "advantages": "rloo"}
 AGGREGATIONS = ("token", "sequence", "group", "constant")
-NAMES = ("tis", "gspo", "sequence_mask", "loglinear_ppo", "dppo_kl", "kl and entropy")
+NAMES = ("tis", "gspo", "sequence_mask", "loglinear_ppo", "lag_clip", "dppo_kl", "kl and entropy")
 
 CASES: dict[str, Callable[[], Settings]] = {
     **{f"by {kind}": lambda kind=kind: by_objective("ppo_clip", kind) for kind in AGGREGATIONS},

@@ -17,6 +17,7 @@ from inflight.core import spans
 from inflight.core.errors import InflightError
 from inflight.training.data.advantages import ADVANTAGES, OF_EACH_GROUP, resolve_advantages
 from inflight.training.grpo import GRPOConfig
+from inflight.training.objective.bounds import ranks_tokens
 from inflight.training.objective.objective import PRESETS, Objective
 from inflight.training.objective.trust_regions import m2po_mask
 from inflight.training.schedules import SCHEDULES, Admission, Example, Schedule
@@ -32,7 +33,10 @@ def bigram(monkeypatch):
 
 AGGREGATIONS = ("token", "sequence", "group", "constant")
 OBJECTIVES = {
-    **{name: PRESETS[name] for name in ("ppo_clip", "tis", "gspo", "sequence_mask", "loglinear_ppo", "dppo_kl")},
+    **{
+        name: PRESETS[name]
+        for name in ("ppo_clip", "tis", "gspo", "sequence_mask", "loglinear_ppo", "lag_clip", "dppo_kl")
+    },
     "kl and entropy": Objective(kl_weight=0.3, entropy_weight=0.02),
 }
 BRANCHES = {
@@ -236,9 +240,10 @@ def test_the_time_of_a_part_is_no_wait():
         ({"updates_per_batch": 2}, "updates_per_batch=2 goes over all groups"),
         ({"updates_per_batch": 2, "objective": "decoupled_ppo"}, "updates_per_batch=2"),
         ({"probe_every": 5}, "probe_every=5 measures the batch"),
-        ({"objective": "m2po"}, "the objective has a trust region that ranks the tokens"),
+        ({"objective": "m2po"}, "the objective has a part that ranks the tokens"),
         ({"objective": "second_moment"}, "ranks the tokens"),
         ({"objective": Objective(trust_regions=(partial(m2po_mask, bound=0.1),))}, "ranks the tokens"),
+        ({"objective": Objective(surrogate=ranks_tokens(lambda tokens: tokens.logprobs))}, "ranks the tokens"),
     ],
 )
 def test_what_needs_the_whole_batch_is_refused_by_name(settings, message):

@@ -3,7 +3,8 @@
 The attribute `open_form` of a function is the same function without its bounds. A token is clipped if its gradient
 differs from the gradient of the open form. `bounded` and `unbounded` set that attribute; a callable object can define a
 method with this name instead. `soft` marks functions without bounds that weaken gradients smoothly. Without any
-declaration the clipped tokens of a function are unknown. `needs_entropies` declares an input that costs time.
+declaration the clipped tokens of a function are unknown. `needs_entropies` declares an input that costs time, and
+`ranks_tokens` a result that depends on other sequences.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ TokenFunction = Callable[[DrawnTokens], torch.Tensor]
 
 F = TypeVar("F", bound=Callable[..., torch.Tensor])
 Clips = Literal["hard", "soft", "unknown"]
-_OPEN_FORM, _SOFT, _ENTROPIES = "open_form", "clips_softly", "needs_entropies"
+_OPEN_FORM, _SOFT, _ENTROPIES, _RANKS = "open_form", "clips_softly", "needs_entropies", "ranks_tokens"
 
 
 def bounded(**wide: Any) -> Callable[[F], F]:
@@ -62,11 +63,27 @@ def needs_entropies(function: F) -> F:
     return function
 
 
+def ranks_tokens(function: F) -> F:
+    """Declare that the result of a function for a token depends on tokens of other sequences, by ranks or by means.
+    `grpo` then refuses several ranks and `train_as_they_finish`. Micro-batches are ranked separately."""
+    setattr(function, _RANKS, True)
+    return function
+
+
 def reads_entropies(function: Callable[..., torch.Tensor]) -> bool:
     """Return whether a function, or the function of a partial or a method, is declared by `needs_entropies`."""
-    while not getattr(function, _ENTROPIES, False) and isinstance(function, partial | MethodType):
+    return _declares(function, _ENTROPIES)
+
+
+def is_ranking(function: Callable[..., torch.Tensor]) -> bool:
+    """Return whether a function, or the function of a partial or a method, is declared by `ranks_tokens`."""
+    return _declares(function, _RANKS)
+
+
+def _declares(function: Callable[..., torch.Tensor], name: str) -> bool:
+    while not getattr(function, name, False) and isinstance(function, partial | MethodType):
         function = function.func if isinstance(function, partial) else function.__func__
-    return bool(getattr(function, _ENTROPIES, False))
+    return bool(getattr(function, name, False))
 
 
 def clips(function: Callable[..., torch.Tensor]) -> Clips:

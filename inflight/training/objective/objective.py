@@ -17,7 +17,7 @@ from inflight.core.by_name import resolve_by_name
 from inflight.training.objective import corrections, surrogates
 from inflight.training.objective import trust_regions as regions
 from inflight.training.objective.aggregation import Aggregation
-from inflight.training.objective.bounds import Clips, TokenFunction, clips, open_form, reads_entropies
+from inflight.training.objective.bounds import Clips, TokenFunction, clips, is_ranking, open_form, reads_entropies
 from inflight.training.objective.distillation import TeacherKL
 from inflight.training.objective.kl import KLEstimator
 from inflight.training.objective.tokens import DrawnTokens, Proximal
@@ -83,7 +83,7 @@ class Objective:
             proximal_policy=self.proximal,
             entropies=none,
         )
-        for function in (self.correction, self.surrogate, *self.trust_regions):
+        for function in self._parts:
             if clips(function) != "unknown":  # The call raises if the arguments are meaningless.
                 function(nothing)
             if (form := open_form(function)) is not None:
@@ -129,6 +129,10 @@ class Objective:
             raise ValueError(f"entropy_weight must be finite, got {self.entropy_weight}")
 
     @property
+    def _parts(self) -> tuple[TokenFunction, ...]:
+        return self.correction, self.surrogate, *self.trust_regions
+
+    @property
     def clips(self) -> Clips:
         """Kind of clipping of correction and surrogate. hard: both declare their bounds (`bounds.bounded`), so that
         clipped tokens are counted. soft: one of them weakens the gradients of all tokens (`bounds.soft`). unknown: one
@@ -144,14 +148,12 @@ class Objective:
     @property
     def needs_entropies(self) -> bool:
         """True if the loss needs the entropies of the trainer's distributions."""
-        parts = (self.correction, self.surrogate, *self.trust_regions)
-        return self.entropy_weight != 0 or any(reads_entropies(part) for part in parts)
+        return self.entropy_weight != 0 or any(map(reads_entropies, self._parts))
 
     @property
     def ranks_tokens(self) -> bool:
-        """True if a trust region ranks the tokens of a batch, so that a token's loss depends on other sequences."""
-        plain = [region.func if isinstance(region, partial) else region for region in self.trust_regions]
-        return regions.m2po_mask in plain or regions.second_moment_mask in plain
+        """True if a part is declared by `bounds.ranks_tokens`: a token's loss depends on other sequences."""
+        return any(map(is_ranking, self._parts))
 
     def policy_terms(self, tokens: DrawnTokens) -> torch.Tensor:
         """Return the policy terms w_t · m_t · L_t, f[n] with gradient to `tokens.logprobs`."""
@@ -193,10 +195,15 @@ PRESETS: dict[str, Objective] = {
     "cispo": Objective(surrogate=surrogates.cispo),
     "sapo": Objective(surrogate=surrogates.sapo),
     "gspo": Objective(surrogate=surrogates.gspo, aggregation="sequence"),
+    "gmpo": Objective(surrogate=surrogates.gmpo, aggregation="sequence"),
+    "lag_clip": Objective(surrogate=surrogates.lag_clip),
     "decoupled_ppo": Objective(proximal="recomputed"),
     "loglinear_ppo": Objective(proximal="loglinear"),
     "dppo": _weighted(_UNTRUNCATED, regions.binary_tv_mask),
     "dppo_kl": _weighted(_UNTRUNCATED, regions.binary_tv_mask, drift_weight=1e-3),
+    "dppo_binary_kl": _weighted(_UNTRUNCATED, regions.binary_kl_mask),
+    "kpop": _weighted(_UNTRUNCATED, regions.kpop_mask),
+    "dro": _weighted(corrections.uncorrected, drift_weight=0.025),
     "opsm": Objective(trust_regions=(regions.opsm_mask,)),
     "m2po": _weighted(_UNTRUNCATED, regions.m2po_mask),
     "second_moment": _weighted(_UNTRUNCATED, regions.second_moment_mask),

@@ -79,6 +79,51 @@ def gspo(tokens: DrawnTokens, *, low: float = 3e-4, high: float = 4e-4) -> torch
     return -torch.minimum(ratios * tokens.advantages, ratios.clamp(1 - low, 1 + high) * tokens.advantages)
 
 
+@bounded(low=inf, high=inf)
+def gmpo(tokens: DrawnTokens, *, low: float = 0.4, high: float = 0.4) -> torch.Tensor:
+    """Return −s_t A_t with s_t = sg(s) · v_t / sg(v_t): v is u, for A > 0 at most e^high and for A < 0 at least e^−low,
+    and s is the geometric mean of v over the sequence. Each token is clipped for itself, and then the mean is taken.
+
+    If all tokens of a sequence have the same advantage, the mean over them has value and gradient of −s A. The losses
+    are meant to be averaged over sequences. Source: GMPO, arXiv 2507.20673, eq. 4; bounds of its §4. At low = high = ∞
+    it is `gspo` without bounds.
+    """
+    _check_log_bounds(low, high)
+    _check_that_u_varies(tokens, "gmpo")
+    logs, advantages = tokens.log_ratios, tokens.advantages
+    logs = torch.where(advantages > 0, logs.clamp(max=high), torch.where(advantages < 0, logs.clamp(min=-low), logs))
+    means = tokens.sequence_means(logs.detach())[tokens.sequences]
+    return -exp_ratio(means + (logs - logs.detach())) * advantages
+
+
+@bounded(low=inf, high=inf)
+def lag_clip(tokens: DrawnTokens, *, low: float = 0.2, high: float = 0.2, growth: float = 0.5) -> torch.Tensor:
+    """Return −min(ρ A, clip(ρ, (1 − low)^k, (1 + high)^k) A) with k = max(lag, 1)^growth, for ρ = π_θ / π_b and the lag
+    of each token in versions: PPO's clip with bounds that widen with the age of the token.
+
+    Derivation: PPO bounds the change of log π by one version. A token of lag ℓ has changed ℓ times, and log ρ is the
+    sum of these changes. If changes by different batches are uncorrelated, their sum grows as √ℓ, so that k = √ℓ
+    (growth 0.5) clips the same share of tokens at each lag. Constant bounds (growth 0, `ppo_clip`) clip old tokens
+    because of earlier steps, before the present step has moved anything. growth 1 is right if all versions push a token
+    in the same direction. Up to lag 1 all are `ppo_clip`.
+
+    Bias: the expected gradient lacks E[ρ A ∇log π_θ] of the tokens that moved beyond their bounds in the direction of
+    A, and takes the ratio of the tokens before each token as 1, as every ratio by token does.
+
+    Source: our own. AReaL's log-linear proximal policy (arXiv 2505.24298) bounds the mean change per version, k ≈ ℓ.
+    Raises ValueError for π_p ≠ π_b, for a growth that is not finite, and for a batch without `trainer_version`.
+    """
+    _check_distances(low, high)
+    if not -inf < growth < inf:
+        raise ValueError(f"growth must be finite, got {growth}")
+    if tokens.proximal_policy != "behavior":
+        raise ValueError(f"lag_clip bounds π_θ / π_b: set proximal='behavior', not {tokens.proximal_policy!r}")
+    ratios, advantages = exp_ratio(tokens.log_ratios), tokens.advantages
+    exponents = tokens.lags.clamp(min=1).to(ratios.dtype) ** growth
+    clipped = ratios.clamp(max(1 - low, 0.0) ** exponents, (1 + high) ** exponents)
+    return -torch.minimum(ratios * advantages, clipped * advantages)
+
+
 def _check_distances(low: float, high: float) -> None:
     if not -low <= high or low == -inf or not high > -1:
         raise ValueError(
@@ -94,3 +139,8 @@ def _check_that_u_varies(tokens: DrawnTokens, name: str) -> None:
             "proximal='behavior' to clip π_θ / π_b, or proximal='recomputed' for several optimizer steps on a batch, "
             "or proximal='loglinear'; surrogate=reinforce is the same without clipping"
         )
+
+
+def _check_log_bounds(low: float, high: float) -> None:
+    if not (low >= 0 and high >= 0):
+        raise ValueError(f"low and high are bounds of |log u|, at least 0; got {low} and {high}")

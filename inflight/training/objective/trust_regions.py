@@ -5,12 +5,15 @@ counts where losses are averaged, so that leaving tokens out never makes the oth
 every token raise ValueError.
 """
 
-from math import inf
+from math import inf, log1p
 
 import torch
 
-from inflight.training.objective.bounds import bounded, check_interval
+from inflight.training.objective.bounds import bounded, check_interval, ranks_tokens
 from inflight.training.objective.tokens import DrawnTokens
+
+_LEAST_REST = log1p(-1e-6)
+"""Largest log-probability of a token in a binary KL, at which all others together have probability 1e-6."""
 
 
 @bounded(low=0.0, high=inf)
@@ -41,6 +44,31 @@ def binary_tv_mask(tokens: DrawnTokens, *, delta: float = 0.2) -> torch.Tensor:
 
 
 @bounded(delta=inf)
+def binary_kl_mask(tokens: DrawnTokens, *, delta: float = 0.05) -> torch.Tensor:
+    """Leave out a token that moved further than `delta` nats in the direction of its advantage: A > 0 and π_θ > π_b, or
+    A < 0 and π_θ < π_b, and KL(π_b ‖ π_θ) > delta. The KL compares two outcomes: the drawn token, and any other.
+
+    Source: DPPO-Binary-KL, arXiv 2602.04879; delta is verl's example's.
+    """
+    _check_distance(delta=delta)
+    moved = tokens.log_behavior_ratios * tokens.advantages > 0
+    return ~(moved & (_binary_kl(tokens.behavior, tokens.logprobs.detach()) > delta))
+
+
+@bounded(delta=inf)
+def kpop_mask(tokens: DrawnTokens, *, delta: float = 0.1) -> torch.Tensor:
+    """Leave out a token with KL(π_θ ‖ π_b) or KL(π_b ‖ π_θ) above `delta` nats, whatever its advantage. The KL compares
+    two outcomes: the drawn token, and any other.
+
+    Source: KPop, Ling team 2026 (ringtech.notion.site/kpop); delta as in prime-rl's pull request 3283. AReaL's
+    `binary_kl` with its example's bound, 2, leaves out far fewer.
+    """
+    _check_distance(delta=delta)
+    ours, behavior = tokens.logprobs.detach(), tokens.behavior
+    return (_binary_kl(ours, behavior) <= delta) & (_binary_kl(behavior, ours) <= delta)
+
+
+@bounded(delta=inf)
 def opsm_mask(tokens: DrawnTokens, *, delta: float = 1e-4) -> torch.Tensor:
     """Leave out a token with A < 0 if its sequence has mean(log π_b − log π_θ) > delta: bad answers that the policy no
     longer gives.
@@ -52,6 +80,7 @@ def opsm_mask(tokens: DrawnTokens, *, delta: float = 1e-4) -> torch.Tensor:
     return ~((tokens.advantages < 0) & drifted[tokens.sequences])
 
 
+@ranks_tokens
 @bounded(bound=inf)
 def m2po_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
     """Leave out tokens with the largest (log ρ)², ρ = π_θ / π_b, among tokens that moved in the direction of their
@@ -69,6 +98,7 @@ def m2po_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
     return kept
 
 
+@ranks_tokens
 @bounded(bound=inf)
 def second_moment_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
     """Leave out the tokens with the largest (log ρ)², ρ = π_θ / π_b, in either direction. The fewest tokens are left
@@ -88,6 +118,13 @@ def _within_second_moment(log_ratios: torch.Tensor, bound: float) -> torch.Tenso
     kept = torch.empty_like(squares, dtype=torch.bool)
     kept[order] = means <= bound  # Means rise with the rank, so that the kept tokens are the first ones.
     return kept
+
+
+def _binary_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return KL f[n] between two outcomes, the token and any other, from log-probabilities p and q f[n] of the token.
+    Probabilities of the others are at least 1e-6."""
+    rests = [torch.log(-torch.expm1(logs.clamp(max=_LEAST_REST))) for logs in (p, q)]
+    return p.exp() * (p - q) + rests[0].exp() * (rests[0] - rests[1])
 
 
 def _check_distance(**bound: float) -> None:

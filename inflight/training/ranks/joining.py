@@ -73,7 +73,7 @@ def check_supported(model: nn.Module, config: GRPOConfig) -> None:
         )
     if resolve(config.objective).ranks_tokens:
         raise InflightError(
-            "the objective has a trust region that ranks the tokens of a batch, and each rank has only its share: "
+            "the objective has a part that ranks the tokens of a batch, and each rank has only its share: "
             "take another objective, or train on one rank"
         )
     critic = config.advantages

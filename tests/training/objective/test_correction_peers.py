@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loss_batches import Case, make_case, pad
+from loss_batches import Case, agree, make_case, ours, pad, padded, sequence_advantages
 
 from inflight.training.objective.corrections import (
     sequence_mask,
@@ -24,7 +24,6 @@ from inflight.training.objective.corrections import (
     uncorrected,
     vespo,
 )
-from inflight.training.objective.loss import loss_of_scores
 from inflight.training.objective.objective import Objective
 from inflight.training.objective.surrogates import cispo, gspo, ppo_clip, reinforce, sapo
 from inflight.training.objective.tokens import DrawnTokens, exp_ratio
@@ -32,27 +31,6 @@ from inflight.training.objective.trust_regions import geometric_mask, opsm_mask
 
 MAX_TOKENS = 9
 LOW, HIGH, CAP = 0.2, 0.28, 1.8
-
-
-def ours(objective: Objective, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, gradient by log π_θ f64[n])"""
-    scores = case.scores()
-    loss, _ = loss_of_scores(objective, case.batch, scores)
-    loss.backward()
-    return loss.detach(), scores.logprobs.grad
-
-
-def padded(case: Case, name: str) -> torch.Tensor:
-    return pad(case.batch, getattr(case.batch, name)[case.batch.loss_mask])
-
-
-def sequence_advantages(case: Case) -> torch.Tensor:
-    """f64[B]: these trainers have one advantage for a sequence."""
-    return padded(case, "advantages")[:, 0]
-
-
-def agree(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    return torch.allclose(a[0], b[0], rtol=1e-5, atol=1e-8) and torch.allclose(a[1], b[1], rtol=1e-5, atol=1e-9)
 
 
 # TRL

@@ -95,6 +95,8 @@ SURROGATES = [
     ("cispo", {"cap": inf}),
     ("gspo", {}),
     ("gspo", {"low": 0.1, "high": 0.2}),
+    ("gmpo", {}),
+    ("gmpo", {"low": 0.02, "high": 0.7}),
 ]
 
 
@@ -129,6 +131,12 @@ TRUST_REGIONS = [
     ("binary_tv_mask", {}),
     ("binary_tv_mask", {"delta": 0.05}),
     ("binary_tv_mask", {"delta": 1.0}),
+    ("binary_kl_mask", {}),
+    ("binary_kl_mask", {"delta": 1e-3}),
+    ("binary_kl_mask", {"delta": inf}),
+    ("kpop_mask", {}),
+    ("kpop_mask", {"delta": 1e-3}),
+    ("kpop_mask", {"delta": inf}),
     ("opsm_mask", {}),
     ("opsm_mask", {"delta": 0.2}),
     ("opsm_mask", {"delta": inf}),
@@ -239,7 +247,57 @@ def test_presets_are_their_formulas(name):
     for seed in SEEDS:
         stats = compare(PRESETS[name], PLAIN_PRESETS[name], make_case(seed, copies=6))
         if PRESETS[name].clips == "hard":
-            assert (stats.clipped == 0) if name == "none" else (0 < stats.clipped < 1)
+            assert (stats.clipped == 0) if name in ("none", "dro") else (0 < stats.clipped < 1)
+
+
+@pytest.mark.parametrize("bounds", [{"growth": 1.0}, {"growth": -0.5}, {"low": 1.0, "high": 0.1}, {"high": inf}])
+def test_lag_clip_is_its_formula_with_other_bounds(bounds):
+    expected = Plain(plain.uncorrected, partial(plain.lag_clip, **bounds), proximal="behavior")
+    for seed in SEEDS:
+        compare(Objective(surrogate=partial(surrogates.lag_clip, **bounds)), expected, make_case(seed, copies=6))
+
+
+def test_lag_clip_is_ppo_clip_for_tokens_of_up_to_one_version_ago_and_wider_for_older_ones():
+    case = make_case(2, copies=6)
+    results = {}
+    for name in ("lag_clip", "ppo_clip"):
+        scores = case.scores()
+        loss_of_scores(PRESETS[name], case.batch, scores)[0].backward()
+        results[name] = scores.logprobs.grad
+    lags = TRAINER_VERSION - case.batch.weight_versions[case.batch.loss_mask]
+    assert set(lags.tolist()) == set(range(TRAINER_VERSION + 1))
+    assert torch.equal(results["lag_clip"][lags <= 1], results["ppo_clip"][lags <= 1])
+    opened = (results["lag_clip"] != 0) & (results["ppo_clip"] == 0)
+    assert opened.any()
+    assert (lags[opened] > 1).all()
+    assert not ((results["lag_clip"] == 0) & (results["ppo_clip"] != 0)).any()
+
+
+def test_bounds_that_grow_as_the_root_of_the_lag_clip_the_same_share_at_each_lag():
+    """If versions move a token independently of each other, as the docstring of `lag_clip` derives."""
+    random, n = torch.Generator().manual_seed(0), 40_000
+    case, shares = make_case(0), {0.0: [], 0.5: [], 1.0: []}
+    for lag in (1, 4, 16):
+        moved = 0.2 * torch.randn(n, lag, generator=random, dtype=torch.float64).sum(1)
+        batch = replace(case.batch, weight_versions=torch.zeros(n, dtype=torch.int64), trainer_version=lag)
+        tokens = DrawnTokens(
+            logprobs=(moved - 30).requires_grad_(),
+            behavior=torch.full((n,), -30.0, dtype=torch.float64),
+            proximal=torch.full((n,), -30.0, dtype=torch.float64),
+            advantages=torch.ones(n, dtype=torch.float64),
+            sequences=torch.zeros(n, dtype=torch.int64),
+            num_sequences=1,
+            proximal_policy="behavior",
+            batch=replace(batch, input_ids=torch.zeros(n, dtype=torch.int64)),
+            rows=torch.arange(n),
+        )
+        for growth, of_growth in shares.items():
+            losses = surrogates.lag_clip(tokens, growth=growth)
+            [gradient] = torch.autograd.grad(losses.sum(), tokens.logprobs)
+            of_growth.append((gradient == 0).double().mean().item())
+    assert shares[0.5] == pytest.approx([shares[0.5][0]] * 3, rel=0.05)
+    assert shares[0.0][0] < 0.7 * shares[0.0][1] < 0.7 * shares[0.0][2]
+    assert shares[1.0][0] > 2 * shares[1.0][1] > 4 * shares[1.0][2]
 
 
 def test_only_sapo_and_vespo_clip_softly():
@@ -309,9 +367,8 @@ def test_objectives_with_everything_are_their_formulas(aggregation, kl):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"m2po", "second_moment"}))
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if not preset.ranks_tokens])
 def test_losses_gradients_and_statistics_of_micro_batches_add_up(name, aggregation):
-    # Those two rank the tokens that they are given, so that with them each micro-batch has a bound of its own.
     case = make_case(1)
     objective = replace(
         PRESETS[name], aggregation=aggregation, max_tokens=MAX_TOKENS, kl_weight=0.1, entropy_weight=0.01
@@ -446,6 +503,12 @@ def test_a_ratio_of_exactly_one_keeps_its_gradient(room):
         (lambda: Objective(correction=corrections.token_mask), "nothing is left to correct.*proximal='current'"),
         (lambda: Objective(surrogate=surrogates.reinforce), "nothing corrects for tokens of older.*proximal='current'"),
         (lambda: Objective(proximal="old"), "unknown proximal policy 'old'"),
+        (lambda: Objective(surrogate=surrogates.gmpo, proximal="current"), "gmpo bounds .* would never clip"),
+        (
+            lambda: Objective(surrogate=surrogates.lag_clip, proximal="loglinear"),
+            "lag_clip bounds .*proximal='behavior'",
+        ),
+        (lambda: without_column("trainer_version", "lag_clip"), "lags need batch.trainer_version"),
         (lambda: without_column("proximal_logprobs", "decoupled_ppo"), "needs batch.proximal_logprobs"),
         (lambda: without_column("trainer_version", "loglinear_ppo"), "needs batch.trainer_version"),
     ],

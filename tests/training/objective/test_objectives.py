@@ -15,13 +15,15 @@ from inflight.training.objective.kl import kl_estimate
 from inflight.training.objective.loss import loss_of_scores
 from inflight.training.objective.objective import PRESETS, Objective, resolve
 from inflight.training.objective.statistics import LossStats, RatioStats
-from inflight.training.objective.surrogates import cispo, gspo, ppo_clip, reinforce
+from inflight.training.objective.surrogates import cispo, gmpo, gspo, ppo_clip, reinforce
 from inflight.training.objective.trust_regions import m2po_mask, opsm_mask, second_moment_mask
 
 CLIPPED = {"correction": uncorrected, "proximal": "behavior"}
 
 
-@pytest.mark.parametrize("surrogate", [ppo_clip, cispo, gspo, partial(ppo_clip, high=0.3), partial(cispo, cap=2.0)])
+@pytest.mark.parametrize(
+    "surrogate", [ppo_clip, cispo, gspo, gmpo, partial(ppo_clip, high=0.3), partial(cispo, cap=2.0)]
+)
 def test_clipping_that_would_never_clip_is_refused_with_what_to_set(surrogate):
     with pytest.raises(ValueError, match=r"would never clip.*proximal='behavior' to clip"):
         Objective(surrogate=surrogate, proximal="current")
@@ -44,8 +46,13 @@ BAD_BOUNDS = [
     ("surrogates", "ppo_clip", {"dual": math.nan}, "dual must be greater than 1"),
     ("surrogates", "cispo", {"cap": 1.0, "floor": 3.0}, "leave no ratio"),
     ("surrogates", "gspo", {"low": -4e-4, "high": 3e-4}, "would clip ratios"),
+    ("surrogates", "gmpo", {"low": -0.1}, r"bounds of \|log u\|, at least 0; got -0.1 and 0.4"),
+    ("surrogates", "lag_clip", {"low": -0.5, "high": 0.2}, r"clip ratios to \[1.5, 1.2\]"),
+    ("surrogates", "lag_clip", {"growth": math.nan}, "growth must be finite, got nan"),
     ("trust_regions", "geometric_mask", {"low": 1.01, "high": 0.99}, "leave no ratio"),
     ("trust_regions", "binary_tv_mask", {"delta": -0.1}, "delta is a distance"),
+    ("trust_regions", "binary_kl_mask", {"delta": -0.1}, "delta is a distance"),
+    ("trust_regions", "kpop_mask", {"delta": math.nan}, "delta is a distance"),
     ("trust_regions", "opsm_mask", {"delta": math.nan}, "delta is a distance"),
     ("trust_regions", "m2po_mask", {"bound": -0.04}, "bound is a distance"),
     ("trust_regions", "second_moment_mask", {"bound": math.nan}, "bound is a distance"),
