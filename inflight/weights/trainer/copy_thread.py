@@ -2,8 +2,10 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from inflight.core.layout import Alias
 from inflight.core.spans import note, span
 from inflight.core.waiting import LOG_EVERY_S
 from inflight.weights.cuda_ipc import use_own_stream
+from inflight.weights.tensors import fill
 from inflight.weights.trainer.engine_link import EngineAddress, EngineLink, PublishedEngine, PublishedVersion
 from inflight.weights.trainer.sources import WeightSource
 from inflight.weights.trainer.state_dict_source import copy_state_dict
@@ -32,7 +35,8 @@ class Engines:
 
     def __init__(self, engines: list[PublishedEngine]):
         self.all = engines
-        self._unpublished_steps = 0
+        self._unpublished_steps = Counter[str]()
+        """Optimizer steps since the last publish, by adapter. "": of everything."""
 
     def attach_first(self, attach: Callable[[EngineAddress], EngineLink]) -> tuple[EngineLink, list[EngineAddress]]:
         """Attach to a process that serves; while the engine is being restarted, to the next one. Returns the others,
@@ -46,14 +50,21 @@ class Engines:
                     raise
 
     def published(self, published: PublishedVersion) -> None:
-        self._unpublished_steps = 0
+        for adapter in published.adapters or list(self._unpublished_steps):
+            del self._unpublished_steps[adapter]
         for engine in self.all:
-            engine.published(published.version, published.published_ns)
+            engine.published(published.version, published.published_ns, published.adapters)
+        self._report_steps()
 
-    def stepped(self) -> None:
-        self._unpublished_steps += 1
-        for engine in self.all:
-            engine.stepped(self._unpublished_steps)
+    def stepped(self, adapters: Collection[str] = ()) -> None:
+        """Note a step. adapters: the adapters that it changes; empty: it changes everything."""
+        self._unpublished_steps.update(adapters or [""])
+        self._report_steps()
+
+    def _report_steps(self) -> None:
+        if steps := self._unpublished_steps:
+            for engine in self.all:
+                engine.stepped(max(steps.values()), () if "" in steps else frozenset(steps))
 
     def check(self) -> bool:
         """Raise the error of an engine that is not restarted any more. Return whether an engine can be restarted."""
@@ -84,6 +95,11 @@ class CopyThread:
         self._closing = False
         self._error: InflightError | None = None
         self._refused: Exception | None = None
+        self._last: dict[str, torch.Tensor] | None = None
+        """Views of the slot with the last announced version. It stays whole until a later one is announced. None: the
+        next version takes everything from the source."""
+        self._changed_at: dict[str, int] = {}
+        """Maps adapters to the last version that changed them."""
 
     def start(self) -> None:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -103,7 +119,7 @@ class CopyThread:
     def refuse(self, error: Exception) -> None:
         """Note the error of a version that keeps its engine's weights as they are."""
         logger.warning("%s", error)
-        self._refused = error
+        self._refused, self._last = error, None
 
     def copy_given(self, pairs: Iterator[tuple[str, torch.Tensor]], aliases: Sequence[Alias], version: int) -> int:
         """Copy given weights in the calling thread, which holds `handing`. Return their slot."""
@@ -129,6 +145,9 @@ class CopyThread:
             return
         if self._gpu is not None:
             self._written = torch.cuda.current_stream(self._gpu).record_event()
+        if self._pending is not None:  # The version that is replaced is part of this one.
+            both = self._pending.adapters and published.adapters
+            published = replace(published, adapters=both and self._pending.adapters | published.adapters)
         self._pending = published
         self.condition.notify_all()
 
@@ -166,7 +185,7 @@ class CopyThread:
         if self._source.is_changed_by(optimizer):
             with span("wait for the publish copy"):
                 self.wait_copied()
-            self._engines.stepped()
+            self._engines.stepped(self._source.adapters_changed_by(optimizer))
 
     def _run(self) -> None:
         target = self.target
@@ -177,9 +196,12 @@ class CopyThread:
                 with self.condition:  # Take the newest version. A later publish() starts another round.
                     assert self._pending is not None
                     published, self._pending = self._pending, None
-                    self.copying = published
+                    if published.adapters and self._last is None:
+                        published = replace(published, adapters=frozenset())
+                        self._engines.published(published)
+                    published = self.copying = self._with_changes(published, target.views[slot])
                 began_ns = now_ns()
-                self._copy(target.views[slot], published.version)
+                self._copy(target.views[slot], published)
                 note(f"publish copy, version {published.version}", began_ns)
                 try:
                     if self._check_finite:
@@ -188,6 +210,7 @@ class CopyThread:
                     target.release(slot)
                     self.refuse(error)
                 else:
+                    self._last = target.views[slot]
                     target.announce(slot, published)
         except Exception as error:  # The next publish(), wait_copied() or check() raises it.
             if not isinstance(error, InflightError):
@@ -215,7 +238,13 @@ class CopyThread:
             with self.handing:  # A thread with given weights is using the engine's connection.
                 self.target.listen()
 
-    def _copy(self, views: dict[str, torch.Tensor], version: int) -> None:
+    def _with_changes(self, published: PublishedVersion, views: dict[str, torch.Tensor]) -> PublishedVersion:
+        """Return a version that is about to be copied, with the versions that changed its adapters."""
+        changed = published.adapters or (set(map(adapter_of, views)) if self._source.adapters else ())
+        self._changed_at = self._changed_at | dict.fromkeys(changed, published.version)
+        return replace(published, changed_at=self._changed_at)
+
+    def _copy(self, views: dict[str, torch.Tensor], published: PublishedVersion) -> None:
         """Fill a slot. Afterwards the parameters can change again, on a GPU in the order of its stream."""
         began_ns, begun, copied = now_ns(), None, None
         if self._gpu is not None:
@@ -223,7 +252,12 @@ class CopyThread:
             stream.wait_event(self._written)
             begun, copied = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begun.record(stream)
-        self._source.fill(views, version)
+        new = views
+        if published.adapters:
+            new = {name: view for name, view in views.items() if adapter_of(name) in published.adapters}
+        self._source.fill(new, published.version)
+        if new is not views and views is not self._last and self._last is not None:
+            fill({name: view for name, view in views.items() if name not in new}, self._last)
         if copied is not None:
             copied.record()
         with self.condition:
@@ -235,6 +269,11 @@ class CopyThread:
             self.last_copy_s = begun.elapsed_time(copied) / 1e3
         else:
             self.last_copy_s = (now_ns() - began_ns) / 1e9
+
+
+def adapter_of(name: str) -> str:
+    """Return the adapter of a tensor in a slot of adapters."""
+    return name.partition(".")[0]
 
 
 def _check_finite_values(version: int, views: dict[str, torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, InflightError
-from inflight.weights.trainer.copy_thread import GIVE_UP_S, CopyThread, Engines
+from inflight.weights.trainer.copy_thread import GIVE_UP_S, CopyThread, Engines, adapter_of
 from inflight.weights.trainer.engine_link import (
     DirectSlots,
     EngineAddress,
@@ -98,6 +98,7 @@ class Publisher(AbstractContextManager["Publisher"]):
                 target = StagingBuffer(link, transport, source.device, copies.refuse)
             self._target = copies.target = target
             self._aliases = link.attached.aliases
+            self._adapters = dict.fromkeys(adapter_of(spec.name) for spec in link.layout.tensors if source.adapters)
             self.endpoints = {link.address.endpoint}
             """Control sockets of the processes that get versions."""
             self.matches = link.matches
@@ -185,11 +186,15 @@ class Publisher(AbstractContextManager["Publisher"]):
         them."""
         return dict(self._target.lost)
 
-    def publish(self, weights: Weights | None = None) -> int:
+    def publish(self, weights: Weights | None = None, *, adapter: str | None = None) -> int:
         """Announce the current parameters as the next version, and return its number at once.
 
         The latest version wins: it replaces a version that is not being copied yet. Raises the error of an earlier
         publish, or InflightError if the publisher is closed.
+
+        adapter: publish this adapter alone. The engine keeps the last published parameters of the others. The first
+        version, and the next one after a refused version, contains all adapters. Raises ValueError if the engine has no
+        such adapter.
 
         weights, for a publisher without a model: pairs of a name and a tensor (an iterator can gather one after
         another, on all ranks), a mapping, or the path of a checkpoint in safetensors. This thread copies them once the
@@ -198,6 +203,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         LayoutMismatchError, WeightFileError or NonFiniteWeightsError, naming the problem; then nothing is published.
         """
         copies, source, called_ns, slot = self._copies, self._source, now_ns(), None
+        if adapter is not None and adapter not in self._adapters:
+            raise ValueError(f"this publisher sends {', '.join(self._adapters) or 'no adapters'}; got {adapter!r}")
         are_given = isinstance(source, StateDictSource)
         if weights is not None and not are_given:
             raise TypeError(
@@ -212,7 +219,8 @@ class Publisher(AbstractContextManager["Publisher"]):
             else:
                 source.prepare()
             self.version += 1
-            published = PublishedVersion(self.version, called_ns)
+            adapters = frozenset() if adapter is None else frozenset({adapter})
+            published = PublishedVersion(self.version, called_ns, adapters=adapters)
             self._engines.published(published)
             copies.hand_over(published, slot)
         return published.version
