@@ -4,7 +4,8 @@
 
 In each episode the proposer writes a text, and the solver continues it four times. The solver is rewarded for
 lower-case letters, and the proposer for upper-case letters and for the rewards of the solver after its text. Each
-policy has its own token sequences and rewards. One publish sends both. The program takes about half a minute on a CPU.
+policy has its own token sequences, rewards and clock: the solver takes a step on each batch, the proposer on every two,
+and each is published after its own steps. The program takes about half a minute on a CPU.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import inflight
 from inflight.engine.model.shapes import byte_tokenizer, shape_config
 
-POLICIES = ("proposer", "solver")
+BATCHES_PER_STEP = {"proposer": 2, "solver": 1}
 
 
 def share(token_ids: list[int], first: str, last: str) -> float:
@@ -45,22 +46,15 @@ def rows() -> Iterator[list[int]]:
         number += 1
 
 
-def train(
-    model: PeftModel, optimizer: torch.optim.Optimizer, parameters: dict[str, list], batch: inflight.PackedBatch
-) -> float:
-    """Take one step for both policies, each on its own tokens. Returns the effective sample size."""
-    shares = []
-    for policy, part in batch.by_adapter().items():
-        assert policy is not None
-        model.set_adapter(policy)
-        for name, own in parameters.items():
-            for parameter in own:
-                parameter.requires_grad_(name == policy)
-        loss, stats = inflight.policy_loss(model, part)
-        loss.backward()
-        shares.append(stats.ess)
-    inflight.clip_and_step(optimizer)
-    return min(shares)
+def add_gradient(model: PeftModel, parameters: dict[str, list], policy: str, part: inflight.PackedBatch) -> float:
+    """Add the gradient of a policy's own tokens. Returns the effective sample size."""
+    model.set_adapter(policy)
+    for name, own in parameters.items():
+        for parameter in own:
+            parameter.requires_grad_(name == policy)
+    loss, stats = inflight.policy_loss(model, part)
+    loss.backward()
+    return stats.ess
 
 
 def main(steps: int, seed: int) -> None:
@@ -77,11 +71,12 @@ def main(steps: int, seed: int) -> None:
         config = LoraConfig(r=8, lora_alpha=32, target_modules=projections)
         model = get_peft_model(base, config, adapter_name="proposer")
         model.add_adapter("solver", config)
+        policies = tuple(BATCHES_PER_STEP)
         parameters = {
-            policy: [p for name, p in model.named_parameters() if f".{policy}." in name] for policy in POLICIES
+            policy: [p for name, p in model.named_parameters() if f".{policy}." in name] for policy in policies
         }
-        optimizer = torch.optim.AdamW([p for own in parameters.values() for p in own], lr=2e-2)
-        options = {"threads": threads, "lora_rank": 8, "adapters": POLICIES, "max_context": 64}
+        optimizers = {policy: torch.optim.AdamW(own, lr=2e-2) for policy, own in parameters.items()}
+        options = {"threads": threads, "lora_rank": 8, "adapters": policies, "max_context": 64}
         with inflight.launch(directory, **options) as engine, inflight.Episodes(engine, rollout) as episodes:
             publisher = engine.publisher(model)
             engine.wait_for_version(publisher.publish())
@@ -92,16 +87,19 @@ def main(steps: int, seed: int) -> None:
                 episodes=episodes,
                 advantages=inflight.turn_advantages("grpo", discount=0.0),
             )
-            rewards: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+            rewards: dict[str, list[float]] = {policy: [] for policy in policies}
             for step, batch in enumerate(batches, 1):
                 for policy, part in batch.by_adapter().items():
+                    assert policy is not None
                     own = [sum(turn.reward or 0.0 for turn in each.turns) for each in part.rollouts]
-                    rewards[str(policy)].append(sum(own) / (4 * 8))
-                ess = train(model, optimizer, parameters, batch)
-                publisher.publish()
-                if step % 5 == 0:
-                    latest = {policy: round(values[-1], 3) for policy, values in rewards.items()}
-                    print(f"step {step}  reward {latest}  ESS {ess:.3f}")
+                    rewards[policy].append(sum(own) / (4 * 8))
+                    ess = add_gradient(model, parameters, policy, part)
+                    if step % BATCHES_PER_STEP[policy] == 0:
+                        inflight.clip_and_step(optimizers[policy])
+                        publisher.publish(adapter=policy)
+                    if step % 5 == 0:
+                        lag = part.version_lags[part.drawn].double().mean()  # in versions of this policy
+                        print(f"step {step}  {policy}: reward {rewards[policy][-1]:.3f}  ESS {ess:.3f}  lag {lag:.2f}")
                 if step == steps:
                     break
             for policy, values in rewards.items():

@@ -70,6 +70,8 @@ class _EngineState(msgspec.Struct, frozen=True):
     """Versions, each with the time of its publication."""
     groups: list[_Group]
     next_ids: Ids
+    changes: dict[int, list[str]] = {}
+    """Maps versions that changed some adapters alone to these adapters."""
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -114,7 +116,7 @@ class Run:
         header = _File(version, _Clock.read(), self.progress, None)
         arrays: list[Arrays] = []
         if engine.rank == 0:
-            described, arrays = _describe(engine)
+            described, arrays = _describe(engine, version)
             header = msgspec.structs.replace(header, engine=described)
         _write(path, header, [*arrays, random_state()])
         self._meet()
@@ -150,7 +152,8 @@ class Run:
         if engine.rank == 0 and header.engine is not None:
             engine.wait_for_version(header.version)
             shift_ns = header.clock.shift_to(_Clock.read())
-            engine.staleness.restore([(version, ns + shift_ns) for version, ns in header.engine.published])
+            published = [(version, ns + shift_ns) for version, ns in header.engine.published]
+            engine.staleness.restore(published, header.engine.changes)
             groups = _saved_groups(header.engine, arrays, shift_ns)
             engine.stream.ledger.engines.restore(groups, header.engine.next_ids)
         self.progress = header.progress
@@ -168,13 +171,16 @@ class Run:
             dist.barrier()
 
 
-def _describe(engine: Engine) -> tuple[_EngineState, list[Arrays]]:
+def _describe(engine: Engine, version: int) -> tuple[_EngineState, list[Arrays]]:
+    """Return the state of an engine and the arrays of its rollouts. version: of the trainer's weights."""
     ledger = engine.stream.ledger
     with ledger.table.lock:  # so that groups and ids are of one moment
         saved, next_ids = ledger.engines.snapshot(), ledger.engines.next_ids
+    published, changes = engine.staleness.history(version)
     described = _EngineState(
         fingerprint=engine.info.layout.fingerprint,
-        published=engine.staleness.published_times,
+        published=published,
+        changes=changes,
         groups=[
             _Group(g.ids, g.reserved, g.prompt, g.origin, [header_of(r) for r in g.rollouts], g.is_open) for g in saved
         ],

@@ -161,6 +161,8 @@ class SlotReady(_Message, frozen=True):
     published_ns: Count
     checksum: int | None = None
     """Checksum of the slot. The engine compares it before it draws tokens with this version."""
+    changed_at: dict[str, Count] = {}
+    """Maps adapters to the last version that changed them. This version changes adapters without an entry."""
 
 
 class Detach(_Message, frozen=True):

@@ -7,7 +7,8 @@
 | token_age_ms | time consumed by an optimizer step − time drawn |
 | version_lag | the trainer's version when consumed − the token's version |
 
-The trainer's version is the last one that was published, or the next one if its optimizer has taken steps since.
+The trainer's version is the last one that was published, or the next one if its optimizer has taken steps since. For
+the tokens of an adapter, only versions that changed this adapter count, and only steps that changed it.
 
 Per swap: swap_ms, `publish()` called → first token drawn with that version; stall_ms, time in which the engine had work
 and ran no forward because of the swap. All times are CLOCK_MONOTONIC of one machine.
@@ -15,9 +16,10 @@ and ran no forward because of the swap. All times are CLOCK_MONOTONIC of one mac
 
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -103,6 +105,8 @@ class StalenessMeter:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._published: deque[tuple[int, int]] = deque([(0, now_ns())], maxlen=self._REMEMBERED_VERSIONS)
+        self._changes: dict[int, frozenset[str]] = {}
+        """Maps the remembered versions that changed some adapters alone to these adapters."""
         self._histograms = {
             name: Histogram() for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms", "swap_ms", "stall_ms")
         }
@@ -117,6 +121,8 @@ class StalenessMeter:
         self._trainer_version = 0
         self.unpublished_steps = 0
         """Optimizer steps of the trainer since the last publish."""
+        self._stepped = frozenset[str]()
+        """The adapters that these steps changed; empty: they changed everything."""
 
     @property
     def trainer_version(self) -> int:
@@ -126,39 +132,63 @@ class StalenessMeter:
 
     @trainer_version.setter
     def trainer_version(self, version: int) -> None:
-        self._trainer_version, self.unpublished_steps = version, 0
+        self._trainer_version, self.unpublished_steps, self._stepped = version, 0, frozenset()
 
     @property
     def published_version(self) -> int:
         """The last version that was published."""
         return self._published[-1][0]
 
-    @property
-    def published_times(self) -> list[tuple[int, int]]:
-        """The remembered versions, each with its publish time."""
+    def history(self, version: int) -> tuple[list[tuple[int, int]], dict[int, list[str]]]:
+        """Return the remembered versions, each with its publish time, and the adapters of the versions that changed
+        some adapters alone. If `version` is later than all of these, the trainer's weights are the weights of this
+        version, published now."""
         with self._lock:
-            return list(self._published)
+            times, changes = list(self._published), dict(self._changes)
+            if version > self.published_version:
+                times.append((version, now_ns()))
+                changes |= {version: self._stepped} if self._stepped else {}
+            return times, {number: sorted(adapters) for number, adapters in changes.items()}
 
-    def restore(self, published: Sequence[tuple[int, int]]) -> None:
-        """Restore the publish times of versions from this process or an earlier one."""
+    def restore(
+        self, published: Sequence[tuple[int, int]], changes: Mapping[int, Collection[str]] = MappingProxyType({})
+    ) -> None:
+        """Restore versions from this process or an earlier one, as `history` returns them."""
         with self._lock:
             self._published = deque(published, maxlen=self._REMEMBERED_VERSIONS)
+            self._changes = {version: frozenset(adapters) for version, adapters in changes.items()}
 
-    def published(self, version: int, called_ns: int) -> None:
+    def published(self, version: int, called_ns: int, adapters: Collection[str] = ()) -> None:
         """Note that `publish()` was called for this version. A publisher that replaces a dead one can continue from a
-        lower number. The versions that the dead one announced and that were never drawn are then forgotten."""
+        lower number. The versions that the dead one announced and that were never drawn are then forgotten. adapters:
+        the adapters that the version changes; empty: it changes everything."""
         with self._lock:
             while self._published and self._published[-1][0] >= version:
                 self._published.pop()
             self._published.append((version, called_ns))
+            oldest = self._published[0][0]
+            self._changes = {number: names for number, names in self._changes.items() if oldest <= number < version}
+            if adapters:
+                self._changes[version] = frozenset(adapters)
             self.trainer_version = version
             if (listener := self.listener) is not None:
                 listener.published(version, called_ns)
 
-    def stepped(self, unpublished_steps: int) -> None:
+    def stepped(self, unpublished_steps: int, adapters: Collection[str] = ()) -> None:
         """Note optimizer steps since the last publish. A publisher reports the steps of `torch.optim` optimizers that
-        hold its parameters; a trainer with another kind of optimizer calls it itself."""
-        self.unpublished_steps = unpublished_steps
+        hold its parameters; a trainer with another kind of optimizer calls it itself. adapters: the adapters that the
+        steps changed; empty: they changed everything."""
+        with self._lock:
+            self.unpublished_steps, self._stepped = unpublished_steps, frozenset(adapters)
+
+    def foreign_versions(self, adapter: str | None, weight_versions: np.ndarray) -> np.ndarray:
+        """Return i64[n], the number of versions between these versions i64[n] and `trainer_version` that did not change
+        the adapter; for None, the weights alone. It is positive for versions of other adapters alone."""
+        with self._lock:
+            foreign = np.array([v for v, names in self._changes.items() if adapter not in names], np.int64)
+            not_stepped = bool(self.unpublished_steps and self._stepped and adapter not in self._stepped)
+            upto = np.searchsorted(foreign, self._trainer_version, side="right") + not_stepped
+        return upto - np.searchsorted(foreign, weight_versions, side="right")
 
     def frame(self, frame: TokenFrame) -> None:
         """Note the swap that a frame reports, and the first token drawn after it."""
@@ -194,20 +224,28 @@ class StalenessMeter:
         trainer_version: int,
         in_loss: np.ndarray | None = None,
         group_wait_ns: np.ndarray | None = None,
+        version_lag: np.ndarray | None = None,
+        adapters: np.ndarray | None = None,
     ) -> TokenStaleness:
         """Measure the tokens of one optimizer step. All columns are i64[n] over drawn tokens. in_loss: bool[n], True
         for tokens in the loss; None: all. The other tokens are measured, too. group_wait_ns: as in
-        `TokenStaleness.group_wait_ms`; None: 0."""
+        `TokenStaleness.group_wait_ms`; None: 0. version_lag: None if every version changed the policy of every token.
+        adapters: object[n], the adapter that drew each token, or None; None: no adapter drew any."""
+        own_ns, newer_ns = np.zeros_like(sampled_at_ns), np.zeros_like(sampled_at_ns)
         with self._lock:
-            versions, published = np.array(self._published).T
-        own = np.maximum(np.searchsorted(versions, weight_versions, side="right") - 1, 0)
-        newer = np.minimum(own + 1, len(versions) - 1)
-        newer_ns = np.where(newer > own, published[newer], sampled_at_ns)
+            names = {None} if adapters is None or not self._changes else set(adapters)
+            clocks = {name: self._clock(name) for name in names}
+        for adapter, (versions, published) in clocks.items():
+            of_it = adapters == adapter if len(clocks) > 1 else slice(None)
+            own = np.maximum(np.searchsorted(versions, weight_versions[of_it], side="right") - 1, 0)
+            newer = np.minimum(own + 1, len(versions) - 1)
+            own_ns[of_it] = published[own]
+            newer_ns[of_it] = np.where(newer > own, published[newer], sampled_at_ns[of_it])
         staleness = TokenStaleness(
             weight_lag_ms=np.maximum(sampled_at_ns - newer_ns, 0) / NS_PER_MS,
-            policy_age_ms=(sampled_at_ns - published[own]) / NS_PER_MS,
+            policy_age_ms=(sampled_at_ns - own_ns) / NS_PER_MS,
             token_age_ms=(consumed_ns - sampled_at_ns) / NS_PER_MS,
-            version_lag=trainer_version - weight_versions,
+            version_lag=trainer_version - weight_versions if version_lag is None else version_lag,
             group_wait_ms=np.zeros(len(weight_versions)) if group_wait_ns is None else group_wait_ns / NS_PER_MS,
         )
         with self._lock:
@@ -218,6 +256,12 @@ class StalenessMeter:
             every = np.ones(len(weight_versions), bool)
             listener.consumed(weight_versions, staleness, every if in_loss is None else in_loss)
         return staleness
+
+    def _clock(self, adapter: str | None) -> np.ndarray:
+        """Return the versions that changed an adapter, and their times, i64[2, k]. The oldest remembered version is one
+        of them."""
+        oldest, *later = self._published
+        return np.array([oldest, *((v, ns) for v, ns in later if adapter in self._changes.get(v, {adapter}))]).T
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Return {name: {p50, p90, p99}} over all consumed tokens and all swaps; version_lag as {p50, max}."""

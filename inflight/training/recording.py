@@ -217,7 +217,7 @@ class RunRecorder(ClosedAtEnd):
         if batch.trainer_version is not None:  # Otherwise mismatch and staleness cannot be distinguished.
             finite = np.isfinite(logs)
             bins = np.clip(np.floor((logs[finite] - LOG_RATIO_EDGES[0]) / _BIN) + 1, 0, _NUM_BINS - 1).astype(np.int64)
-            own = (batch.weight_versions[rows] >= batch.trainer_version).cpu().numpy()[finite]
+            own = (batch.version_lags[rows] <= 0).cpu().numpy()[finite]
             with self._lock:
                 self._mismatch += np.bincount(bins[own], minlength=_NUM_BINS)
                 self._stale += np.bincount(bins[~own], minlength=_NUM_BINS)

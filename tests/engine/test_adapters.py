@@ -8,7 +8,7 @@ import torch
 from full_forward import TOLERANCE, full_forward_logprobs
 from inflight_kernels.lora import SMALL_TOKENS
 from tiny_adapters import error, publish_adapters, with_adapters
-from tiny_models import make_model
+from tiny_models import make_model, publish
 
 import inflight
 from inflight.core.errors import InvalidRequestError, LayoutMismatchError
@@ -118,6 +118,55 @@ def test_the_prefix_cache_is_not_shared_between_adapters(make_engine):
     assert engine.cache.num_reused_tokens == before  # computed under another version
     run(engine, [Prompt([7] * 40, params)])
     assert engine.cache.num_reused_tokens == before + 32  # the weights are the same
+
+
+@pytest.mark.parametrize("across", [0, 1])
+def test_a_publish_of_one_adapter_leaves_the_prefixes_of_the_others(make_engine, across):
+    model = with_adapters("qwen3", "a", "b")
+    engine = make_engine(lora_rank=4, adapters=("a", "b"), prefix_across_versions=across)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+
+    def reused() -> list[int]:
+        rollouts = run(engine, [Prompt([7] * 40, params, adapter=adapter) for adapter in ("a", "b", None)])
+        return [rollout.prefix_tokens for rollout in rollouts]
+
+    publish_adapters(engine, model)
+    assert reused() == [0, 0, 0]
+    for version, of_b in ((2, 32 * across), (3, 0), (4, 32 * across)):
+        publish_adapters(engine, model, a=1, b=version)
+        assert reused() == [32, of_b, 32]
+    publish_adapters(engine, model, a=1, b=5)  # no sequence draws with it
+    engine.step()
+    publish_adapters(engine, model, a=6, b=5)
+    assert reused() == [0, 0, 32]  # what the adapters have computed is two versions old
+    publish_adapters(engine, model)
+    assert reused() == [32 * across, 32 * across, 32]
+    publish_adapters(engine, model)
+    assert reused() == [0, 0, 32]
+    publish(engine, make_model("qwen3"))
+    assert reused() == [32 * across, 32 * across, 0]
+    publish(engine, make_model("qwen3"))
+    assert reused() == [0, 0, 32 * across]
+
+
+def test_only_sequences_of_changed_adapters_are_computed_again(make_engine, monkeypatch):
+    model = with_adapters("qwen3", "a", "b")
+    engine = make_engine(lora_rank=4, adapters=("a", "b"), kv_on_swap="recompute")
+    publish_adapters(engine, model)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    engine.requests.submit([Prompt([7] * 20, params, adapter=adapter) for adapter in ("a", "b", None)])
+    engine.step()
+    preemption, again = engine.scheduler.preemption, []
+    send_back = preemption._send_back
+    monkeypatch.setattr(preemption, "_send_back", lambda s: (again.append(s.adapter), send_back(s)))
+    for changed_at, expected in (({"a": 1, "b": 2}, ["b"]), ({"a": 3, "b": 2}, ["a"]), ({}, ["a", "b"])):
+        publish_adapters(engine, model, **changed_at)
+        engine.step()
+        assert sorted(again) == expected
+        again.clear()
+    publish(engine, make_model("qwen3"))
+    engine.step()
+    assert len(again) == 3
 
 
 def test_a_fork_goes_on_with_its_adapter(make_engine):

@@ -33,7 +33,7 @@ class Life:
         self.rows = Rows(ROWS, num_tables=len(windows), max_blocks=20, eos_ids=EOS, adapters=("a", "b"))
         options = EngineOptions(model="", max_sequences=ROWS, max_prefill_tokens=9)
         self.scheduler = Scheduler(self.cache, self.rows, options)
-        self.scheduler.namespaces.renew("ab")
+        self.scheduler.namespaces.renew("ab", 0)
         self.sequences: list[Sequence] = []
         self.under_way: list[Schedule] = []
         self.version = 0
@@ -66,9 +66,9 @@ class Life:
 
     def publish(self) -> None:
         self.version += 1
-        self.scheduler.namespaces.renew("ab")
+        self.scheduler.namespaces.renew(self.random.choice(["ab", "a"]), self.version)
         if self.random.random() < 0.3:
-            self.scheduler.preemption.recompute_unpinned(adapted=self.random.random() < 0.5)
+            self.scheduler.preemption.recompute_unpinned(self.random.choice([None, ["a", "b"], ["a"]]))
             self._forget_those_who_left()
 
     def step(self) -> None:

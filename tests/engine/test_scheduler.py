@@ -170,7 +170,7 @@ def test_after_a_swap_sequences_that_draw_and_prompts_in_part_compute_all_tokens
     run.step()
     run.add(12)
     run.step()
-    run.scheduler.preemption.recompute_unpinned(adapted=False)
+    run.scheduler.preemption.recompute_unpinned()
     assert run.running == []
     schedule = run.step(1)
     assert chunks(schedule) == [(0, 0, 6), (1, 0, 2)]
@@ -183,7 +183,7 @@ def test_a_prompt_that_swaps_interrupt_again_and_again_is_finished_before_the_ne
     run.step()
     for version in range(1, 9):
         assert not run.scheduler.preemption.must_finish_prefill
-        run.scheduler.preemption.recompute_unpinned(adapted=False)
+        run.scheduler.preemption.recompute_unpinned()
         assert chunks(run.step(version)) == [(0, 0, 4)]
     for start in (4, 8):
         assert run.scheduler.preemption.must_finish_prefill

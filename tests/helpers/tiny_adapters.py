@@ -29,14 +29,14 @@ def with_adapters(
     return model.eval()
 
 
-def publish_adapters(engine, model) -> None:
-    """Into the idle slot of an engine in this process."""
+def publish_adapters(engine, model, **changed_at: int) -> None:
+    """Into the idle slot of an engine in this process. changed_at: as in SlotReady."""
     slot_table, source = engine.adapter_slots, PeftSource(classify(model))
     source.plan(slot_table.layout)
     slot = slot_table.lend(in_use=engine.slots_in_use.get(slot_table))[0]
     version = max(table.newest_version for table in engine.slot_tables) + 1
     source.fill(slot_views(slot_table.slots[slot].buffer, slot_table.layout), version)
-    slot_table.ready(SlotReady(slot, version, slot_table.layout.fingerprint, 0))
+    slot_table.ready(SlotReady(slot, version, slot_table.layout.fingerprint, 0, changed_at=changed_at))
 
 
 def error(model, rollout, adapter: str | None, summary=np.max) -> float:

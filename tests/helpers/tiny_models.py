@@ -116,7 +116,7 @@ def publish(engine: Engine, model: torch.nn.Module, slot: int | None = None) -> 
     if slot is None:
         slot = slot_table.lend(in_use=engine.slots_in_use.get(slot_table))[0]
     fill(slot_views(slot_table.slots[slot].buffer, slot_table.layout), published_tensors(model))
-    version = slot_table.newest_version + 1
+    version = max(table.newest_version for table in engine.slot_tables) + 1
     slot_table.ready(SlotReady(slot, version, slot_table.layout.fingerprint, 0))
     return version
 

@@ -26,7 +26,7 @@ from trl_trainers import CHAT, TEXT, logged, make_trainer, train
 from inflight.integrations import trl as integration
 from inflight.integrations.transformers import PublishCallback
 from inflight.integrations.trl import EngineRollouts, behavior_ratio
-from inflight.weights.trainer.publisher import _CopyThread
+from inflight.weights.trainer.copy_thread import CopyThread
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +60,13 @@ def test_each_prompt_gets_its_completions_and_weights_move(path, tmp_path, engin
 
 def test_without_ahead_all_tokens_are_of_the_newest_weights(path, tmp_path, engine, monkeypatch):
     """Though their copy takes longer than TRL takes to ask."""
-    copy = _CopyThread._copy
+    copy = CopyThread._copy
 
     def slow(*args):
         time.sleep(0.1)
         copy(*args)
 
-    monkeypatch.setattr(_CopyThread, "_copy", slow)
+    monkeypatch.setattr(CopyThread, "_copy", slow)
     run = train(path, tmp_path, engine=engine, max_steps=4)
     versions = [{v for row in output["weight_versions"] for v in row} for _, output in run.calls]
     newest = run.version  # published when training began, and after each of 4 steps

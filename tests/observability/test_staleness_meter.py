@@ -34,6 +34,34 @@ def test_ages_of_tokens():
     assert meter.published_version == 3
 
 
+def test_ages_by_the_clock_of_each_adapter():
+    meter = make_meter()  # versions 0, 1 and 3 changed everything
+    for version, time_ms, adapter in ((4, 300, "a"), (5, 400, "b"), (6, 500, "b")):
+        meter.published(version, time_ms * MS, [adapter])
+    versions, adapters = np.array([4, 6, 5, 3, 6, 3]), np.array(["a", "a", "b", "b", None, None], object)
+    lags = [
+        int(6 - v - meter.foreign_versions(name, np.array([v]))[0]) for v, name in zip(versions, adapters, strict=True)
+    ]
+    assert lags == [0, 0, 1, 2, 0, 0]
+    times = np.full(6, 600) * MS
+    staleness = meter.consume(
+        versions, times, consumed_ns=700 * MS, trainer_version=6, version_lag=np.array(lags), adapters=adapters
+    )
+    assert staleness.policy_age_ms.tolist() == [300, 300, 200, 350, 350, 350]
+    assert staleness.weight_lag_ms.tolist() == [0, 0, 100, 200, 0, 0]
+    assert staleness.version_lag.tolist() == lags
+    meter.stepped(2, ["a"])
+    assert meter.trainer_version == 7
+    assert [int(meter.foreign_versions(name, np.array([6]))[0]) for name in ("a", "b", None)] == [0, 1, 1]
+    again = StalenessMeter()
+    again.restore(*meter.history(7))
+    assert again.published_version == 7
+    again.published(7, 800 * MS, ["b"])  # a number that is published again
+    assert again.history(7)[1] == {4: ["a"], 5: ["b"], 6: ["b"], 7: ["b"]}
+    again.published(5, 900 * MS)
+    assert again.history(5)[1] == {4: ["a"]}
+
+
 def test_a_swap_ends_with_the_first_token_of_its_version():
     meter = make_meter()
     meter.frame(make_frame(0, swap=Swap(3, 250 * MS, 2 * MS, 5)))

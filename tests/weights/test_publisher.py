@@ -122,7 +122,7 @@ def check_until_it_raises(publisher: inflight.Publisher) -> None:
 def test_a_version_is_copied_and_announced_with_its_number(engine, model):
     published: list[int] = []
     lone = LoneEngine("nowhere")
-    lone.published = lambda version, called_ns: published.append(version)  # type: ignore[method-assign]
+    lone.published = lambda version, called_ns, adapters: published.append(version)  # type: ignore[method-assign]
     with inflight.Publisher(lone, model) as publisher:
         assert publisher.publish() == 1
         engine.wait_for(1)

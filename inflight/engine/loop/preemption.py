@@ -1,5 +1,7 @@
 """Takes batch rows and blocks back from sequences, which compute their tokens again later."""
 
+from collections.abc import Collection
+
 from inflight.engine.loop.backlog import Backlog
 from inflight.engine.loop.rows import PREFILL, Rows
 from inflight.engine.loop.running import RunningSequences
@@ -31,12 +33,12 @@ class Preemption:
         for sequence in list(self.waiting_forks.values()):
             self.release(sequence)
 
-    def recompute_unpinned(self, *, adapted: bool) -> None:
+    def recompute_unpinned(self, adapters: Collection[str] | None = None) -> None:
         """Let running sequences that are not pinned compute their state again: in prefill from the first token. Waiting
-        forks release the blocks that they share with their parents. adapted: only sequences that use an adapter."""
+        forks release the blocks that they share with their parents. adapters: only sequences that use one of them."""
 
         def is_meant(sequence: Sequence) -> bool:
-            return sequence.pin is UNPINNED and (sequence.adapter is not None or not adapted)
+            return sequence.pin is UNPINNED and (adapters is None or sequence.adapter in adapters)
 
         for sequence in reversed(list(self._running.by_id.values())):
             if is_meant(sequence):

@@ -20,11 +20,14 @@ class KVNamespaces:
         self._across, self._keeps = options.prefix_across_versions, options.kv_on_swap == "keep"
         self._of_adapters: dict[str, int] = {}
         """Maps adapters to the namespace of their present state, the weights under them included."""
+        self._changed_at: dict[str, int] = {}
+        """Maps adapters to the version that changed them, or the weights under them, last."""
         self._new = itertools.count(1 << 40)  # beyond all versions
 
-    def renew(self, adapters: Iterable[str]) -> None:
-        """Separate the state that these adapters compute from now on from all earlier state."""
+    def renew(self, adapters: Iterable[str], version: int) -> None:
+        """Separate the state that these adapters compute from this version on from all earlier state."""
         self._of_adapters |= {adapter: next(self._new) for adapter in adapters}
+        self._changed_at |= dict.fromkeys(adapters, version)
 
     def of(self, sequence: Sequence, version: int, stamp: int) -> tuple[Namespace, int, int]:
         """Return the namespace of the state that a pass under this version of the weights computes for a sequence, the
@@ -34,7 +37,8 @@ class KVNamespaces:
         oldest, across = 0, sequence.params.prefix_across_versions
         across = self._across if across is None or not self._keeps else across
         if across and sequence.pin is UNPINNED:  # the state can be of several versions
-            namespace, oldest = sequence.adapter or "", computed_by - across
+            unchanged_since = self._changed_at.get(sequence.adapter or "", computed_by)
+            namespace, oldest = sequence.adapter or "", min(computed_by - across, unchanged_since)
         else:
             namespace = version if sequence.adapter is None else self._of_adapters[sequence.adapter]
         salt = sequence.params.cache_salt

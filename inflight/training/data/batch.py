@@ -65,6 +65,9 @@ class PackedBatch:
     trainer_version: int | None = None
     """Version of the trainer's weights when it takes the batch; it separates mismatch from staleness. After unpublished
     optimizer steps it is the next version. No token has that version."""
+    foreign_versions: torch.Tensor | None = None
+    """i64[T], versions after the token's, up to trainer_version, that changed other adapters and not the adapter that
+    drew the token; None: none."""
     taken_ns: int = 0
     """CLOCK_MONOTONIC when the trainer had the last of the groups."""
     rollouts: Sequence[Rollout] = ()
@@ -92,6 +95,15 @@ class PackedBatch:
         lengths_B = self.cu_seqlens.diff().long()
         sequences_B = torch.arange(self.num_sequences, device=lengths_B.device)
         return torch.repeat_interleave(sequences_B, lengths_B, output_size=len(self.input_ids))
+
+    @property
+    def version_lags(self) -> torch.Tensor:
+        """i64[T], trainer_version − the version of the token. Only versions that changed the adapter that drew the
+        token count. Raises ValueError without trainer_version."""
+        if self.trainer_version is None:
+            raise ValueError("lags need batch.trainer_version, the version being trained")
+        lags = self.trainer_version - self.weight_versions
+        return lags if self.foreign_versions is None else lags - self.foreign_versions
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Return the batch with its tensors on `device`. Offsets and `cut_from` of a sampling mask stay on the CPU."""
@@ -211,6 +223,7 @@ def pack(
     drawn: Sequence[np.ndarray] | None = None,
     included: Sequence[np.ndarray] | None = None,
     trainer_version: int | None = None,
+    foreign_versions: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:
     """Pack rollouts, each with one advantage for all its tokens, or with f32[tokens].
 
@@ -219,6 +232,7 @@ def pack(
     its average, and their log-probabilities and versions are not read.
     included: for each rollout bool[tokens], true for drawn tokens that take part in the loss; None: all. Excluded
     tokens (as too old, for example) still count in every average of the loss, so that the others weigh no more.
+    foreign_versions: for each rollout i64[tokens], as in `PackedBatch`; None: 0.
     Sampling masks and routed experts are packed if they were recorded.
     Raises ValueError for an empty batch, for lengths that do not match, for non-finite log-probabilities, for a token
     that is not in its sampling mask, for routed experts of different models, for an answer without a token before it,
@@ -277,6 +291,7 @@ def pack(
         sample_tokens=_tokens_of_samples(rollouts, samples, drawn_tokens),
         included=None if included is None else column(bool, False, _token_masks("included", rollouts, included)),
         trainer_version=trainer_version,
+        foreign_versions=None if foreign_versions is None else column(np.int64, 0, foreign_versions),
         rollouts=list(rollouts),
     )
 

@@ -299,7 +299,10 @@ class RolloutStream:
                     self.lead = submitter.begin()
                     scored.dropped.num_unfit_examples, submitter.num_unfit = submitter.num_unfit, 0
                 batch = scored.pack(
-                    trainer_version=self._meter.trainer_version, staleness=staleness, advantages=advantages
+                    trainer_version=self._meter.trainer_version,
+                    foreign_versions=self._meter.foreign_versions,
+                    staleness=staleness,
+                    advantages=advantages,
                 )
             except BaseException:
                 self.ledger.queue.put_back(taken)

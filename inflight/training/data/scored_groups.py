@@ -1,7 +1,7 @@
 """The pipeline from finished groups to a batch, used by `RolloutStream.batches` and `grpo`."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import isnan, nan
 from statistics import fmean
@@ -19,6 +19,8 @@ from inflight.training.objective.aggregation import StepTotals
 
 logger = logging.getLogger(__name__)
 
+ForeignVersions = Callable[[str | None, np.ndarray], np.ndarray]
+"""`StalenessMeter.foreign_versions`"""
 LEAST_MEMBERS = 2
 """Number of members with a reward that a group needs to continue without the failed ones, unless it has only one
 sample."""
@@ -171,6 +173,7 @@ class ScoredGroups:
         self,
         *,
         trainer_version: int,
+        foreign_versions: ForeignVersions | None = None,
         staleness: Sequence[StalenessRule] = (),
         advantages: str | Advantages = "grpo",
         skip_uniform: bool = False,
@@ -178,6 +181,7 @@ class ScoredGroups:
     ) -> PackedBatch | None:
         """Pack the groups for a trainer that has this version's weights. Returns None if nothing is left.
 
+        foreign_versions: `StalenessMeter.foreign_versions`, for adapters that are published one by one.
         skip_uniform: leave out groups whose advantages are all 0. mask_truncated: leave out rollouts that ended at
         their maximum length. The batch's totals count both. Raises ValueError for a reward that is None or not finite,
         and if the number of advantages differs from the number of rollouts.
@@ -191,7 +195,8 @@ class ScoredGroups:
             )
         self.has_advantage = any(map(np.any, values))
         # Staleness rules see every rollout, so that totals and counts do not depend on later omissions.
-        included = take_out_stale(rollouts, staleness, trainer_version, taken_ns := now_ns(), self.dropped)
+        foreign = [foreign_versions(r.adapter, r.weight_versions) for r in rollouts] if foreign_versions else None
+        included = take_out_stale(rollouts, staleness, trainer_version, taken_ns := now_ns(), self.dropped, foreign)
         without_gradient = self._without_gradient(values, skip_uniform, mask_truncated) & included.keys()
         kept = [index for index in included if index not in without_gradient]
         self.totals = _totals_of([rollouts[index] for index in included], [rollouts[index] for index in kept])
@@ -202,6 +207,7 @@ class ScoredGroups:
             [values[index] for index in kept],
             included=[included[index] for index in kept] if staleness else None,
             trainer_version=trainer_version,
+            foreign_versions=[foreign[index] for index in kept] if foreign and any(map(np.any, foreign)) else None,
         )
         batch.taken_ns = taken_ns
         batch.totals = self.totals
@@ -240,14 +246,21 @@ def _totals_of(counted: Sequence[Rollout], packed: Sequence[Rollout]) -> StepTot
 
 
 def take_out_stale(
-    rollouts: Sequence[Rollout], rules: Sequence[StalenessRule], trainer_version: int, now_ns: int, dropped: Dropped
+    rollouts: Sequence[Rollout],
+    rules: Sequence[StalenessRule],
+    trainer_version: int,
+    now_ns: int,
+    dropped: Dropped,
+    foreign_versions: Sequence[np.ndarray] | None = None,
 ) -> dict[int, np.ndarray]:
-    """Apply all rules, and count stale rollouts and tokens in `dropped`. Returns a map from the indices of the
-    remaining rollouts to bool[T], true for tokens that take part in the loss."""
+    """Apply all rules, and count stale rollouts and tokens in `dropped`. foreign_versions: for each rollout, as in
+    `pack`. Returns a map from the indices of the remaining rollouts to bool[T], true for tokens that take part in the
+    loss."""
     included: dict[int, np.ndarray] = {}
     for index, rollout in enumerate(rollouts):
         length = rollout.num_drawn
-        old = [(rule.action, rule.too_old(rollout, trainer_version, now_ns)) for rule in rules]
+        own_version = trainer_version - (foreign_versions[index] if foreign_versions else 0)
+        old = [(rule.action, rule.too_old(rollout, own_version, now_ns)) for rule in rules]
         rejected = any(action == "reject" and too_old.any() for action, too_old in old)
         taking_part = ~np.any([too_old for _, too_old in old], axis=0) if old else np.ones(len(rollout.token_ids), bool)
         num_kept = 0 if rejected else int((taking_part & rollout.drawn).sum())
@@ -275,7 +288,7 @@ def measure_consumed(meter: StalenessMeter, *parts: PackedBatch) -> TokenStalene
     staleness of its drawn tokens. `trainer_version` must be known."""
     assert parts[0].trainer_version is not None
     columns = [_consumed_columns(part) for part in parts]
-    versions, sampled_at_ns, in_loss, group_wait_ns = map(np.concatenate, zip(*columns, strict=True))
+    versions, sampled_at_ns, in_loss, group_wait_ns, lags, adapters = map(np.concatenate, zip(*columns, strict=True))
     return meter.consume(
         versions,
         sampled_at_ns,
@@ -283,20 +296,26 @@ def measure_consumed(meter: StalenessMeter, *parts: PackedBatch) -> TokenStalene
         trainer_version=parts[0].trainer_version,
         in_loss=in_loss,
         group_wait_ns=group_wait_ns,
+        version_lag=lags,
+        adapters=adapters,
     )
 
 
 def _consumed_columns(batch: PackedBatch) -> tuple[np.ndarray, ...]:
-    """Return of each drawn token of a batch its version, its time, whether it is in the loss, and the time that its
-    group waited for the trainer."""
+    """Return of each drawn token of a batch its version, its time, whether it is in the loss, the time that its group
+    waited for the trainer, its version lag and its adapter."""
     drawn = batch.loss_mask
     sampled_at_ns = batch.sampled_at_ns[drawn].cpu().numpy()
-    groups = batch.groups[batch.sequence_ids[drawn]].cpu().numpy()
+    sequences = batch.sequence_ids[drawn]
+    groups = batch.groups[sequences].cpu().numpy()
     group_end_ns = np.zeros(len(batch.totals.group_tokens), np.int64)
     np.maximum.at(group_end_ns, groups, sampled_at_ns)
     in_loss = drawn if batch.included is None else batch.included
     waits_ns = np.maximum(batch.taken_ns - group_end_ns, 0)[groups]
-    return batch.weight_versions[drawn].cpu().numpy(), sampled_at_ns, in_loss[drawn].cpu().numpy(), waits_ns
+    adapters = np.array([rollout.adapter for rollout in batch.rollouts] or [None] * batch.num_sequences, object)
+    columns = (batch.weight_versions, in_loss, batch.version_lags)
+    versions, in_loss, lags = (column[drawn].cpu().numpy() for column in columns)
+    return versions, sampled_at_ns, in_loss, waits_ns, lags, adapters[sequences.cpu().numpy()]
 
 
 def measure_taken(meter: StalenessMeter, scored: ScoredGroups, batch: PackedBatch | None) -> None:

@@ -50,8 +50,8 @@ class Share:
     info: ShareInfo
     rollouts: list[Rollout]
     columns: list[Arrays]
-    """For each rollout "advantages" f32[T]; "drawn" bool[T], true for tokens that the policy drew; and "included"
-    bool[T], true for tokens in the loss, unless all drawn tokens are."""
+    """For each rollout "advantages" f32[T]; "drawn" bool[T], true for tokens that the policy drew; "included" bool[T],
+    true for tokens in the loss, unless all drawn tokens are; and "foreign_versions" i64[T] if the batch has them."""
 
     def batch(self) -> PackedBatch:
         """Pack the share. A filler has a sequence without a part in the loss, and no rollouts."""
@@ -119,6 +119,8 @@ def _take(batch: PackedBatch, sequences: Sequence[int], info: ShareInfo) -> Shar
         columns["included"] = torch.zeros_like(batch.loss_mask)
     elif batch.included is not None:
         columns["included"] = batch.included
+    if batch.foreign_versions is not None:
+        columns["foreign_versions"] = batch.foreign_versions
     of_rollouts = [{name: column[answer].numpy() for name, column in columns.items()} for answer in answers]
     return Share(info, rollouts, of_rollouts)
 
@@ -132,7 +134,8 @@ def encode_share(share: Share) -> bytes:
 def decode_share(data: bytes) -> Share:
     """Decode a message of `encode_share`. Raises ProtocolError for any other data."""
     header, arrays = decode(data, _ShareHeader, lambda header: len(header.rollouts))
-    names = ["advantages", "drawn", *(["included"] if any("included" in of_one for of_one in arrays) else [])]
+    names = ["advantages", "drawn"]
+    names += [name for name in ("included", "foreign_versions") if any(name in of_one for of_one in arrays)]
     try:
         rollouts = [make_rollout(plain, of_one) for plain, of_one in zip(header.rollouts, arrays, strict=True)]
         return Share(header.info, rollouts, [{name: of_one[name] for name in names} for of_one in arrays])

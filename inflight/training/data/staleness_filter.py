@@ -19,7 +19,7 @@ class StalenessRule:
 
     max_version_lag: int | None = None
     """The trainer's version − the token's version. Optimizer steps since the last publish are treated as one
-    version."""
+    version. For the tokens of an adapter, only versions that changed this adapter count."""
     max_age_ms: float | None = None
     """Time at which the batch is made − time at which the token was drawn."""
     unit: Literal["token", "rollout"] = "rollout"
@@ -27,6 +27,8 @@ class StalenessRule:
     action: Literal["mask", "reject"] = "mask"
     """mask: keep the tokens in the batch without a part in the loss; they count in its averages. reject: remove whole
     rollouts from the batch. Advantages are relative to all samples either way."""
+    adapter: str | None = None
+    """Name of the LoRA adapter whose rollouts the rule applies to. None: all rollouts."""
 
     def __post_init__(self) -> None:
         if self.max_version_lag is None and self.max_age_ms is None:
@@ -41,9 +43,12 @@ class StalenessRule:
         if self.unit == "token" and self.action == "reject":
             raise ValueError("a token cannot be rejected out of its sequence: mask it, or reject the rollout")
 
-    def too_old(self, rollout: Rollout, trainer_version: int, now_ns: int) -> np.ndarray:
-        """Return bool[T], true for tokens of the rollout that are too old."""
+    def too_old(self, rollout: Rollout, trainer_version: int | np.ndarray, now_ns: int) -> np.ndarray:
+        """Return bool[T], true for tokens of the rollout that are too old. trainer_version: one number, or i64[T], less
+        the versions that changed other adapters (`PackedBatch.foreign_versions`)."""
         old = np.zeros(len(rollout.token_ids), bool)
+        if self.adapter is not None and self.adapter != rollout.adapter:
+            return old
         if self.max_version_lag is not None:
             old |= trainer_version - rollout.weight_versions > self.max_version_lag
         if self.max_age_ms is not None:

@@ -127,7 +127,7 @@ def _drawn_tokens(
     elif objective.proximal == "loglinear":
         if batch.trainer_version is None:
             raise ValueError("the proximal policy 'loglinear' needs batch.trainer_version, the version being trained")
-        proximal = loglinear_proximal(logprobs, behavior, batch.weight_versions[rows], batch.trainer_version)
+        proximal = loglinear_proximal(logprobs, behavior, batch.version_lags[rows])
     else:
         proximal = logprobs.detach()
     advantages = batch.advantages[rows].to(logprobs.dtype)
@@ -199,7 +199,7 @@ def _statistics(
     if batch.trainer_version is None:
         classes = torch.zeros_like(rows)
     else:  # 1: this version drew the token, 2: an older one.
-        classes = torch.where(batch.weight_versions[rows] >= batch.trainer_version, 1, 2)
+        classes = torch.where(batch.version_lags[rows] <= 0, 1, 2)
     of_sequences = tokens.sequence_sums(tokens.log_behavior_ratios)
     sums = ratio_sums(tokens.log_behavior_ratios, classes)
     has_gradient = tokens.sequence_sums(tokens.advantages.abs()) > 0

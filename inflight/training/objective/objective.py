@@ -223,13 +223,12 @@ def resolve(objective: str | Objective | None = None) -> Objective:
     return found
 
 
-def loglinear_proximal(
-    logprobs: torch.Tensor, behavior: torch.Tensor, versions: torch.Tensor, trainer_version: int
-) -> torch.Tensor:
-    """Return log π_p f[n] by interpolation, for a π_p one version older than π_θ, `trainer_version`.
+def loglinear_proximal(logprobs: torch.Tensor, behavior: torch.Tensor, lags: torch.Tensor) -> torch.Tensor:
+    """Return log π_p f[n] by interpolation, for a π_p one version older than π_θ. lags: i64[n], versions between each
+    token's and π_θ.
 
     A token of that older version or a newer one was drawn by π_p itself. Source: AReaL's `prox_logp_method=loglinear`.
     """
-    lag = (trainer_version - versions).clamp(min=0)
+    lag = lags.clamp(min=0)
     alpha = ((lag - 1) / lag.clamp(min=1)).clamp(min=0).to(behavior.dtype)
     return behavior + alpha * (logprobs.detach() - behavior)

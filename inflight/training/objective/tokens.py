@@ -75,11 +75,9 @@ class DrawnTokens:
     @cached_property
     def lags(self) -> torch.Tensor:
         """i64[n], how many versions older than the trainer's weights the weights are that drew each token; at least 0.
+        Only versions that changed the adapter that drew the token count.
         Raises ValueError if the batch has no trainer_version."""
-        newest = 0 if self.batch is None else self.batch.trainer_version
-        if newest is None:
-            raise ValueError("lags need batch.trainer_version, the version being trained")
-        return (newest - self.column("weight_versions")).clamp(min=0)
+        return self.column("version_lags").clamp(min=0)
 
     @cached_property
     def ages_ms(self) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -76,10 +76,12 @@ class PublishedEngine(Protocol):
         """Call `publisher.add` with each process that joins, and `publisher.remove` when it has ended. Called with
         `changing` held."""
 
-    def published(self, version: int, called_ns: int) -> None: ...
+    def published(self, version: int, called_ns: int, adapters: Collection[str] = ()) -> None:
+        """Note a publish. adapters: the adapters that the version changes; empty: it changes everything."""
 
-    def stepped(self, unpublished_steps: int) -> None:
-        """Note the number of optimizer steps since the last publish."""
+    def stepped(self, unpublished_steps: int, adapters: Collection[str] = ()) -> None:
+        """Note the number of optimizer steps since the last publish. adapters: the adapters that they changed; empty:
+        they changed everything."""
 
     def kill(self, endpoint: str) -> None:
         """End a process that did not answer and that another process replaces."""
@@ -112,8 +114,8 @@ class LoneEngine:
         return [EngineAddress(self._endpoint, self)]
 
     def follow(self, publisher: Any) -> None: ...
-    def published(self, version: int, called_ns: int) -> None: ...
-    def stepped(self, unpublished_steps: int) -> None: ...
+    def published(self, version: int, called_ns: int, adapters: Collection[str] = ()) -> None: ...
+    def stepped(self, unpublished_steps: int, adapters: Collection[str] = ()) -> None: ...
     def kill(self, endpoint: str) -> None: ...
 
 
@@ -123,6 +125,10 @@ class PublishedVersion:
 
     version: int
     published_ns: int
+    adapters: frozenset[str] = field(default=frozenset(), kw_only=True)
+    """The adapters that this version changes; empty: it changes everything that is published."""
+    changed_at: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    """Maps adapters to the last version that changed them. Empty for weights."""
 
 
 class EngineLink:
@@ -208,6 +214,7 @@ class EngineLink:
                 fingerprint=self.layout.fingerprint,
                 published_ns=published.published_ns,
                 checksum=checksum,
+                changed_at=dict(published.changed_at),
             )
         )
         self._written.discard(slot)  # From now on the engine tracks its content.

@@ -6,7 +6,7 @@ through `.data` are not counted, and stay invisible. An adapter is published as 
 dtype, with zeros for projections without an adapter and for unused ranks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +45,8 @@ class _Plan:
     parts: list[_LoraPair] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     """Tensors of the engine's adapters without a counterpart in this model."""
-    copies: dict[int, ScaledCopies] = field(default_factory=dict)
-    """Maps a slot, by the id of its first view, to the copies into it."""
+    copies: dict[tuple[int, ...], tuple[list[_LoraPair], ScaledCopies]] = field(default_factory=dict)
+    """Maps views of a slot, by their ids, to the adapters in them and the copies into them."""
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
     """Unadapted tensors of the base model."""
     merged: list[tuple[nn.Module, tuple[str, ...], dict[str, str]]] = field(default_factory=list)
@@ -127,10 +127,16 @@ class PeftSource(ModelSource):
                 views[name].copy_(tensor.detach())
             fill({name: views[name] for name in plan.plain}, plan.plain)
             return
-        view = next(iter(views.values()))
-        if id(view) not in plan.copies:  # Walking over the model takes longer than the copy.
-            plan.copies[id(view)] = _copies_to(views, plan)
-        plan.copies[id(view)].run([factor for part in plan.parts for factor in (1.0, part.layer.scaling[part.adapter])])
+        key = tuple(map(id, views.values()))
+        if key not in plan.copies:  # Walking over the model takes longer than the copy.
+            plan.copies[key] = _copies_to(views, plan)
+        parts, copies = plan.copies[key]
+        copies.run([factor for part in parts for factor in (1.0, part.layer.scaling[part.adapter])])
+
+    def adapters_changed_by(self, optimizer: torch.optim.Optimizer) -> Collection[str]:
+        groups = optimizer.param_groups
+        changed = {id(parameter) for group in groups for parameter in group["params"] if parameter.grad is not None}
+        return {part.adapter for part in self._plan.parts if id(part.a) in changed or id(part.b) in changed}
 
     def plan(self, adapter_layout: WeightLayout | None) -> None:
         """Plan the copies into adapter slots of this layout, or of merged weights. Raises LayoutMismatchError."""
@@ -299,18 +305,19 @@ def _computes_alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _copies_to(views: Mapping[str, torch.Tensor], plan: _Plan) -> ScaledCopies:
-    """Return the copies of a plan, and set the rest of the slot to zero."""
+def _copies_to(views: Mapping[str, torch.Tensor], plan: _Plan) -> tuple[list[_LoraPair], ScaledCopies]:
+    """Return the adapters of a plan that have views, and their copies. Set the rest of the views to zero."""
     destinations, sources = [], []
-    for part in plan.parts:
+    parts = [part for part in plan.parts if f"{part.name}.lora_A" in views]
+    for part in parts:
         view_a, view_b, rank = views[f"{part.name}.lora_A"], views[f"{part.name}.lora_B"], len(part.a)
         view_a[rank:].zero_()
         view_b[:, rank:].zero_()
         destinations += [view_a[:rank], view_b[:, :rank]]
         sources += [part.a, part.b]
-    for name in plan.unused:
+    for name in views.keys() & set(plan.unused):
         views[name].zero_()
-    return ScaledCopies(destinations, sources)
+    return parts, ScaledCopies(destinations, sources)
 
 
 def _state(root: nn.Module) -> tuple[list[object], list[object]]:

@@ -5,25 +5,18 @@ itself (a step hook); other code that writes to them calls `wait_copied()` first
 weights in the calling thread before it returns.
 """
 
-import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
-from inflight.core.errors import EngineDiedError, InflightError, NonFiniteWeightsError
-from inflight.core.layout import Alias
-from inflight.core.spans import note, span
-from inflight.core.waiting import LOG_EVERY_S
-from inflight.weights.cuda_ipc import use_own_stream
+from inflight.core.errors import EngineDiedError, InflightError
+from inflight.weights.trainer.copy_thread import GIVE_UP_S, CopyThread, Engines, adapter_of
 from inflight.weights.trainer.engine_link import (
     DirectSlots,
     EngineAddress,
@@ -36,16 +29,9 @@ from inflight.weights.trainer.lora import PeftSource
 from inflight.weights.trainer.sharded import ShardGroup
 from inflight.weights.trainer.sources import ModelSource, WeightSource, classify
 from inflight.weights.trainer.staging import StagingBuffer
-from inflight.weights.trainer.state_dict_source import StateDictSource, Weights, copy_state_dict
+from inflight.weights.trainer.state_dict_source import StateDictSource, Weights
 from inflight.weights.transports.base import Transport
 from inflight.weights.transports.slots import Slots
-
-logger = logging.getLogger("inflight.weights")
-
-_LISTEN_EVERY_S = 0.5
-"""Interval at which an idle publisher processes messages of its engine."""
-_GIVE_UP_S = 5.0
-"""Time limit for a thread to end."""
 
 Engine = Any
 """An `inflight.Engine`, a PublishedEngine, or the name of the endpoint of an engine's control socket."""
@@ -90,8 +76,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         several = isinstance(engines, Sequence) and not isinstance(engines, str)
         if several and not engines:
             raise ValueError("a publisher needs at least one engine to begin with")
-        self._engines = _Engines([_published(engine) for engine in (engines if several else [engines])])
-        self._copies = copies = _CopyThread(source, self._engines, check_finite=check_finite)
+        self._engines = Engines([_published(engine) for engine in (engines if several else [engines])])
+        self._copies = copies = CopyThread(source, self._engines, check_finite=check_finite)
         self._attach = partial(_attach, source, timeout_s)
         link: EngineLink | None = None
         target: DirectSlots | StagingBuffer | None = None
@@ -112,6 +98,7 @@ class Publisher(AbstractContextManager["Publisher"]):
                 target = StagingBuffer(link, transport, source.device, copies.refuse)
             self._target = copies.target = target
             self._aliases = link.attached.aliases
+            self._adapters = dict.fromkeys(adapter_of(spec.name) for spec in link.layout.tensors if source.adapters)
             self.endpoints = {link.address.endpoint}
             """Control sockets of the processes that get versions."""
             self.matches = link.matches
@@ -199,11 +186,15 @@ class Publisher(AbstractContextManager["Publisher"]):
         them."""
         return dict(self._target.lost)
 
-    def publish(self, weights: Weights | None = None) -> int:
+    def publish(self, weights: Weights | None = None, *, adapter: str | None = None) -> int:
         """Announce the current parameters as the next version, and return its number at once.
 
         The latest version wins: it replaces a version that is not being copied yet. Raises the error of an earlier
         publish, or InflightError if the publisher is closed.
+
+        adapter: publish this adapter alone. The engine keeps the last published parameters of the others. The first
+        version, and the next one after a refused version, contains all adapters. Raises ValueError if the engine has no
+        such adapter.
 
         weights, for a publisher without a model: pairs of a name and a tensor (an iterator can gather one after
         another, on all ranks), a mapping, or the path of a checkpoint in safetensors. This thread copies them once the
@@ -212,6 +203,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         LayoutMismatchError, WeightFileError or NonFiniteWeightsError, naming the problem; then nothing is published.
         """
         copies, source, called_ns, slot = self._copies, self._source, now_ns(), None
+        if adapter is not None and adapter not in self._adapters:
+            raise ValueError(f"this publisher sends {', '.join(self._adapters) or 'no adapters'}; got {adapter!r}")
         are_given = isinstance(source, StateDictSource)
         if weights is not None and not are_given:
             raise TypeError(
@@ -226,7 +219,8 @@ class Publisher(AbstractContextManager["Publisher"]):
             else:
                 source.prepare()
             self.version += 1
-            published = PublishedVersion(self.version, called_ns)
+            adapters = frozenset() if adapter is None else frozenset({adapter})
+            published = PublishedVersion(self.version, called_ns, adapters=adapters)
             self._engines.published(published)
             copies.hand_over(published, slot)
         return published.version
@@ -251,217 +245,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._copies.close(timeout_s, self.version)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close() if kind is None else self.close(_GIVE_UP_S)
-
-
-class _Engines:
-    """Engines of a publisher. They note its versions, and the optimizer steps since the last one."""
-
-    def __init__(self, engines: list[PublishedEngine]):
-        self.all = engines
-        self._unpublished_steps = 0
-
-    def attach_first(self, attach: Callable[[EngineAddress], EngineLink]) -> tuple[EngineLink, list[EngineAddress]]:
-        """Attach to a process that serves; while the engine is being restarted, to the next one. Returns the others,
-        too."""
-        while True:
-            first, *others = [address for engine in self.all for address in engine.serving()]
-            try:
-                return attach(first), others
-            except EngineDiedError:
-                if not first.engine.comes_back:
-                    raise
-
-    def published(self, published: PublishedVersion) -> None:
-        self._unpublished_steps = 0
-        for engine in self.all:
-            engine.published(published.version, published.published_ns)
-
-    def stepped(self) -> None:
-        self._unpublished_steps += 1
-        for engine in self.all:
-            engine.stepped(self._unpublished_steps)
-
-    def check(self) -> bool:
-        """Raise the error of an engine that is not restarted any more. Return whether an engine can be restarted."""
-        returning = [engine for engine in self.all if engine.comes_back]
-        for engine in returning:
-            engine.check()
-        return bool(returning)
-
-
-class _CopyThread:
-    """Copies the newest version from the source to a slot of the target, and announces it."""
-
-    def __init__(self, source: WeightSource, engines: _Engines, *, check_finite: bool):
-        self._source, self._engines, self._check_finite = source, engines, check_finite
-        self._gpu = source.device if source.device.type == "cuda" else None
-        self.target: Any = None
-        self.condition = threading.Condition()
-        self.handing = threading.Lock()
-        """Held while given weights are copied."""
-        self.has_published = False
-        self.differs = False
-        """True until the first publish, or until it is logged, if the engine's weights are not the trainer's."""
-        self.last_copy_s = 0.0
-        self._pending: PublishedVersion | None = None
-        self.copying: PublishedVersion | None = None
-        self._written: Any = None  # events on the trainer's and on the copy's stream
-        self._copied: Any = None
-        self._closing = False
-        self._error: InflightError | None = None
-        self._refused: Exception | None = None
-
-    def start(self) -> None:
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
-        self._thread = threading.Thread(target=self._run, name="inflight-publisher", daemon=True)
-        self._thread.start()
-
-    def check(self) -> None:
-        """Raise the error that ended this thread or an engine, or once the error of a refused version."""
-        if self._error is not None:
-            raise self._error
-        if not self._engines.check() and not self._closing:
-            self.target.check()
-        refused, self._refused = self._refused, None
-        if refused is not None:
-            raise refused
-
-    def refuse(self, error: Exception) -> None:
-        """Note the error of a version that keeps its engine's weights as they are."""
-        logger.warning("%s", error)
-        self._refused = error
-
-    def copy_given(self, pairs: Iterator[tuple[str, torch.Tensor]], aliases: Sequence[Alias], version: int) -> int:
-        """Copy given weights in the calling thread, which holds `handing`. Return their slot."""
-        target, called_ns = self.target, now_ns()
-        slot = target.acquire()
-        try:
-            began_ns = now_ns()
-            copy_state_dict(target.views[slot], aliases, pairs)
-            note(f"publish copy, version {version}", began_ns)
-            if self._check_finite:
-                _check_finite_values(version, target.views[slot])
-        except BaseException:
-            target.release(slot)
-            raise
-        self.last_copy_s = (now_ns() - called_ns) / 1e9
-        return slot
-
-    def hand_over(self, published: PublishedVersion, slot: int | None) -> None:
-        """Announce the version in a slot, or request a copy of the source from this thread."""
-        self.has_published, self.differs = True, False
-        if slot is not None:
-            self.target.announce(slot, published)
-            return
-        if self._gpu is not None:
-            self._written = torch.cuda.current_stream(self._gpu).record_event()
-        self._pending = published
-        self.condition.notify_all()
-
-    def wait_copied(self) -> None:
-        """Wait until no announced version reads the source any longer."""
-        with self.condition:
-            while not self.condition.wait_for(
-                lambda: (self._pending is None and self.copying is None) or self._error is not None, LOG_EVERY_S
-            ):
-                if self.copying is not None:  # Otherwise the thread waits for an engine and logs that.
-                    logger.warning("waiting for version %d to be copied", self.copying.version)
-            self.check()
-            copied, self._copied = self._copied, None
-        if copied is not None and self._gpu is not None:
-            torch.cuda.current_stream(self._gpu).wait_event(copied)
-
-    def close(self, timeout_s: float, version: int) -> None:
-        """Send announced versions and detach. After timeout_s drop the rest, with a warning that names this version."""
-        with self.condition:
-            self._closing = True
-            self.condition.notify_all()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.warning("closing a publisher that could not send version %d in %g s", version, timeout_s)
-            for engine in self.target.engines:
-                engine.messages.give_up()
-            self._thread.join(_GIVE_UP_S)
-        if self._thread.is_alive():  # It is inside a copy or a broadcast.
-            for engine in self.target.engines:
-                engine.lock.unlock()
-        self._hook.remove()
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Before an optimizer changes parameters of this model, wait for the copy."""
-        if self._source.is_changed_by(optimizer):
-            with span("wait for the publish copy"):
-                self.wait_copied()
-            self._engines.stepped()
-
-    def _run(self) -> None:
-        target = self.target
-        use_own_stream(self._source.device)
-        try:
-            while self._wait_for_work():
-                slot = target.acquire()
-                with self.condition:  # Take the newest version. A later publish() starts another round.
-                    assert self._pending is not None
-                    published, self._pending = self._pending, None
-                    self.copying = published
-                began_ns = now_ns()
-                self._copy(target.views[slot], published.version)
-                note(f"publish copy, version {published.version}", began_ns)
-                try:
-                    if self._check_finite:
-                        _check_finite_values(published.version, target.views[slot])
-                except NonFiniteWeightsError as error:
-                    target.release(slot)
-                    self.refuse(error)
-                else:
-                    target.announce(slot, published)
-        except Exception as error:  # The next publish(), wait_copied() or check() raises it.
-            if not isinstance(error, InflightError):
-                logger.exception("publishing failed")
-            reason = error if isinstance(error, InflightError) else InflightError(f"publishing failed: {error!r}")
-            with self.condition:
-                self._error, self.copying, self._pending = reason, None, None
-                self.condition.notify_all()
-        with self.handing:
-            target.close()
-        with suppress(RuntimeError):  # The other ranks have ended.
-            self._source.close()
-
-    def _wait_for_work(self) -> bool:
-        while True:
-            with self.condition:
-                if self.condition.wait_for(lambda: self._pending is not None or self._closing, _LISTEN_EVERY_S):
-                    return self._pending is not None
-            if self.differs:
-                self.differs = False
-                logger.warning(
-                    "the engine's weights are not the trainer's: tokens drawn before the first publish() come from "
-                    "other weights than the trained ones"
-                )
-            with self.handing:  # A thread with given weights is using the engine's connection.
-                self.target.listen()
-
-    def _copy(self, views: dict[str, torch.Tensor], version: int) -> None:
-        """Fill a slot. Afterwards the parameters can change again, on a GPU in the order of its stream."""
-        began_ns, begun, copied = now_ns(), None, None
-        if self._gpu is not None:
-            stream = torch.cuda.current_stream(self._gpu)
-            stream.wait_event(self._written)
-            begun, copied = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begun.record(stream)
-        self._source.fill(views, version)
-        if copied is not None:
-            copied.record()
-        with self.condition:
-            self.copying = None
-            self._copied = copied
-            self.condition.notify_all()
-        if begun is not None and copied is not None:
-            copied.synchronize()  # An announced slot is whole: the engine's stream never waits for the trainer's.
-            self.last_copy_s = begun.elapsed_time(copied) / 1e3
-        else:
-            self.last_copy_s = (now_ns() - began_ns) / 1e9
+        self.close() if kind is None else self.close(GIVE_UP_S)
 
 
 def _source_of(model: nn.Module | WeightSource | Weights | Callable[[], Weights] | None) -> WeightSource:
@@ -488,16 +272,3 @@ def _attach(source: WeightSource, timeout_s: float, address: EngineAddress, tran
             f"own (a subclass of inflight.weights.transports.Transport), got {transport!r}"
         )
     return EngineLink(address, source, transport=transport.name(), timeout_s=timeout_s)
-
-
-def _check_finite_values(version: int, views: dict[str, torch.Tensor]) -> None:
-    """Raise NonFiniteWeightsError, naming them, if tensors in a slot hold NaN or infinite values."""
-    floats = {name: view for name, view in views.items() if view.is_floating_point()}
-    finite = torch.stack([view.isfinite().all() for view in floats.values()]).tolist()
-    bad = [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
-    if bad:
-        named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-        raise NonFiniteWeightsError(
-            f"version {version} was not published: {named} of {len(views)} tensors "
-            "hold NaN or infinite values; the engine keeps the weights that it has"
-        )

@@ -3,7 +3,7 @@
 import operator
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,11 +46,16 @@ class WeightSource(ABC):
 
     @abstractmethod
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
-        """Copy the current tensors into these views, cast to the dtypes of the views."""
+        """Copy the current tensors into these views, cast to the dtypes of the views. For a publish of one adapter the
+        views are the views of its tensors."""
 
     def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step of this optimizer changes tensors of this source."""
         return False
+
+    def adapters_changed_by(self, optimizer: torch.optim.Optimizer) -> Collection[str]:
+        """Return the adapters that the next step of this optimizer changes; empty: all that is published."""
+        return ()
 
     def close(self) -> None:  # noqa: B027
         """Release other ranks. Nothing is copied later."""

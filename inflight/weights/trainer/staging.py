@@ -159,7 +159,8 @@ class StagingBuffer:
             assert self._sent is not None
             return *self._sent, None
         slot, published = newest
-        staged = StagedVersion(published.version, published.published_ns, self._buffers[slot])
+        number, published_ns = published.version, published.published_ns
+        staged = StagedVersion(number, published_ns, self._buffers[slot], changed_at=published.changed_at)
         return slot, staged, self._sent[1] if self._sent else None
 
 

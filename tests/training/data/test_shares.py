@@ -177,6 +177,15 @@ def test_the_only_rank_has_the_batch(kind):
     assert torch.equal(found.totals.group_tokens, batch.totals.group_tokens)
 
 
+def test_a_rank_has_the_lags_of_its_policies():
+    batch = make_scored(2, num_groups=4, foreign_versions=lambda adapter, versions: 2 - versions // 2)
+    assert batch.foreign_versions.any()
+    shares = [decode_share(encode_share(share)).batch() for share in split_plainly(batch, 2)]
+    lags = torch.cat([share.version_lags[share.drawn] for share in shares])
+    expected = 3 - batch.weight_versions - batch.foreign_versions
+    assert torch.equal(lags.sort().values, expected[batch.drawn].sort().values)
+
+
 def test_what_is_not_drawn_stays_context():
     rollouts = make_rollouts(4)
     drawn = [np.arange(len(r.token_ids)) % 2 == 0 for r in rollouts]

@@ -209,7 +209,7 @@ def test_the_loglinear_proximal_policy_is_one_version_older_than_the_trainers():
     case = make_case(0)
     batch, drawn = case.batch, case.batch.loss_mask
     versions = batch.weight_versions[drawn]
-    ours = loglinear_proximal(case.logprobs, batch.behavior_logprobs[drawn], versions, TRAINER_VERSION)
+    ours = loglinear_proximal(case.logprobs, batch.behavior_logprobs[drawn], TRAINER_VERSION - versions)
     expected = [plain.loglinear(t, TRAINER_VERSION) for sequence in sequences_of(case) for t in sequence]
     assert close(ours, expected, rel=1e-7)
     assert set(versions.tolist()) == set(range(TRAINER_VERSION + 1))
