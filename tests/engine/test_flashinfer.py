@@ -1,6 +1,7 @@
 """What FlashInfer is told, and passes that are recorded as graphs, checked on a CPU with PyTorch in their places."""
 
 import logging
+import random
 
 import fake_flashinfer
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_adapters import error, publish_adapters, with_adapters
 from tiny_models import CONFIGS, GPU_MODELS, make_model, marks, publish, run
+from toy_recurrent import make_toy
 from transformers import AutoModelForCausalLM
 
 from inflight.core.errors import UnsupportedModelError
@@ -20,6 +22,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.engine.build import choose_backend
 from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.loop.engine import Engine
+from inflight.engine.model import runner
 from inflight.engine.model.attention import flashinfer
 from inflight.engine.model.attention.flashinfer import (
     FlashInferAttention,
@@ -28,8 +31,9 @@ from inflight.engine.model.attention.flashinfer import (
     why_not_flashinfer,
     workspace_bytes,
 )
-from inflight.engine.model.graphs import DecodeGraphs, graph_sizes
+from inflight.engine.model.graphs import PROMPT_ROWS, DecodeGraphs, graph_sizes
 from inflight.stream.assembler import Assembler
+from inflight.tools.bench.stubbed_device import stubbed
 
 CPU = torch.device("cpu")
 LAYER = LayerShape(8, 2, 64, 64, None, torch.bfloat16, 0.125)
@@ -152,38 +156,116 @@ def test_recorded_logprobs_equal_a_full_forward(fake_gpu, make_engine, name, mod
     model.set_attn_implementation("eager")
     engine = make_engine(name, max_sequences=6, **MODES[mode])
     assert engine.attention == "flashinfer"
-    assert engine.runner.num_graphs == (0 if mode == "without graphs" else 2 * len(graph_sizes(6)))
+    sizes = graph_sizes(6 + min(PROMPT_ROWS, engine.options.max_prefill_tokens))
+    assert engine.runner.num_graphs == (0 if mode == "without graphs" else 2 * len(sizes))
     rollouts = run(engine, ragged_prompts(12, PARAMS), arrivals=[0, 2, 30] * 4)
     assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < TOLERANCE
 
 
-def test_most_passes_are_replayed(fake_gpu, make_engine, monkeypatch):
-    engine = make_engine(max_sequences=6)
+def by_kernels(monkeypatch):
+    """Batches that are computed kernel by kernel from now on."""
     begun = []
     begin = FlashInferAttention.begin
-    monkeypatch.setattr(FlashInferAttention, "begin", lambda *args: begun.append(1) or begin(*args))
-    run(engine, [Prompt([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))])
-    assert (len(begun), engine.step_count) == (1, 20)
+    monkeypatch.setattr(FlashInferAttention, "begin", lambda *args: begun.append(args[1]) or begin(*args))
+    return begun
+
+
+@pytest.mark.parametrize(("length", "times"), [(PROMPT_ROWS, 0), (PROMPT_ROWS + 1, 1)])
+def test_most_passes_are_replayed(fake_gpu, make_engine, monkeypatch, length, times):
+    engine = make_engine(max_sequences=6)
+    begun = by_kernels(monkeypatch)
+    run(engine, [Prompt([1] * length, SamplingParams(max_tokens=20, ignore_eos=True))])
+    assert (len(begun), engine.step_count) == (times, 20)
 
 
 @pytest.mark.medium
 def test_sequences_that_decode_never_leave_their_graph_while_others_join(fake_gpu, make_engine, monkeypatch):
+    monkeypatch.setattr(runner, "PROMPT_ROWS", 2)
     engine = make_engine(max_sequences=6, max_prefill_tokens=5)
-    begun, mixed, replayed = [], [], []
-    begin, schedule, replay = FlashInferAttention.begin, engine.scheduler.schedule, DecodeGraphs.run
-    monkeypatch.setattr(FlashInferAttention, "begin", lambda *args: begun.append(args[1]) or begin(*args))
-    monkeypatch.setattr(DecodeGraphs, "run", lambda *args: replayed.append(len(args[3])) or replay(*args))
+    begun, mixed, replayed = by_kernels(monkeypatch), [], []
+    schedule, replay = engine.scheduler.schedule, DecodeGraphs.run
+
+    def note_run(*args):
+        prompts = args[5]
+        replayed.append(len(args[3]) - (0 if prompts is None else len(prompts)))
+        return replay(*args)
 
     def note(*args, **kwargs):
         scheduled = schedule(*args, **kwargs)
         mixed.append(bool(scheduled.prompts and scheduled.num_single))
         return scheduled
 
+    monkeypatch.setattr(DecodeGraphs, "run", note_run)
     monkeypatch.setattr(engine.scheduler, "schedule", note)
     rollouts = run(engine, ragged_prompts(30, PARAMS))  # five for each batch row, of several samples, that end in turn
     assert sum(mixed) > 20
+    assert len(begun) > 20
     assert not any(batch.num_single for batch in begun), "what is computed eagerly are prompts"
     assert sum(replayed) == sum(len(r.token_ids) for r in rollouts) - len(rollouts)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma3", marks=pytest.mark.long)])
+def test_prompt_tokens_as_rows_of_the_graph_draw_the_same(fake_gpu, make_engine, monkeypatch, name):
+    prompts = ragged_prompts(20, [*PARAMS, SamplingParams(max_tokens=9, ignore_eos=True, prompt_logprobs=2)])
+    drawn, begun = [], []
+    for most in (0, PROMPT_ROWS):
+        monkeypatch.setattr(runner, "PROMPT_ROWS", most)
+        engine = make_engine(name, max_sequences=6, max_prefill_tokens=17, overlap=True)
+        begun.append(by_kernels(monkeypatch))
+        drawn.append(run(engine, prompts, arrivals=[0, 3, 7, 30] * 5))
+    assert len(begun[0]) > 20
+    assert not begun[1]
+    for one, other in zip(*drawn, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=TOLERANCE)
+        assert (one.prompt_scores is None) == (other.prompt_scores is None)
+        if one.prompt_scores is not None:
+            np.testing.assert_allclose(one.prompt_scores.logprobs, other.prompt_scores.logprobs, atol=TOLERANCE)
+
+
+def test_few_passes_read_the_weights_a_second_time(make_engine, monkeypatch):
+    """As many joins per pass, groups and prompt lengths as 256 sequences of 560 tokens have on average."""
+    engine = make_engine("tiny", max_sequences=64, max_context=2048, max_prefill_tokens=2048, overlap=True)
+    draw = random.Random(0)
+
+    def prompts(count):
+        lengths = [draw.randint(100, 1024) for _ in range(count)]
+        params = SamplingParams(n=8, max_tokens=1000)
+        return [Prompt([draw.randrange(engine.vocab_size) for _ in range(length)], params) for length in lengths]
+
+    with stubbed(engine, end_after=140):
+        begun = by_kernels(monkeypatch)
+        for step in range(800):
+            if step == 200:
+                begun.clear()
+            if engine.load().num_waiting < 64:
+                engine.requests.submit(prompts(8))
+            engine.step()
+    assert len(begun) <= 0.18 * 600, f"{len(begun)} of 600 passes were followed by a second one"
+
+
+def test_long_contexts_are_not_read_again_for_every_prompt_token(fake_gpu, make_engine, monkeypatch):
+    engine = make_engine(max_sequences=6)
+    engine.runner._weights_as_tokens = 20  # the weights take as many bytes as the keys of this many tokens
+    begun = by_kernels(monkeypatch)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    run(engine, [Prompt(list(range(40)), params)])  # the next prompts reuse two whole blocks
+    begun.clear()
+    for tail, times in ((9, 1), (1, 2)):
+        run(engine, [Prompt([*range(32), *range(tail)], params)])
+        assert len(begun) == times
+
+
+def test_tokens_of_layers_with_a_state_are_no_rows_of_a_graph(fake_gpu, make_engine, tmp_path):
+    model = make_toy(("linear_attention", "full_attention"))
+    model.save_pretrained(tmp_path)
+    model.set_attn_implementation("eager")
+    engine = make_engine(str(tmp_path), layer_kinds=("toy_recurrent:KIND",), max_prefill_tokens=5)
+    rollouts = run(engine, ragged_prompts(6, PARAMS))
+    assert engine.attention == "flashinfer"
+    assert not engine.runner.num_graphs
+    assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < TOLERANCE
 
 
 def test_a_swap_picks_the_graphs_of_the_other_slot(fake_gpu, make_engine):

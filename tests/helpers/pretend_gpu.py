@@ -335,11 +335,17 @@ def _replace_kernels():
             setattr(module(f"_{name}_triton"), kernel, _kernel(getattr(module(name), f"{kernel}_reference")))
     for name in ("dense_forward", "masked_forward", "grad_logits", "add_product", "segment_sum"):
         setattr(module("_linear_logprob_triton"), name, _kernel(getattr(module("_linear_logprob_cpu"), name)))
+    module("_filters_triton").cut_logits = _kernel(_cut_logits)
     module("_copy_triton").copy_all = lambda destinations, sources: (destinations, sources)
     module("_copy_triton").BlockTable.of = lambda groups: None
     copied_by_plan = ("starts", "indptr", "last_page_len")
     fake_flashinfer._Wrapper._attend = _kernel(fake_flashinfer._Wrapper._attend, on_host=copied_by_plan)
     flashinfer._flashinfer = lambda: fake_flashinfer
+
+
+def _cut_logits(logits, rows, temperatures, top_ks, top_ps, min_ps):
+    module = importlib.import_module("inflight_kernels.filters")
+    module.cut_logits_reference(logits, module.Filters(rows, temperatures, top_ks, top_ps, min_ps))
 
 
 def _kernel(reference, on_host=()):

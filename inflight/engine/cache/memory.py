@@ -62,6 +62,11 @@ class KVMemory:
         blocks = max((group.num_blocks for group in self.groups), default=(self.num_states - 1) * self.max_blocks + 1)
         return (blocks - 1) * self.block_size
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token in all layers."""
+        return self._block_bytes([layer for group in self.groups for layer in group.layers]) // self.block_size
+
     def allocate(self) -> None:
         """Take the memory, at the start or after `free`. Raises DeviceMemoryError, with nothing taken, if the device
         lacks it."""

@@ -1,6 +1,10 @@
 """CUDA graphs of decoding passes: one launch replaces the launches of all kernels of a pass.
 
-A graph holds addresses, so there is one for each slot's weights and each number of sequences, rounded up. All graphs
+Every row of such a pass is one token, with its own position and its own blocks: the last token of a sequence, or one of
+the few prompt tokens that are left after a prefix from the cache. Each layer writes the keys and values of all rows
+before any row attends, so several tokens of one prompt can be rows of the same pass.
+
+A graph holds addresses, so there is one for each slot's weights and each number of rows, rounded up. All graphs
 share one pool of memory, because only one runs at a time. The last product, with the vocabulary, is outside the graphs:
 its result is by far the largest, and it is one launch.
 """
@@ -20,15 +24,17 @@ from inflight.engine.model.attention.backend import ForwardBatch, GraphBackend, 
 from inflight.engine.model.device import reachable
 from inflight.engine.model.fused import FusedDecoder
 
+PROMPT_ROWS = 32
+"""Maximum number of prompt tokens in a recorded pass. With groups of 8 that end one by one and 256 sequences, 45 % of
+passes compute prompt tokens, and 16 % more than 32."""
 _failed: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture failed: the allocator of pinned memory might keep a pointer to each (torch's CUDAGraph.cpp)."""
 
 
-def graph_sizes(max_sequences: int) -> list[int]:
-    """Return the numbers of sequences for which graphs are recorded: 1, 2, 4, then every eighth, from 256 on every
-    32nd."""
-    sizes = [1, 2, 4, *range(8, min(max_sequences, 256), 8), *range(256, max_sequences, 32)]
-    return [*(size for size in sizes if size < max_sequences), max_sequences]
+def graph_sizes(max_rows: int) -> list[int]:
+    """Return the numbers of rows for which graphs are recorded: 1, 2, 4, then every eighth, from 256 on every 32nd."""
+    sizes = [1, 2, 4, *range(8, min(max_rows, 256), 8), *range(256, max_rows, 32)]
+    return [*(size for size in sizes if size < max_rows), max_rows]
 
 
 class Recorder:
@@ -87,7 +93,7 @@ def _waiting_forbidden() -> Iterator[None]:
 
 
 class DecodeGraphs:
-    """Passes in which every sequence computes one token, recorded once and replayed.
+    """Passes over single tokens and a few prompt tokens, recorded once and replayed.
 
     Padding rows of a batch compute tokens in block 0 of the cache. This block belongs to no sequence.
     """
@@ -97,24 +103,24 @@ class DecodeGraphs:
         decoders: Seq[FusedDecoder],
         memory: KVMemory,
         backend: GraphBackend,
-        max_sequences: int,
+        max_rows: int,
         *,
         proven: bool = False,
     ):
         """Record all graphs. Raises RuntimeError if a pass cannot be recorded. proven: the same graphs were recorded
         before in this process, and its other threads might wait for the device by now."""
-        self._decoders, self._memory, self._backend = decoders, memory, backend
+        self._memory, self._backend = memory, backend
         device = memory.device
-        self._sizes = graph_sizes(max_sequences)
-        self._inputs = torch.zeros((2 + len(memory.groups)) * (max_sequences + 1), dtype=torch.int64, device=device)
+        self._sizes = graph_sizes(max_rows)
+        self._inputs = torch.zeros((2 + len(memory.groups)) * (max_rows + 1), dtype=torch.int64, device=device)
         """Batch rows, positions, and the cache index of each group, one after another for a pass of any size."""
-        self._token_ids = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._batches: dict[int, tuple[torch.Tensor, torch.Tensor, ForwardBatch]] = {}
         """Maps sizes to their part of the inputs, [2 + groups, size or one more], its batch rows [size], and the batch
         that reads it."""
         self._graphs: dict[tuple[int, int], tuple[Callable[[], None], torch.Tensor]] = {}
         """Maps (slot, size) to the function that replays a graph, and the graph's result, the input of the head."""
-        self._backend.prepare_graphs(memory, max_sequences)
+        self._backend.prepare_graphs(memory, max_rows)
         record = Recorder(device)
         with torch.inference_mode():
             for size in reversed(self._sizes):  # the largest first, so that the others reuse its memory
@@ -127,8 +133,16 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, slot: int, last_tokens: torch.Tensor, batch_rows: np.ndarray, places: Places) -> torch.Tensor:
-        """Return logits [S, V] of a pass over the tokens that were drawn last in these batch rows i64[S]."""
+    def run(
+        self,
+        slot: int,
+        last_tokens: torch.Tensor,
+        batch_rows: np.ndarray,
+        places: Places,
+        prompts: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """Return hidden states [T, H] for the head, valid until the next pass, of a pass over the tokens that were
+        drawn last in these batch rows i64[T]. prompts: i64[P], token ids of the last P rows instead."""
         count = len(batch_rows)
         size = self._sizes[bisect_left(self._sizes, count)]
         inputs, rows, batch = self._batches[size]
@@ -136,15 +150,18 @@ class DecodeGraphs:
         host[:, :count] = (batch_rows, places.positions, *places.cache_index)
         inputs.copy_(reachable(torch.from_numpy(host), inputs.device), non_blocking=True)
         torch.index_select(last_tokens, 0, rows, out=batch.token_ids)
+        if prompts is not None:
+            ids = reachable(torch.from_numpy(prompts), inputs.device)
+            batch.token_ids[count - len(prompts) : count].copy_(ids, non_blocking=True)
         batch.tables = [_padded(table, size, NO_BLOCK) for table in places.tables]
         batch.contexts = _padded(places.contexts, size, 1).astype(np.int32)
         self._backend.begin_graph(batch, self._memory)
         replay, hidden = self._graphs[slot, size]
         replay()
-        return self._decoders[slot].logits(hidden[:count])
+        return hidden[:count]
 
     def _make_batch(self, size: int) -> ForwardBatch:
-        """Return the batch at the addresses that graphs of `size` sequences read. Tables and contexts arrive with each
+        """Return the batch at the addresses that graphs of `size` rows read. Tables and contexts arrive with each
         pass."""
         width = size + size % 2  # Triton compiles a kernel once more for pointers that are not multiples of 16 bytes
         inputs = self._inputs[: (2 + len(self._memory.groups)) * width].view(-1, width)

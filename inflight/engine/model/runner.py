@@ -18,7 +18,7 @@ from inflight.engine.model.attention.backend import ForwardBatch, GraphBackend, 
 from inflight.engine.model.attention.hook import run_packed
 from inflight.engine.model.device import to_device
 from inflight.engine.model.fused import FusedDecoder, use_kernels
-from inflight.engine.model.graphs import DecodeGraphs
+from inflight.engine.model.graphs import PROMPT_ROWS, DecodeGraphs
 
 logger = logging.getLogger("inflight.engine")
 
@@ -41,6 +41,8 @@ class ModelRunner:
         self._modules = list(modules)
         self._adapters = adapters
         self._memory, self._rows, self._options = memory, rows, options
+        self._weights_as_tokens = sum(p.nbytes for p in self._modules[0].parameters()) // max(1, memory.token_bytes)
+        """The number of cached tokens that take as many bytes as the weights."""
         self.last_tokens = torch.zeros(options.max_sequences, dtype=torch.int64, device=memory.device)
         """The last drawn token of each batch row. It stays on the device on its way into the next pass."""
         self._decoders: list[FusedDecoder] = []
@@ -74,10 +76,9 @@ class ModelRunner:
             return
         if self._memory.states:  # The numbers of states, which differ in each pass, would be part of a graph.
             return
+        num_rows = self._options.max_sequences + min(PROMPT_ROWS, self._options.max_prefill_tokens)
         try:
-            self._graphs = DecodeGraphs(
-                self._decoders, self._memory, backend, self._options.max_sequences, proven=self._recorded_before
-            )
+            self._graphs = DecodeGraphs(self._decoders, self._memory, backend, num_rows, proven=self._recorded_before)
             self._recorded_before = True
         except RuntimeError as error:  # a mixture of experts that reads the number of tokens per expert from the device
             logger.warning("the engine runs without CUDA graphs, as a pass cannot be recorded: %s", error)
@@ -92,26 +93,54 @@ class ModelRunner:
 
     def forward(self, schedule: Schedule, slot: int) -> torch.Tensor:
         """Return logits [M + S, V]: one row per draw of the schedule, then one per scored token, in their orders."""
-        single, parts = schedule.num_single, []
-        by_graph = single if self._graphs is not None else 0
-        if self._graphs is not None and single:
-            parts.append(self._decode(self._graphs, schedule, slot))
+        graphs, single = self._graphs, schedule.num_single
         if not schedule.prompts:
-            return parts[0] if parts else self._compute(schedule, 0, np.arange(single), slot)
+            rows = np.arange(single)
+            return self._compute(schedule, 0, rows, slot) if graphs is None else self._replay(graphs, schedule, slot)
         rows, row_of_each = np.unique(_rows_with_logits(schedule), return_inverse=True)  # samples share a prompt's row
-        parts.append(self._compute(schedule, by_graph, rows[by_graph:] - by_graph, slot))
-        logits = torch.cat(parts) if len(parts) > 1 else parts[0]
-        parts.clear()  # parts can be large
+        if graphs is not None and self._fits_graph(schedule):
+            logits = self._replay(graphs, schedule, slot, rows)
+        elif graphs is not None and single:
+            parts = [
+                self._replay(graphs, schedule, slot),
+                self._compute(schedule, single, rows[single:] - single, slot),
+            ]
+            logits = torch.cat(parts)
+            parts.clear()  # parts can be large
+        else:
+            logits = self._compute(schedule, 0, rows, slot)
         if not np.array_equal(row_of_each, np.arange(len(rows))):
             logits = logits[self._to_device([row_of_each])[0]]
         return logits
 
-    def _decode(self, graphs: DecodeGraphs, schedule: Schedule, slot: int) -> torch.Tensor:
-        """Return the logits of the sequences whose last token is computed, by a graph."""
+    def _fits_graph(self, schedule: Schedule) -> bool:
+        """Return True if all prompt tokens of a pass can be rows of its graph. Another pass for them would read all
+        weights again. But each row reads the keys and values before it, so rows are used only while they at most double
+        the memory that the pass reads. Models whose layers keep a state have no graphs: such a layer cannot compute
+        several tokens of a sequence as rows."""
         single = schedule.num_single
-        rows, begins = schedule.rows[:single], schedule.begins[:single]
-        self._select_adapters(rows, schedule.counts[:single])
-        return graphs.run(slot, self.last_tokens, rows, self._places(rows, begins, begins + 1))
+        begins, counts = schedule.begins[single:], schedule.counts[single:]
+        positions = places_of(begins, counts)
+        others = self._weights_as_tokens + int(schedule.begins[:single].sum())
+        return len(positions) <= PROMPT_ROWS and int(positions.sum()) <= others
+
+    def _replay(
+        self, graphs: DecodeGraphs, schedule: Schedule, slot: int, rows: np.ndarray | None = None
+    ) -> torch.Tensor:
+        """Return the logits of a pass by a graph, in which each token is a row with its own position. rows: the rows
+        with logits i64[M], rising. None: compute single tokens only, and the logits of all of them."""
+        count = schedule.num_single if rows is None else len(schedule.rows)
+        batch_rows, begins, counts = (column[:count] for column in (schedule.rows, schedule.begins, schedule.counts))
+        self._select_adapters(batch_rows, counts)
+        prompts = None
+        if rows is not None:
+            begins, batch_rows = places_of(begins, counts), np.repeat(batch_rows, counts)
+            prompts = np.zeros(len(begins) - schedule.num_single, np.int64)
+            _copy_prompts(schedule, prompts)
+        hidden = graphs.run(slot, self.last_tokens, batch_rows, self._places(batch_rows, begins, begins + 1), prompts)
+        if rows is not None:
+            hidden = hidden[self._to_device([rows])[0]]
+        return self._decoders[slot].logits(hidden)
 
     def _compute(self, schedule: Schedule, first: int, rows: np.ndarray, slot: int) -> torch.Tensor:
         """Return the logits of the chunks from `first` on, kernel by kernel. They contain no single tokens, or all of
@@ -153,10 +182,7 @@ class ModelRunner:
         else:
             places = self._places(batch_rows, begins, begins + 1)
         token_ids = np.zeros(len(places.positions), np.int64)  # the last tokens of sequences are on the device
-        at = single
-        for chunk in schedule.prompts:
-            token_ids[at : at + chunk.count] = chunk.sequence.token_slice(chunk.start, chunk.start + chunk.count)
-            at += chunk.count
+        _copy_prompts(schedule, token_ids[single:])
         starts = np.zeros(len(counts) + 1, np.int32)
         np.add.accumulate(counts, out=starts[1:])
         ids, positions, rows_M, single_rows, *cache_index = self._to_device(
@@ -220,6 +246,14 @@ class ModelRunner:
             logger.warning("the model runs without our kernels, since its logits would differ with them")
             for restore in restores:
                 restore()
+
+
+def _copy_prompts(schedule: Schedule, token_ids: np.ndarray) -> None:
+    """Copy the tokens of all chunks of prompts to i64[T]."""
+    at = 0
+    for chunk in schedule.prompts:
+        token_ids[at : at + chunk.count] = chunk.sequence.token_slice(chunk.start, chunk.start + chunk.count)
+        at += chunk.count
 
 
 def _rows_with_logits(schedule: Schedule) -> np.ndarray:

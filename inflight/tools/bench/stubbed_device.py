@@ -45,7 +45,7 @@ class _Decoder:
     """Returns prepared logits."""
 
     def __init__(self, most_rows: int, vocab_size: int):
-        self._logits, self._hidden = torch.zeros(most_rows, vocab_size), torch.zeros(most_rows, 1)
+        self._logits, self._hidden = torch.zeros(most_rows, vocab_size), torch.zeros(most_rows + graphs.PROMPT_ROWS, 1)
 
     def __call__(self, batch: Any) -> torch.Tensor:
         return self._logits[: len(batch.rows)]

@@ -100,8 +100,8 @@ class GraphBackend(AttentionBackend, Protocol):
     """A backend that can be part of a CUDA graph. `begin_graph` does on the host what `begin` does. The kernels' inputs
     keep their addresses for every batch of the same number of single tokens."""
 
-    def prepare_graphs(self, memory: CacheMemory, max_sequences: int) -> None:
-        """Take memory at fixed addresses for passes of up to max_sequences single tokens."""
+    def prepare_graphs(self, memory: CacheMemory, max_rows: int) -> None:
+        """Take memory at fixed addresses for passes of up to max_rows single tokens."""
 
     def begin_graph(self, batch: ForwardBatch, memory: CacheMemory) -> None: ...
 

@@ -215,11 +215,11 @@ class FlashInferAttention:
 
     # ---- CUDA graphs --------------------------------------------------------------------------------------------
 
-    def prepare_graphs(self, memory: CacheMemory, max_sequences: int) -> None:
+    def prepare_graphs(self, memory: CacheMemory, max_rows: int) -> None:
         self._use(memory, self._graph_staged)
-        length = max_sequences * (memory.max_blocks + 2) + 1
+        length = max_rows * (memory.max_blocks + 2) + 1
         self._graph_inputs = [torch.zeros(length, dtype=torch.int32, device=self._device) for _ in memory.groups]
-        self._graph_workspace = self._new_workspace(max_sequences)
+        self._graph_workspace = self._new_workspace(max_rows)
         for plans in self._plans:
             # Every pass is planned again, so that the plans of all sizes can share one place. Plans of several shapes
             # are in use at the same time.
