@@ -1,6 +1,7 @@
 """Tables, numbers and figures of results."""
 
 from collections.abc import Sequence
+from math import sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,20 @@ def smoothed(rewards: Sequence[float]) -> np.ndarray:
     ends = np.arange(1, len(rewards) + 1)
     begins = np.maximum(0, ends - SMOOTHING_STEPS)
     return (sums[ends] - sums[begins]) / (ends - begins)
+
+
+def trend(steps: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
+    """Return the slope per step of a least-squares line, and its standard error. It is larger if neighbors resemble
+    each other: n values are then worth n · (1 − r) / (1 + r) (Bartlett 1935)."""
+    x, y = np.array(steps, float), np.array(values, float)
+    x, y = x - x.mean(), y - y.mean()
+    slope = float(x @ y / (x @ x))
+    rest = y - slope * x
+    squares = float(rest @ rest)
+    r = float(rest[1:] @ rest[:-1]) / squares if squares else 0.0
+    r = min(0.9, max(0.0, r + (2 + 4 * r) / len(x)))  # Around a line r is about this much too small.
+    noise = sqrt(squares / (len(x) - 2) * (1 + r) / (1 - r)) + 1e-9 * float(np.abs(values).max())  # rounding
+    return slope, noise / sqrt(x @ x)
 
 
 def save_figure(path: Path, figure: "Figure") -> None:

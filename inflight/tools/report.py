@@ -22,6 +22,7 @@ from inflight.core.errors import InflightError
 from inflight.core.files import replacing
 from inflight.core.option import argument, option
 from inflight.tools.recorded_run import RecordedRun, read_run
+from inflight.tools.verdict import verdict_of
 
 MAX_BYTES, MAX_DEPTH, MIN_POINTS, MAX_POINTS, LARGEST = 64 << 20, 8, 3, 400, 1e150
 WIDTH, HEIGHT, EDGE = 440, 240, 34
@@ -32,6 +33,7 @@ table { border-collapse: collapse; font-size: 13.5px; margin: 12px 0; display: b
 th, td { border-top: 1px solid #8885; padding: 4px 12px; text-align: right; max-width: 60ch; overflow-wrap: anywhere; }
 :root { color-scheme: light dark; } small { color: #888; white-space: nowrap; }
 th:first-child { min-width: 24ch; }
+.alarm { color: #d55e00; font-weight: 600; }
 .plots { display: flex; flex-wrap: wrap; gap: 12px; }
 figure { margin: 0; width: 440px; } svg { width: 100%; font-size: 11px; } svg text { fill: currentColor; }
 """
@@ -103,19 +105,28 @@ class Section:
 
 
 def report(console: Console, options: ReportOptions) -> None:
-    """Write the page and print its path. Raises ReportError, RunError and FileWriteError."""
-    page = page_of(list(options.paths), options.title)
+    """Write the page, and print the verdict on each run. Raises ReportError, RunError and FileWriteError."""
+    runs = runs_of(options.paths)
+    page = page_of(list(options.paths), options.title, runs)
     with replacing(options.out) as partial:
         partial.write_text(page)
+    for path, run in runs.items():
+        told = "\n".join(f"{finding.topic:<8}  {finding}" for finding in verdict_of(run))
+        console.print(f"{path}\n{told}\n", markup=False, highlight=False, soft_wrap=True)
     console.print(f"written  {options.out}", markup=False, highlight=False, soft_wrap=True)
 
 
-def page_of(paths: list[Path], title: str) -> str:
-    """Return the HTML of a report. Raises ReportError for the first file that is not a benchmark result, and RunError
-    for a directory without a record."""
+def runs_of(paths: Iterable[Path]) -> dict[Path, RecordedRun]:
+    """Read the recorded runs among these paths. Raises RunError for a directory without a record."""
+    return {path: read_run(path) for path in paths if path.is_dir()}
+
+
+def page_of(paths: list[Path], title: str, runs: dict[Path, RecordedRun] | None = None) -> str:
+    """Return the HTML of a report. runs: `runs_of(paths)`, read if None. Raises ReportError for the first file that is
+    not a benchmark result, and RunError for a directory without a record."""
     sections: dict[str, Section] = {}
     compared: dict[str, list[Row]] = {}
-    runs = {path: read_run(path) for path in paths if path.is_dir()}
+    runs = runs_of(paths) if runs is None else runs
     target = target_of(runs.values())
     for path in paths:
         if run := runs.get(path):
@@ -135,8 +146,17 @@ def page_of(paths: list[Path], title: str) -> str:
             section.add_curves(name, run)
     body = "\n".join(part for kind, section in sections.items() for part in html_of(kind, section))
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
-    first = f"<h1>{escape(title)}</h1>\n{comparison_of(list(compared.values()), target)}"
+    first = f"<h1>{escape(title)}</h1>\n{comparison_of(list(compared.values()), target)}{verdicts_of(runs)}"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{first}\n{body}\n</html>\n'
+
+
+def verdicts_of(runs: dict[Path, RecordedRun]) -> str:
+    """Return the HTML of the verdict on each run."""
+    parts = []
+    for path, run in runs.items():
+        items = "".join(f'<li class="{one.level}">{escape(str(one))}</li>' for one in verdict_of(run))
+        parts.append(f"<h2>Verdict on {escape(path.resolve().name)}</h2><ul>{items}</ul>")
+    return "".join(parts)
 
 
 def target_of(runs: Iterable[RecordedRun]) -> float | None:

@@ -61,6 +61,11 @@ class StepReport:
         return [rollout for group in self.groups for rollout in group]
 
     @property
+    def num_groups(self) -> int:
+        """Groups that were drawn for the step, including replaced groups."""
+        return len(self.groups)
+
+    @property
     def mean_length(self) -> float:
         """Drawn tokens per rollout."""
         return self.num_tokens / sum(map(len, self.groups))
@@ -111,4 +116,4 @@ class StepReport:
 
 
 _NUMBERS = ("step", "version", "reward", "reward_std", "reward_kl", "num_tokens", "mean_length", "truncated")
-_NUMBERS += ("grad_norm", "num_skipped")
+_NUMBERS += ("grad_norm", "num_groups", "num_skipped")

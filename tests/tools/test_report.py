@@ -129,6 +129,18 @@ def test_recorded_runs_are_compared_by_speed_staleness_and_time_to_a_reward(tmp_
     assert "77" not in re.sub("points=.*?>", "", page)
 
 
+def test_the_verdict_on_each_run_is_on_the_page_and_is_printed(tmp_path):
+    rising = record_run(tmp_path / "rising", [0.01 * step + 0.02 * (step % 3) for step in range(60)])
+    falling = record_run(tmp_path / "falling", [1 - 0.01 * step + 0.02 * (step % 3) for step in range(60)])
+    out = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["report", str(rising), str(falling), "--out", str(out)])
+    page = out.read_text()
+    said = re.findall(r"^learning  (.*)$", done.stdout, re.MULTILINE)
+    assert [one.split(".")[0] for one in said] == ["Learning", "The reward falls"]
+    assert f'<h2>Verdict on rising</h2><ul><li class="good">{said[0]}</li>' in page
+    assert f'<h2>Verdict on falling</h2><ul><li class="alarm">{said[1]}</li>' in page
+
+
 def test_a_directory_without_a_record_is_refused(tmp_path):
     with pytest.raises(RunError, match=r"cannot read .*events\.jsonl"):
         page_of([tmp_path], "")
