@@ -1,6 +1,7 @@
 """Values of packed sequences are the values of each sequence alone."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def one_by_one(module: nn.Module, batch: PackedBatch) -> torch.Tensor:
     """The head applied to the last hidden states of each sequence."""
     inner = module.get_base_model() if hasattr(module, "get_base_model") else module
     bounds, values = batch.cu_seqlens.tolist(), []
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in pairwise(bounds):
         hidden = inner.base_model(input_ids=batch.input_ids[None, start:end], use_cache=False).last_hidden_state
         values.append(inner.get_output_embeddings()(hidden)[0, :, 0])
     return torch.cat(values)
