@@ -50,13 +50,11 @@ RUNS: dict[str, tuple[Callable[[inflight.Rollout], float], Callable[[torch.nn.Mo
     "grpo": (example.score, lambda model: "grpo"),
     "rloo": (example.score, lambda model: "rloo"),
     "rewards along, turn_advantages": (example.score, lambda model: inflight.turn_advantages("rloo")),
-    "rewards along, critic, lam 1": (example.score, with_lam(1.0)),
     "rewards along, critic, lam 0.9": (example.score, with_lam(0.9)),
     "rewards along, values of 0, lam 0.9": (example.score, with_lam(0.9, trains=False)),
     "rewards along, critic, lam 0.5": (example.score, with_lam(0.5)),
     "rewards along, values of 0, lam 0.5": (example.score, with_lam(0.5, trains=False)),
     "reward at the end, critic, lam 1": (at_the_end, with_lam(1.0)),
-    "reward at the end, critic, lam 0.9": (at_the_end, with_lam(0.9)),
 }
 
 

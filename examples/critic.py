@@ -9,8 +9,9 @@ and "rloo" compare whole answers, and "turns" compares the rewards from each pla
 
 import argparse
 import tempfile
-from itertools import count
+from itertools import count, pairwise
 from statistics import fmean
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
@@ -19,23 +20,31 @@ import inflight
 from inflight.core.rollout import Turn
 
 TOKENS, LENGTH = 16, 20
-CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": TOKENS}
-CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
 
 def model_config() -> PretrainedConfig:
-    return Qwen3Config(**CONFIG, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    return Qwen3Config(
+        vocab_size=TOKENS,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        eos_token_id=None,
+    )
 
 
 def score(rollout: inflight.Rollout) -> float:
     """Give a reward to each token, as a turn of one token. Returns their sum."""
     ids = [*rollout.prompt_token_ids.tolist(), *rollout.token_ids.tolist()]
-    rewards = [float(after == (before + 1) % TOKENS) for before, after in zip(ids, ids[1:], strict=False)]
+    rewards = [float(after == (before + 1) % TOKENS) for before, after in pairwise(ids)]
     rollout.turns = tuple(Turn(place, place + 1, True, reward) for place, reward in enumerate(rewards))
     return sum(rewards)
 
 
-def choose(name: str, model: torch.nn.Module) -> str | inflight.Critic | object:
+def choose(name: str, model: torch.nn.Module) -> Any:
     if name == "turns":
         return inflight.turn_advantages("rloo")
     if name != "critic":

@@ -60,6 +60,13 @@ def test_a_student_learns_from_a_teacher(top_k):
     assert float(after) < 0.5 * float(before), done.stdout
 
 
+@pytest.mark.slow
+def test_a_critic_credits_tokens():
+    done = run_program(str(EXAMPLES / "critic.py"))
+    assert gained(done) > 0.5, done.stdout
+    assert float(re.findall(r"explained variance ([\d.]+)", done.stdout)[-1]) > 0.5
+
+
 @pytest.mark.long
 def test_a_slow_judge_and_evaluations_beside_training():
     done = run_program(str(EXAMPLES / "slow_reward.py"))

@@ -93,8 +93,8 @@ class StepReport:
     def as_dict(self) -> dict[str, float]:
         """Return all values as numbers under flat names, for any logger (docs/training.md#numbers-for-a-logger):
         `_NUMBERS`, `LossStats.as_dict` ("ratio/ess", …), "reward/NAME", "length/min", "staleness/token_age_ms",
-        "lead/wait_share", "dropped/stale_share", "failures/error/NAME", "probe/mismatch/kl", "critic/loss" and the like, and
-        `EvaluationResult.as_dict` of the newest finished evaluation. Values of None or NaN are left out."""
+        "lead/wait_share", "dropped/stale_share", "failures/error/NAME", "probe/mismatch/kl", "critic/loss" and the
+        like, and `EvaluationResult.as_dict` of the newest finished evaluation. Values of None or NaN are left out."""
         numbers: dict[str, float | None] = {} if self.stats is None else {**self.stats.as_dict()}
         numbers |= {name: getattr(self, name) for name in _NUMBERS}
         numbers |= {f"reward/{name}": mean for name, mean in self.reward_parts.items()}

@@ -229,6 +229,10 @@ def test_a_run_continues_from_the_saved_states_of_module_and_optimizer(tmp_path)
     torch.testing.assert_close(second[2].module.table, critic.module.table, rtol=0, atol=1e-12)
 
 
+def num_odd(rollout):
+    return float((rollout.token_ids % 2).sum())
+
+
 @pytest.mark.medium
 def test_a_policy_learns_with_one_sample_of_each_prompt(engine):
     torch.manual_seed(0)
@@ -240,8 +244,7 @@ def test_a_policy_learns_with_one_sample_of_each_prompt(engine):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     examples = ([index % 50, 3] for index in count())
     with engine.publisher(model) as publisher:
-        score = lambda rollout: float((rollout.token_ids % 2).sum())
-        reports = list(grpo(engine, publisher, model, optimizer, examples, score, config))
+        reports = list(grpo(engine, publisher, model, optimizer, examples, num_odd, config))
     assert reports[-1].reward > reports[0].reward + 0.7
     assert reports[-1].critic.loss < 0.5 * reports[0].critic.loss
 

@@ -136,7 +136,9 @@ def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, states
     predicting, fed_rows = (torch.from_numpy(fed_row[i]).to(device) for i in (np.flatnonzero(drawn) - 1, slice(None)))
     groups = _groups(segments)
     batches = state_batches(groups, device) if states else []
-    return PackedInput(input_ids, position_ids, rows.to(device), predicting, fed_rows, batches, *_bucket(groups, device))
+    return PackedInput(
+        input_ids, position_ids, rows.to(device), predicting, fed_rows, batches, *_bucket(groups, device)
+    )
 
 
 def _groups(segments: list[Segment]) -> list[list[Segment]]:

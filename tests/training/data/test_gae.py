@@ -140,7 +140,7 @@ def test_given_tokens_get_nothing_and_empty_samples_work():
 
 def test_mistakes_are_named():
     rollouts, values = made(0)
-    with pytest.raises(ValueError, match="lam must be between 0 and 1, got 1.5"):
+    with pytest.raises(ValueError, match=r"lam must be between 0 and 1, got 1\.5"):
         gae(rollouts, values, lam=1.5)
     with pytest.raises(ValueError, match="discount must be between 0 and 1, got nan"):
         gae(rollouts, values, discount=float("nan"))

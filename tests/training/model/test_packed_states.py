@@ -8,7 +8,7 @@ from made_batches import make_batch, make_group, one_by_one
 
 from inflight.training.data.batch import pack
 from inflight.training.model import packing
-from inflight.training.model.forward import try_way, score_tokens
+from inflight.training.model.forward import score_tokens, try_way
 from inflight.training.model.forward_mode import scoring_way
 from inflight.training.model.packed_states import mix
 
