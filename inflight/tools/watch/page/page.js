@@ -24,26 +24,23 @@ const AGES = [
   ["version_lag", "consumed", "How many versions the trainer was ahead of the weights that drew a token when it consumed it."],
 ];
 
-// The rules of the lead controller, by their number.
-const RULES = [
-  "fixed number of batches ahead",
-  "first steps: one batch",
-  "smallest lead that suffices",
-  "the lead grows",
-  "the generator is slower",
-  "bound on groups in flight",
-];
+const QUESTIONS = {
+  learning: "Is it learning?",
+  waits: "Who waits for whom?",
+  age: "How old are the tokens?",
+  signal: "Is the signal good?",
+};
 
 const TRAINER = [
   ["trains", "blue", ["forward", "backward", "optimizer step", "reference"]],
   ["waits for rollouts", "orange", ["wait for rollouts"]],
-  ["waits for the copy", "red", ["wait for the publish copy"]],
+  ["waits for the copy", "sky", ["wait for the publish copy"]],
   ["evaluates", "purple", ["evaluation"]],
 ];
 const ENGINE = [
   ["generates", "blue", ["generating"]],
   ["has no prompts", "orange", ["idle"]],
-  ["waits for weights", "red", ["waits for weights"]],
+  ["waits for weights", "green", ["waits for weights"]],
   ["is held back", "sky", ["waits for the trainer"]],
   ["is paused", "purple", ["paused", "asleep"]],
   ["is away", "grey", ["restarting", "silent", "closed"]],
@@ -52,7 +49,7 @@ const ENGINE = [
 const SECTIONS = [
   {
     id: "learning",
-    title: "Is it learning?",
+    title: QUESTIONS.learning,
     note: "Rewards of what is trained on, and answers to held-out prompts.",
     panels: [
       { id: "reward", title: "Reward and held-out accuracy", size: "double", unit: "0 to 1", draw: drawReward, height: 210, why: "Mean reward of the rollouts that each optimizer step took, and the accuracy on held-out prompts wherever it was measured." },
@@ -60,14 +57,23 @@ const SECTIONS = [
     ],
   },
   {
+    id: "waits",
+    title: QUESTIONS.waits,
+    note: "Blue is work; every other colour is time that a side spends otherwise.",
+    panels: [
+      { id: "trainer-waits", title: "Trainer", unit: "share of time", min: 0, max: 1, height: 150, yText: percent, tipUnit: "", legend: [...TRAINER, ["does other things", "grey"]], draw: drawTrainerWaits, why: "What the trainer's thread spends each optimizer step on; if it mostly waits for rollouts, the generator is the slower half." },
+      { id: "engine-waits", title: "Engine", unit: "share of time", min: 0, max: 1, height: 150, yText: percent, tipUnit: "", legend: ENGINE, draw: drawEngineWaits, why: "What the engine says that it does; if it mostly has no prompts, the trainer is the slower half." },
+    ],
+  },
+  {
     id: "age",
-    title: "How old are the tokens?",
+    title: QUESTIONS.age,
     note: "The six measures of staleness: the line is the median, the band goes from the 10th to the 90th percentile.",
     panels: AGES.map(([name, from, why]) => ({ id: name, title: name, why, unit: name === "version_lag" ? "versions" : "ms", draw: () => drawAge(name, from) })),
   },
   {
     id: "signal",
-    title: "Is the signal still good?",
+    title: QUESTIONS.signal,
     note: "ρ is the probability of a token under the trainer's weights over the one it was drawn with.",
     panels: [
       { id: "ess", title: "Effective sample size", unit: "share of tokens", min: 0, max: 1, draw: drawEss, why: "How many equally weighted tokens the weighted ones are worth, as a share of all: 1 is as good as on-policy." },
@@ -87,15 +93,6 @@ const SECTIONS = [
     ],
   },
   {
-    id: "waits",
-    title: "Who waits for whom?",
-    note: "Blue is work; every other colour is time that a side spends otherwise.",
-    panels: [
-      { id: "trainer-waits", title: "Trainer", unit: "share of time", min: 0, max: 1, height: 150, yText: percent, tipUnit: "", legend: [...TRAINER, ["does other things", "grey"]], draw: drawTrainerWaits, why: "What the trainer's thread spends each optimizer step on; if it mostly waits for rollouts, the generator is the slower half." },
-      { id: "engine-waits", title: "Engine", unit: "share of time", min: 0, max: 1, height: 150, yText: percent, tipUnit: "", legend: ENGINE, draw: drawEngineWaits, why: "What the engine says that it does; if it mostly has no prompts, the trainer is the slower half." },
-    ],
-  },
-  {
     id: "versions",
     title: "Life of each version",
     note: "What became of the tokens that each version of the weights drew.",
@@ -108,7 +105,7 @@ const SECTIONS = [
 const charts = new Map();
 
 function build() {
-  const links = [["Now", "tiles"]];
+  const links = [["Verdict", "verdict"]];
   for (const section of SECTIONS) {
     const element = make("section", { id: section.id, "aria-labelledby": `${section.id}-title` });
     const heading = make("div", { class: "heading" });
@@ -218,7 +215,7 @@ function drawAge(name, from) {
   const rows = within(run.consumed.filter((one) => one.measures[name]).map((one) => [one.at, ...one.measures[name]]));
   const spread = thin(rows);
   return overTime([
-    { name: "p99", color: "red", thin: true, points: spread.map((row) => [row[0], row[4]]) },
+    { name: "p99", color: "sky", thin: true, points: spread.map((row) => [row[0], row[4]]) },
     { name: "median", color: "blue", points: spread.map((row) => [row[0], row[2]]), band: spread.map((row) => [row[0], row[1], row[3]]) },
   ]);
 }
@@ -261,22 +258,15 @@ function drawRatios() {
   return { x: [-2.1, 2.1], lines };
 }
 
-/** [time, tokens/s, seconds] between each two counts of the engine's tokens. */
+/** [time, tokens/s] between each two counts of the engine's tokens. */
 function rates() {
   const points = [];
   run.engine.forEach((one, i) => {
     const before = run.engine[i - 1];
     if (!before || one.num_tokens == null || before.num_tokens == null || one.num_tokens < before.num_tokens) return;
-    const seconds = Math.max(0.1, one.at - before.at);
-    points.push([one.at, (one.num_tokens - before.num_tokens) / seconds, seconds]);
+    points.push([one.at, (one.num_tokens - before.num_tokens) / Math.max(0.1, one.at - before.at)]);
   });
   return points;
-}
-
-function recentRate(seconds) {
-  const recent = rates().filter(([at]) => at > run.last - run.began - seconds);
-  const total = recent.reduce((sum, point) => sum + point[2], 0);
-  return total ? recent.reduce((sum, point) => sum + point[1] * point[2], 0) / total : null;
 }
 
 function drawThroughput() {
@@ -365,39 +355,29 @@ function tipOfVersion(x) {
   return `version ${Math.round(x)}${published}${swap ? `, live after ${text(swap.swap_ms)} ms` : ""}`;
 }
 
+// ---- the verdict --------------------------------------------------------------------------------------------------
+
+let verdict = [];
+
+function drawVerdict() {
+  const cards = verdict.map(({ topic, level, state, facts, cause, change }) => {
+    const card = make("a", { class: "finding", href: `#${topic}`, "data-level": level });
+    const words = make("p", { class: "state" }, state);
+    words.prepend(make("i"));
+    card.append(make("h2", {}, QUESTIONS[topic]), words, make("p", {}, [facts, cause].filter(Boolean).join(" ")));
+    if (change) card.append(withCode(make("p", { class: "change" }), change));
+    return card;
+  });
+  $("verdict").replaceChildren(...cards);
+}
+
+/** Append text whose parts in backticks are code. */
+function withCode(element, words) {
+  words.split("`").forEach((part, i) => element.append(i % 2 ? make("code", {}, part) : part));
+  return element;
+}
+
 // ---- tiles --------------------------------------------------------------------------------------------------------
-
-function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
-}
-
-function mean(values) {
-  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
-}
-
-function tiles() {
-  const last = (name, count) => run.numbers(name).slice(-count).map((point) => point[1]);
-  const swaps = run.swapped.slice(-50);
-  const consumed = run.consumed.slice(-10);
-  const measure = (name) => median(consumed.filter((one) => one.measures[name]).map((one) => one.measures[name][1]));
-  const accuracy = run.accuracies.length ? last(run.accuracies[0], 1)[0] : null;
-  const first = run.accuracies.length ? run.numbers(run.accuracies[0])[0][1] : null;
-  return [
-    ["Reward", text(mean(last("reward", 10))), "", "mean, 10 steps"],
-    ["Held-out accuracy", text(accuracy), "", first === null || first === undefined ? "not measured" : `${text(first)} at first`],
-    ["Throughput", text(recentRate(10)), "tokens/s", "last 10 s"],
-    ["swap_ms", text(median(swaps.map((swap) => swap.swap_ms))), "ms", "median of 50"],
-    ["stall_ms", text(median(swaps.map((swap) => swap.stall_ms))), "ms", "median of 50"],
-    ["token_age_ms", text(measure("token_age_ms")), "ms", "median, 10 steps"],
-    ["version_lag", text(measure("version_lag")), "versions", "median, 10 steps"],
-    ["Trainer waits", percent(last("lead/wait_share", 1)[0] ?? NaN), "", RULES[last("lead/rule", 1)[0]] ?? "no lead controller"],
-    ["Lead", text(last("lead/seconds", 1)[0]), "s", `${text(last("lead/groups", 1)[0])} groups in flight`],
-    ["Age over bound", text(mean(last("staleness/age_over_bound", 10))), "", "1: groups end when needed"],
-    ["Effective sample size", text(mean(last("ratio/ess", 10))), "", "mean, 10 steps"],
-    ...(run.episodes ? episodeTiles(run.episodes) : []),
-  ];
-}
 
 /** Tiles of a run whose samples are episodes. */
 function episodeTiles({ num_running, num_calling, counts, seconds, reward }) {
@@ -417,7 +397,8 @@ function episodeTiles({ num_running, num_calling, counts, seconds, reward }) {
 }
 
 function drawTiles() {
-  const elements = tiles().map(([name, value, unit, note]) => {
+  $("tiles").hidden = !run.episodes;
+  const elements = (run.episodes ? episodeTiles(run.episodes) : []).map(([name, value, unit, note]) => {
     const tile = make("div", { class: "tile" });
     const number = make("p", { class: "value" }, value);
     if (unit) number.append(make("small", {}, unit));
@@ -566,6 +547,7 @@ async function follow() {
       cursor = news.cursor;
     }
     if (news.there && news.has_more) continue;
+    if (news.there) verdict = news.verdict;
     draw();
     await new Promise((done) => setTimeout(done, document.hidden ? ASK_HIDDEN_MS : ASK_MS));
   }
@@ -577,6 +559,7 @@ function draw() {
   isDirty = false;
   drawHead();
   for (const { chart, draw: data } of charts.values()) chart.draw(data());
+  drawVerdict();
   drawTiles();
   drawSamples();
 }
