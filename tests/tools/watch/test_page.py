@@ -72,7 +72,13 @@ def made_run(steps: int, *, title: str = "a made run", ended: bool = False) -> l
     for step in range(1, steps + 1):
         now = began + step
         numbers = {"reward": step / steps, "ratio/ess": 0.9, "mean_length": 8.0, "stale/logprob_diff": 0.04}
-        numbers |= {"staleness/age_over_bound": 2.5, "staleness/token_age_ms": 250.0, "lead/rule": 2.0}
+        numbers |= {
+            "loss": -0.01,
+            "grad_norm": 1.0,
+            "staleness/age_over_bound": 2.5,
+            "staleness/token_age_ms": 250.0,
+            "lead/rule": 2.0,
+        }
         numbers |= {"accuracy": 0.5} if step % 5 == 0 else {}
         counts = [0] * 42
         counts[20:22] = [600, 400]
@@ -112,7 +118,7 @@ def test_every_chart_is_drawn_and_nothing_scrolls_sideways(shown, tmp_path, widt
     expect(page.locator("h1")).to_have_text("a made run")
     expect(page.locator("#status")).to_have_text("live")
     charts = page.locator(".panel svg")
-    assert charts.count() == 18
+    assert charts.count() == 20
     expect(page.locator("svg .empty")).to_have_count(0)
     assert page.locator("svg").evaluate_all("all => all.every((one) => one.querySelector('path, rect'))")
     assert not scrolls(page)
@@ -167,6 +173,46 @@ def test_figures_are_those_of_the_run(shown, tmp_path):
     assert re.search(r"trains 50 %, waits for rollouts 30 %, waits for the copy 10 %, .* does other things 10 %", label)
     assert "generates 80 %, has no prompts 20 %" in page.locator("#panel-engine-waits svg").get_attribute("aria-label")
     assert "trained on 500, left out 300" in page.locator("#panel-lives svg").get_attribute("aria-label")
+
+
+def test_any_number_of_the_run_has_a_chart_and_the_choice_is_remembered(shown, tmp_path):
+    numbers = [{"loss": -0.5, "grad_norm": 2.0, "made by/a user": float(step)} for step in range(9)]
+    events = [Step(time=time.time(), step=step, numbers=one) for step, one in enumerate(numbers, 1)]
+    EventFile(tmp_path / "run").append([Began(time=time.time() - 9, title="a run"), *events])
+    page = shown(390)
+    titles = page.locator("#number-panels h3")
+    expect(titles).to_have_text(["loss", "grad_norm"])  # without the entropy, which this run does not log
+    page.select_option("#add", "made by/a user")
+    expect(titles).to_have_text(["loss", "grad_norm", "made by/a user"])
+    expect(page.locator("#number-panels svg").last).to_have_attribute(
+        "aria-label", re.compile("^made by/a user. value 8")
+    )
+    page.locator("#number-panels .remove").first.click()
+    page.reload()
+    expect(titles).to_have_text(["grad_norm", "made by/a user"])
+    assert not scrolls(page)
+
+
+def test_the_time_before_a_restart_is_cut_out(shown, tmp_path):
+    now = time.time()
+    before = [
+        Began(time=now - 1000, title="a run"),
+        *(Step(time=now - 1000 + s, step=s, numbers={}) for s in range(1, 10)),
+    ]
+    after = [Began(time=now - 10, title="a run", resumed_after_step=9)]
+    after += [Step(time=now - 10 + s, step=9 + s, numbers={"reward": 0.5}) for s in range(1, 10)]
+    version = Version(time=now - 5, version=3, published=now - 6, drawn=1)
+    EventFile(tmp_path / "run").append([*before, *after, version])
+    page = shown()
+    expect(page.locator("#facts")).to_contain_text("0:18 since it began")
+    expect(page.locator("#panel-reward .mark")).to_have_count(1)
+    chart = page.locator("#panel-reward svg")
+    chart.focus()
+    page.keyboard.press("Home")
+    expect(page.locator("#panel-reward .tip em")).to_have_text("0:10")
+    page.locator("#panel-lives svg").focus()
+    page.keyboard.press("End")
+    expect(page.locator("#panel-lives .tip em")).to_have_text("version 3, published at 0:13")
 
 
 def test_a_run_of_episodes_has_tiles_of_its_episodes(shown, tmp_path):

@@ -116,7 +116,7 @@ function build() {
     $("sections").append(element);
     links.push([section.title, section.id]);
   }
-  links.push(["Recent rollouts", "rollouts"]);
+  links.push(["Every number", "numbers"], ["Recent rollouts", "rollouts"]);
   for (const [name, id] of links) $("nav").append(make("a", { href: `#${id}` }, name));
 }
 
@@ -159,10 +159,41 @@ function percent(value) {
   return `${share >= 1 || share === 0 ? Math.round(share) : text(share)} %`;
 }
 
+// ---- charts of any number -----------------------------------------------------------------------------------------
+
+let chosen = JSON.parse(localStorage.getItem("inflight-numbers")) ?? ["loss", "grad_norm", "entropy"];
+
+function choose(names) {
+  chosen = names;
+  localStorage.setItem("inflight-numbers", JSON.stringify(names));
+  redraw();
+}
+
+/** Panels of the chosen numbers that the run has logged, and a list of the others. */
+function drawNumbers() {
+  const shown = chosen.filter((name) => run.names.has(name));
+  const others = [...run.names].filter((name) => !shown.includes(name)).sort();
+  const key = JSON.stringify([shown, others]);
+  const host = $("number-panels");
+  if (host.dataset.key === key) return;
+  host.dataset.key = key;
+  for (const id of charts.keys()) if (id.startsWith("number-")) charts.delete(id);
+  const panels = shown.map((name) => {
+    const panel = { id: `number-${name.replace(/[^\w/]/g, "_")}`, title: name, why: "A number that the run logs under this name.", draw: () => single(name, "", "blue") };
+    const element = panelOf(panel);
+    const remove = make("button", { class: "why remove", type: "button", "aria-label": `Remove the chart of ${name}` }, "×");
+    remove.addEventListener("click", () => choose(chosen.filter((other) => other !== name)));
+    element.querySelector(".panel-head").append(remove);
+    return element;
+  });
+  host.replaceChildren(...panels);
+  $("add").replaceChildren(...["", ...others].map((name) => make("option", { value: name }, name || "choose a number")));
+}
+
 // ---- what each chart is given -------------------------------------------------------------------------------------
 
 function shownTime() {
-  const high = run.began === null ? 1 : Math.max(1, run.last - run.began);
+  const high = run.began === null ? 1 : Math.max(1, run.clockOf(run.last));
   const seconds = Number($("window").value);
   return [seconds ? Math.max(0, high - seconds) : 0, high];
 }
@@ -351,7 +382,7 @@ function versionTicks(low, high, count) {
 function tipOfVersion(x) {
   const one = run.versions.get(Math.round(x));
   const swap = run.swapped.findLast((found) => found.version === Math.round(x));
-  const published = one?.published ? `, published at ${clock(one.published - run.began)}` : "";
+  const published = one?.published ? `, published at ${clock(run.clockOf(one.published))}` : "";
   return `version ${Math.round(x)}${published}${swap ? `, live after ${text(swap.swap_ms)} ms` : ""}`;
 }
 
@@ -493,7 +524,7 @@ function drawHead() {
   if (run.model && !run.model.startsWith("/")) facts.push(run.model);
   if (newest) facts.push(`step ${newest.step}`);
   if (version !== undefined) facts.push(`version ${version} is live`);
-  if (run.began !== null) facts.push(`${clock(run.last - run.began)} since it began`);
+  if (run.began !== null) facts.push(`${clock(run.clockOf(run.last))} since it began`);
   if (seen.place) facts.push(seen.place);
   $("facts").textContent = facts.join(" · ");
   $("title").textContent = run.title || "Waiting for a run";
@@ -558,6 +589,7 @@ function draw() {
   if (!isDirty) return;
   isDirty = false;
   drawHead();
+  drawNumbers();
   for (const { chart, draw: data } of charts.values()) chart.draw(data());
   drawVerdict();
   drawTiles();
@@ -589,5 +621,6 @@ remembered($("theme"), "inflight-theme", chooseTheme);
 remembered($("window"), "inflight-window", redraw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chooseTheme($("theme").value));
 document.querySelectorAll('input[name="colour"]').forEach((input) => input.addEventListener("change", colourTokens));
+$("add").addEventListener("change", (event) => choose([...chosen, event.target.value]));
 document.addEventListener("visibilitychange", () => document.hidden || redraw());
 follow();
