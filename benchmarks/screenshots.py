@@ -3,8 +3,8 @@
     python benchmarks/screenshots.py [RUN [DIRECTORY]]
 
 RUN is the directory of a run. Without it the demo runs first, into runs/watch, for some minutes. The pictures go to
-DIRECTORY (docs): watch-light.png, the upper half of the page, watch-dark.png, the lower half, and watch-rollouts.png,
-its end. `make screenshots` runs this.
+DIRECTORY (docs): watch-light.png, the upper half of the page, watch-dark.png, the lower half, watch-rollouts.png, its
+end, and watch-phone.png, the first screen of a narrow window. `make screenshots` runs this.
 """
 
 import subprocess
@@ -43,7 +43,10 @@ def main(run: Path | None, directory: Path) -> None:
         take(page, directory / "watch-rollouts.png", rollouts, top_of(page, "footer"))
         page.select_option("#theme", "dark")
         take(page, directory / "watch-dark.png", engine, rollouts)
-    print(f"{directory}/watch-light.png, watch-dark.png and watch-rollouts.png show {run}")
+        page.set_viewport_size({"width": 390, "height": 844})
+        page.evaluate("window.scrollTo(0, 0)")
+        page.screenshot(path=directory / "watch-phone.png")
+    print(f"{directory}/watch-light.png, watch-dark.png, watch-rollouts.png and watch-phone.png show {run}")
 
 
 def top_of(page: "Page", selector: str) -> float:

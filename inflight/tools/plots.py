@@ -52,6 +52,18 @@ def trend(steps: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
     return slope, noise / sqrt(x @ x)
 
 
+def noise_of(values: Sequence[float]) -> float:
+    """Return the standard deviation of independent values whose means are as noisy as means of these values. It comes
+    from differences of neighbors without the largest 2 %, so that trends and jumps do not count. With a correlation of
+    r between neighbors it is larger by √((1 + r) / (1 − r))."""
+    steps = np.diff(np.array(values, float))
+    most = float(np.quantile(np.abs(steps), 0.98))
+    steps = steps.clip(-most, most)
+    square = float(steps @ steps) / len(steps)
+    r = min(0.9, max(0.0, 1 + 2 * float(steps[1:] @ steps[:-1]) / len(steps) / square)) if square else 0.0
+    return sqrt(square / 2 * (1 + r)) / (1 - r)
+
+
 def save_figure(path: Path, figure: "Figure") -> None:
     figure.tight_layout()
     with replacing(path) as partial:

@@ -2,12 +2,11 @@
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf, sqrt
 from statistics import fmean
 from typing import Any, Literal
 
-from inflight.tools.plots import trend
+from inflight.tools.plots import noise_of, trend
 from inflight.tools.recorded_run import RecordedRun
 from inflight.training.data.lead_state import Rule
 
@@ -59,24 +58,25 @@ def verdict_of(run: RecordedRun) -> list[Finding]:
 
 
 def _learning(run: RecordedRun, signal: Finding) -> Finding:
-    steps, rewards, span, slope, error = run.last_steps(), [0.0], 0, 0.0, 0.0
-    for size in (WINDOW, max(WINDOW, len(steps) // 4)):  # A slow trend of a long run shows only in its last quarter.
+    steps, span, slope, error = run.last_steps(), 0, 0.0, 0.0
+    for size in (WINDOW, max(WINDOW, len(steps) // 2)):  # A slow trend of a long run shows only in its last half.
         last = steps[-size:]
         window = run.values("reward", last)
         if run.mean("reward", last, max(LEAST, len(last) // 2)) is None:
             return Finding("learning", f"{len(window)} of the last {len(last)} steps have a finite reward.")
-        rewards, span = list(window.values()), last[-1] - last[0] + 1
-        slope, error = trend(list(window), rewards)
+        span = last[-1] - last[0] + 1
+        slope, error = trend(list(window), list(window.values()))
         if abs(slope) > ERRORS * error:
             break
-    jump = JUMP * sqrt(fmean((b - a) ** 2 for a, b in pairwise(rewards)) / ENDS)  # independent of trends and jumps
-    first = fmean(list(run.values("reward", steps).values())[:ENDS])
-    then, now, moved, about = fmean(rewards[:ENDS]), fmean(rewards[-ENDS:]), slope * span, ERRORS * error * span
-    facts = f"Reward {now:.3g}, {then:.3g} {span} steps ago, {first:.3g} at first; trend {moved:+.2g} ± {about:.1g}."
+    rewards = list(run.values("reward", steps).values())
+    means = [fmean(rewards[max(0, end - ENDS) : end]) for end in range(len(rewards), 0, -ENDS)]
+    first, now, jump = fmean(rewards[:ENDS]), means[0], JUMP * noise_of(rewards) * sqrt(2 / ENDS)
+    facts = f"Reward: {first:.3g} at first, {max(means):.3g} at best, {now:.3g} now. "
+    facts += f"Trend of {span} steps: {slope * span:+.2g} ± {ERRORS * error * span:.1g}."
     no_rise = (f"The likeliest cause: {signal.state}.", signal.change) if signal.level in ("note", "alarm") else None
     return _first_of("learning", facts, [
         (slope > ERRORS * error, "good", "learning", "", ""),
-        (slope < -ERRORS * error or then - now > jump, "alarm", "the reward falls", *(no_rise or _FALLS)),
+        (slope < -ERRORS * error or max(means) - now > jump, "alarm", "the reward fell", *(no_rise or _FALLS)),
         (now - first > jump, "note", "flat", *(no_rise or _FLAT)),
         (True, "note", "not yet learning", *(no_rise or _NOT_YET)),
     ])  # fmt: skip

@@ -136,7 +136,7 @@ def test_the_verdict_on_each_run_is_on_the_page_and_is_printed(tmp_path):
     done = CliRunner().invoke(app, ["report", str(rising), str(falling), "--out", str(out)])
     page = out.read_text()
     said = re.findall(r"^learning  (.*)$", done.stdout, re.MULTILINE)
-    assert [one.split(".")[0] for one in said] == ["Learning", "The reward falls"]
+    assert [one.split(".")[0] for one in said] == ["Learning", "The reward fell"]
     assert f'<h2>Verdict on rising</h2><ul><li class="good">{said[0]}</li>' in page
     assert f'<h2>Verdict on falling</h2><ul><li class="alarm">{said[1]}</li>' in page
 

@@ -28,6 +28,8 @@ from inflight.observability.events import (
     Swapped,
     Version,
 )
+from inflight.tools.recorded_run import read_run
+from inflight.tools.verdict import verdict_of
 from inflight.tools.watch.server import PageServer
 from inflight.tools.watch.sources import RunDirectory
 
@@ -70,6 +72,13 @@ def made_run(steps: int, *, title: str = "a made run", ended: bool = False) -> l
     for step in range(1, steps + 1):
         now = began + step
         numbers = {"reward": step / steps, "ratio/ess": 0.9, "mean_length": 8.0, "stale/logprob_diff": 0.04}
+        numbers |= {
+            "loss": -0.01,
+            "grad_norm": 1.0,
+            "staleness/age_over_bound": 2.5,
+            "staleness/token_age_ms": 250.0,
+            "lead/rule": 2.0,
+        }
         numbers |= {"accuracy": 0.5} if step % 5 == 0 else {}
         counts = [0] * 42
         counts[20:22] = [600, 400]
@@ -101,7 +110,7 @@ def scrolls(page: "Page") -> bool:
     return page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
 
 
-@pytest.mark.parametrize("width", [400, 1024, 1600])
+@pytest.mark.parametrize("width", [390, 1024, 1600])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_chart_is_drawn_and_nothing_scrolls_sideways(shown, tmp_path, width, scheme):
     EventFile(tmp_path / "run").append(made_run(30))
@@ -109,29 +118,101 @@ def test_every_chart_is_drawn_and_nothing_scrolls_sideways(shown, tmp_path, widt
     expect(page.locator("h1")).to_have_text("a made run")
     expect(page.locator("#status")).to_have_text("live")
     charts = page.locator(".panel svg")
-    assert charts.count() == 18
+    assert charts.count() == 20
     expect(page.locator("svg .empty")).to_have_count(0)
     assert page.locator("svg").evaluate_all("all => all.every((one) => one.querySelector('path, rect'))")
     assert not scrolls(page)
     overflowing = "all => all.filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.id)"
-    assert page.locator(".panel, .tile, .sample").evaluate_all(overflowing) == []
+    assert page.locator(".panel, .finding, .tile, .sample").evaluate_all(overflowing) == []
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
+
+
+def test_the_verdict_is_first_and_has_the_sentences_of_the_report(shown, tmp_path):
+    EventFile(tmp_path / "run").append(made_run(60))
+    page = shown(390)
+    cards = page.locator(".finding")
+    expect(cards).to_have_count(4)
+    findings = verdict_of(read_run(tmp_path / "run"))
+    for card, found in zip(cards.all(), findings, strict=True):
+        expect(card).to_have_attribute("data-level", found.level)
+        shown_words = re.sub(r"\s+", " ", card.inner_text())
+        for part in (found.state, found.facts, found.cause, found.change.replace("`", "")):
+            assert part in shown_words
+    assert [found.state for found in findings] == ["learning", "each waits for the other", "old", "good"]
+    first = page.locator("main").locator("article, a").first
+    expect(first).to_have_class("finding")
+    assert cards.first.bounding_box()["y"] < 400
+    assert cards.last.bounding_box()["y"] < 800  # four answers on the first screen of a phone
+    cards.nth(1).click()
+    assert page.evaluate("location.hash") == "#waits"
+
+
+def test_the_verdict_follows_the_run_and_alarms_have_a_color_of_their_own(shown, tmp_path):
+    file = EventFile(tmp_path / "run")
+    file.append(made_run(60))
+    page = shown()
+    learning, border = page.locator(".finding").first, "one => getComputedStyle(one).borderTopColor"
+    expect(learning).to_have_attribute("data-level", "good")
+    calm = learning.evaluate(border)
+    alarm = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--alarm')")
+    file.append([Step(time=time.time(), step=step, numbers={"reward": 0.1}, seconds=1.0) for step in range(61, 91)])
+    expect(learning).to_have_attribute("data-level", "alarm")
+    expect(learning.locator(".state")).to_have_text("the reward fell")
+    assert learning.evaluate(border) != calm
+    drawn = page.locator("#sections").inner_html() + page.locator("#rollouts").inner_html()
+    assert "alarm" not in drawn
+    assert alarm.lower() not in drawn.lower()
 
 
 def test_figures_are_those_of_the_run(shown, tmp_path):
     EventFile(tmp_path / "run").append(made_run(30))
     page = shown()
     expect(page.locator("h1")).to_have_text("a made run")
-    tiles = page.locator(".tile").all_inner_texts()
-    values = {lines[0]: lines[1] for lines in (re.split(r"\n+", tile) for tile in tiles)}
-    assert values["swap_ms"].startswith("12")
-    assert values["Throughput"].startswith("5,000")
-    assert values["Held-out accuracy"] == "0.5"
-    assert values["Reward"] == "0.85"  # the mean of the last ten steps
+    assert "accuracy 0.5 " in page.locator("#panel-reward svg").get_attribute("aria-label")
     label = page.locator("#panel-trainer-waits svg").get_attribute("aria-label")
     assert re.search(r"trains 50 %, waits for rollouts 30 %, waits for the copy 10 %, .* does other things 10 %", label)
     assert "generates 80 %, has no prompts 20 %" in page.locator("#panel-engine-waits svg").get_attribute("aria-label")
     assert "trained on 500, left out 300" in page.locator("#panel-lives svg").get_attribute("aria-label")
+
+
+def test_any_number_of_the_run_has_a_chart_and_the_choice_is_remembered(shown, tmp_path):
+    numbers = [{"loss": -0.5, "grad_norm": 2.0, "made by/a user": float(step)} for step in range(9)]
+    events = [Step(time=time.time(), step=step, numbers=one) for step, one in enumerate(numbers, 1)]
+    EventFile(tmp_path / "run").append([Began(time=time.time() - 9, title="a run"), *events])
+    page = shown(390)
+    titles = page.locator("#number-panels h3")
+    expect(titles).to_have_text(["loss", "grad_norm"])  # without the entropy, which this run does not log
+    page.select_option("#add", "made by/a user")
+    expect(titles).to_have_text(["loss", "grad_norm", "made by/a user"])
+    expect(page.locator("#number-panels svg").last).to_have_attribute(
+        "aria-label", re.compile("^made by/a user. value 8")
+    )
+    page.locator("#number-panels .remove").first.click()
+    page.reload()
+    expect(titles).to_have_text(["grad_norm", "made by/a user"])
+    assert not scrolls(page)
+
+
+def test_the_time_before_a_restart_is_cut_out(shown, tmp_path):
+    now = time.time()
+    before = [
+        Began(time=now - 1000, title="a run"),
+        *(Step(time=now - 1000 + s, step=s, numbers={}) for s in range(1, 10)),
+    ]
+    after = [Began(time=now - 10, title="a run", resumed_after_step=9)]
+    after += [Step(time=now - 10 + s, step=9 + s, numbers={"reward": 0.5}) for s in range(1, 10)]
+    version = Version(time=now - 5, version=3, published=now - 6, drawn=1)
+    EventFile(tmp_path / "run").append([*before, *after, version])
+    page = shown()
+    expect(page.locator("#facts")).to_contain_text("0:18 since it began")
+    expect(page.locator("#panel-reward .mark")).to_have_count(1)
+    chart = page.locator("#panel-reward svg")
+    chart.focus()
+    page.keyboard.press("Home")
+    expect(page.locator("#panel-reward .tip em")).to_have_text("0:10")
+    page.locator("#panel-lives svg").focus()
+    page.keyboard.press("End")
+    expect(page.locator("#panel-lives .tip em")).to_have_text("version 3, published at 0:13")
 
 
 def test_a_run_of_episodes_has_tiles_of_its_episodes(shown, tmp_path):
@@ -156,19 +237,6 @@ def test_a_run_of_episodes_has_tiles_of_its_episodes(shown, tmp_path):
         "Tool time": ["0.5s", "per episode"],
         "Reward of episodes": ["0.25", "mean, last 256"],
     }
-
-
-def test_throughput_is_that_of_the_last_seconds_of_a_long_run(shown, tmp_path):
-    began = time.time() - 600
-    events: list[Event] = [Began(time=began, title="a long run")]
-    for second in range(600):
-        counted = 100 * min(second, 589) + 5000 * max(0, second - 589)
-        events.append(Engine(time=began + second, states={"generating": 1.0}, num_tokens=counted))
-    EventFile(tmp_path / "run").append(events)
-    page = shown()
-    expect(page.locator("h1")).to_have_text("a long run")
-    tile = page.locator(".tile", has_text="Throughput")
-    expect(tile.locator(".value")).to_have_text("5,000tokens/s")
 
 
 def test_histograms_of_several_events_of_a_step_add_up(shown):

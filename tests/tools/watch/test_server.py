@@ -10,7 +10,7 @@ import pytest
 
 from inflight.core.errors import ListenError
 from inflight.observability.event_file import EventFile
-from inflight.observability.events import Began, Step
+from inflight.observability.events import Began, Event, Sample, Samples, Step
 from inflight.tools.watch.server import PAGE, PageServer, names_of
 from inflight.tools.watch.sources import RunDirectory, directory_of
 
@@ -54,6 +54,28 @@ def test_news_of_a_run_that_begins_goes_on_and_begins_anew(server, tmp_path):
     EventFile(tmp_path / "run").append([Began(time=3.0, title="second")])
     third = news(second["cursor"])
     assert (third["is_new"], [event["title"] for event in third["events"]]) == (True, ["second"])
+
+
+def test_news_end_with_the_verdict_on_the_whole_run(tmp_path):
+    source = RunDirectory(tmp_path)
+
+    def learning(cursor: str) -> str:
+        return next(found.state for found in source.news(cursor).verdict if found.topic == "learning")
+
+    def steps(first: int, rewards: list[float]) -> list[Event]:
+        return [Step(time=at, step=at, numbers={"reward": reward}) for at, reward in enumerate(rewards, first)]
+
+    file = EventFile(tmp_path)
+    file.append([Began(time=1.0, title="first"), *steps(1, [0.01 * step + 0.02 * (step % 3) for step in range(60)])])
+    assert learning("") == learning("") == "learning"  # for every client, from wherever it reads
+    file.append(steps(61, [0.0] * 60))
+    assert learning(source.news("").cursor) == "the reward fell"
+    EventFile(tmp_path).append(steps(1, [0.5] * 3))
+    assert learning("") == "no verdict yet"
+    long = [Sample(prompt="a" * 4000, tokens=[], versions=[], log_ratios=[])]
+    EventFile(tmp_path).append([Samples(time=1.0, trainer_version=1, rollouts=long)] * 600)
+    news = source.news("")
+    assert (news.has_more, news.verdict) == (True, [])
 
 
 def test_other_paths_and_names_of_other_sites_are_refused(server):

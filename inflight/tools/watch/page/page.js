@@ -24,26 +24,23 @@ const AGES = [
   ["version_lag", "consumed", "How many versions the trainer was ahead of the weights that drew a token when it consumed it."],
 ];
 
-// The rules of the lead controller, by their number.
-const RULES = [
-  "fixed number of batches ahead",
-  "first steps: one batch",
-  "smallest lead that suffices",
-  "the lead grows",
-  "the generator is slower",
-  "bound on groups in flight",
-];
+const QUESTIONS = {
+  learning: "Is it learning?",
+  waits: "Who waits for whom?",
+  age: "How old are the tokens?",
+  signal: "Is the signal good?",
+};
 
 const TRAINER = [
   ["trains", "blue", ["forward", "backward", "optimizer step", "reference"]],
   ["waits for rollouts", "orange", ["wait for rollouts"]],
-  ["waits for the copy", "red", ["wait for the publish copy"]],
+  ["waits for the copy", "sky", ["wait for the publish copy"]],
   ["evaluates", "purple", ["evaluation"]],
 ];
 const ENGINE = [
   ["generates", "blue", ["generating"]],
   ["has no prompts", "orange", ["idle"]],
-  ["waits for weights", "red", ["waits for weights"]],
+  ["waits for weights", "green", ["waits for weights"]],
   ["is held back", "sky", ["waits for the trainer"]],
   ["is paused", "purple", ["paused", "asleep"]],
   ["is away", "grey", ["restarting", "silent", "closed"]],
@@ -52,7 +49,7 @@ const ENGINE = [
 const SECTIONS = [
   {
     id: "learning",
-    title: "Is it learning?",
+    title: QUESTIONS.learning,
     note: "Rewards of what is trained on, and answers to held-out prompts.",
     panels: [
       { id: "reward", title: "Reward and held-out accuracy", size: "double", unit: "0 to 1", draw: drawReward, height: 210, why: "Mean reward of the rollouts that each optimizer step took, and the accuracy on held-out prompts wherever it was measured." },
@@ -60,14 +57,23 @@ const SECTIONS = [
     ],
   },
   {
+    id: "waits",
+    title: QUESTIONS.waits,
+    note: "Blue is work; every other colour is time that a side spends otherwise.",
+    panels: [
+      { id: "trainer-waits", title: "Trainer", unit: "share of time", min: 0, max: 1, height: 150, yText: percent, tipUnit: "", legend: [...TRAINER, ["does other things", "grey"]], draw: drawTrainerWaits, why: "What the trainer's thread spends each optimizer step on; if it mostly waits for rollouts, the generator is the slower half." },
+      { id: "engine-waits", title: "Engine", unit: "share of time", min: 0, max: 1, height: 150, yText: percent, tipUnit: "", legend: ENGINE, draw: drawEngineWaits, why: "What the engine says that it does; if it mostly has no prompts, the trainer is the slower half." },
+    ],
+  },
+  {
     id: "age",
-    title: "How old are the tokens?",
+    title: QUESTIONS.age,
     note: "The six measures of staleness: the line is the median, the band goes from the 10th to the 90th percentile.",
     panels: AGES.map(([name, from, why]) => ({ id: name, title: name, why, unit: name === "version_lag" ? "versions" : "ms", draw: () => drawAge(name, from) })),
   },
   {
     id: "signal",
-    title: "Is the signal still good?",
+    title: QUESTIONS.signal,
     note: "ρ is the probability of a token under the trainer's weights over the one it was drawn with.",
     panels: [
       { id: "ess", title: "Effective sample size", unit: "share of tokens", min: 0, max: 1, draw: drawEss, why: "How many equally weighted tokens the weighted ones are worth, as a share of all: 1 is as good as on-policy." },
@@ -87,15 +93,6 @@ const SECTIONS = [
     ],
   },
   {
-    id: "waits",
-    title: "Who waits for whom?",
-    note: "Blue is work; every other colour is time that a side spends otherwise.",
-    panels: [
-      { id: "trainer-waits", title: "Trainer", unit: "share of time", min: 0, max: 1, height: 150, yText: percent, tipUnit: "", legend: [...TRAINER, ["does other things", "grey"]], draw: drawTrainerWaits, why: "What the trainer's thread spends each optimizer step on; if it mostly waits for rollouts, the generator is the slower half." },
-      { id: "engine-waits", title: "Engine", unit: "share of time", min: 0, max: 1, height: 150, yText: percent, tipUnit: "", legend: ENGINE, draw: drawEngineWaits, why: "What the engine says that it does; if it mostly has no prompts, the trainer is the slower half." },
-    ],
-  },
-  {
     id: "versions",
     title: "Life of each version",
     note: "What became of the tokens that each version of the weights drew.",
@@ -108,7 +105,7 @@ const SECTIONS = [
 const charts = new Map();
 
 function build() {
-  const links = [["Now", "tiles"]];
+  const links = [["Verdict", "verdict"]];
   for (const section of SECTIONS) {
     const element = make("section", { id: section.id, "aria-labelledby": `${section.id}-title` });
     const heading = make("div", { class: "heading" });
@@ -119,7 +116,7 @@ function build() {
     $("sections").append(element);
     links.push([section.title, section.id]);
   }
-  links.push(["Recent rollouts", "rollouts"]);
+  links.push(["Every number", "numbers"], ["Recent rollouts", "rollouts"]);
   for (const [name, id] of links) $("nav").append(make("a", { href: `#${id}` }, name));
 }
 
@@ -162,10 +159,41 @@ function percent(value) {
   return `${share >= 1 || share === 0 ? Math.round(share) : text(share)} %`;
 }
 
+// ---- charts of any number -----------------------------------------------------------------------------------------
+
+let chosen = JSON.parse(localStorage.getItem("inflight-numbers")) ?? ["loss", "grad_norm", "entropy"];
+
+function choose(names) {
+  chosen = names;
+  localStorage.setItem("inflight-numbers", JSON.stringify(names));
+  redraw();
+}
+
+/** Panels of the chosen numbers that the run has logged, and a list of the others. */
+function drawNumbers() {
+  const shown = chosen.filter((name) => run.names.has(name));
+  const others = [...run.names].filter((name) => !shown.includes(name)).sort();
+  const key = JSON.stringify([shown, others]);
+  const host = $("number-panels");
+  if (host.dataset.key === key) return;
+  host.dataset.key = key;
+  for (const id of charts.keys()) if (id.startsWith("number-")) charts.delete(id);
+  const panels = shown.map((name) => {
+    const panel = { id: `number-${name.replace(/[^\w/]/g, "_")}`, title: name, why: "A number that the run logs under this name.", draw: () => single(name, "", "blue") };
+    const element = panelOf(panel);
+    const remove = make("button", { class: "why remove", type: "button", "aria-label": `Remove the chart of ${name}` }, "×");
+    remove.addEventListener("click", () => choose(chosen.filter((other) => other !== name)));
+    element.querySelector(".panel-head").append(remove);
+    return element;
+  });
+  host.replaceChildren(...panels);
+  $("add").replaceChildren(...["", ...others].map((name) => make("option", { value: name }, name || "choose a number")));
+}
+
 // ---- what each chart is given -------------------------------------------------------------------------------------
 
 function shownTime() {
-  const high = run.began === null ? 1 : Math.max(1, run.last - run.began);
+  const high = run.began === null ? 1 : Math.max(1, run.clockOf(run.last));
   const seconds = Number($("window").value);
   return [seconds ? Math.max(0, high - seconds) : 0, high];
 }
@@ -218,7 +246,7 @@ function drawAge(name, from) {
   const rows = within(run.consumed.filter((one) => one.measures[name]).map((one) => [one.at, ...one.measures[name]]));
   const spread = thin(rows);
   return overTime([
-    { name: "p99", color: "red", thin: true, points: spread.map((row) => [row[0], row[4]]) },
+    { name: "p99", color: "sky", thin: true, points: spread.map((row) => [row[0], row[4]]) },
     { name: "median", color: "blue", points: spread.map((row) => [row[0], row[2]]), band: spread.map((row) => [row[0], row[1], row[3]]) },
   ]);
 }
@@ -261,22 +289,15 @@ function drawRatios() {
   return { x: [-2.1, 2.1], lines };
 }
 
-/** [time, tokens/s, seconds] between each two counts of the engine's tokens. */
+/** [time, tokens/s] between each two counts of the engine's tokens. */
 function rates() {
   const points = [];
   run.engine.forEach((one, i) => {
     const before = run.engine[i - 1];
     if (!before || one.num_tokens == null || before.num_tokens == null || one.num_tokens < before.num_tokens) return;
-    const seconds = Math.max(0.1, one.at - before.at);
-    points.push([one.at, (one.num_tokens - before.num_tokens) / seconds, seconds]);
+    points.push([one.at, (one.num_tokens - before.num_tokens) / Math.max(0.1, one.at - before.at)]);
   });
   return points;
-}
-
-function recentRate(seconds) {
-  const recent = rates().filter(([at]) => at > run.last - run.began - seconds);
-  const total = recent.reduce((sum, point) => sum + point[2], 0);
-  return total ? recent.reduce((sum, point) => sum + point[1] * point[2], 0) / total : null;
 }
 
 function drawThroughput() {
@@ -361,43 +382,33 @@ function versionTicks(low, high, count) {
 function tipOfVersion(x) {
   const one = run.versions.get(Math.round(x));
   const swap = run.swapped.findLast((found) => found.version === Math.round(x));
-  const published = one?.published ? `, published at ${clock(one.published - run.began)}` : "";
+  const published = one?.published ? `, published at ${clock(run.clockOf(one.published))}` : "";
   return `version ${Math.round(x)}${published}${swap ? `, live after ${text(swap.swap_ms)} ms` : ""}`;
 }
 
+// ---- the verdict --------------------------------------------------------------------------------------------------
+
+let verdict = [];
+
+function drawVerdict() {
+  const cards = verdict.map(({ topic, level, state, facts, cause, change }) => {
+    const card = make("a", { class: "finding", href: `#${topic}`, "data-level": level });
+    const words = make("p", { class: "state" }, state);
+    words.prepend(make("i"));
+    card.append(make("h2", {}, QUESTIONS[topic]), words, make("p", {}, [facts, cause].filter(Boolean).join(" ")));
+    if (change) card.append(withCode(make("p", { class: "change" }), change));
+    return card;
+  });
+  $("verdict").replaceChildren(...cards);
+}
+
+/** Append text whose parts in backticks are code. */
+function withCode(element, words) {
+  words.split("`").forEach((part, i) => element.append(i % 2 ? make("code", {}, part) : part));
+  return element;
+}
+
 // ---- tiles --------------------------------------------------------------------------------------------------------
-
-function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
-}
-
-function mean(values) {
-  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
-}
-
-function tiles() {
-  const last = (name, count) => run.numbers(name).slice(-count).map((point) => point[1]);
-  const swaps = run.swapped.slice(-50);
-  const consumed = run.consumed.slice(-10);
-  const measure = (name) => median(consumed.filter((one) => one.measures[name]).map((one) => one.measures[name][1]));
-  const accuracy = run.accuracies.length ? last(run.accuracies[0], 1)[0] : null;
-  const first = run.accuracies.length ? run.numbers(run.accuracies[0])[0][1] : null;
-  return [
-    ["Reward", text(mean(last("reward", 10))), "", "mean, 10 steps"],
-    ["Held-out accuracy", text(accuracy), "", first === null || first === undefined ? "not measured" : `${text(first)} at first`],
-    ["Throughput", text(recentRate(10)), "tokens/s", "last 10 s"],
-    ["swap_ms", text(median(swaps.map((swap) => swap.swap_ms))), "ms", "median of 50"],
-    ["stall_ms", text(median(swaps.map((swap) => swap.stall_ms))), "ms", "median of 50"],
-    ["token_age_ms", text(measure("token_age_ms")), "ms", "median, 10 steps"],
-    ["version_lag", text(measure("version_lag")), "versions", "median, 10 steps"],
-    ["Trainer waits", percent(last("lead/wait_share", 1)[0] ?? NaN), "", RULES[last("lead/rule", 1)[0]] ?? "no lead controller"],
-    ["Lead", text(last("lead/seconds", 1)[0]), "s", `${text(last("lead/groups", 1)[0])} groups in flight`],
-    ["Age over bound", text(mean(last("staleness/age_over_bound", 10))), "", "1: groups end when needed"],
-    ["Effective sample size", text(mean(last("ratio/ess", 10))), "", "mean, 10 steps"],
-    ...(run.episodes ? episodeTiles(run.episodes) : []),
-  ];
-}
 
 /** Tiles of a run whose samples are episodes. */
 function episodeTiles({ num_running, num_calling, counts, seconds, reward }) {
@@ -417,7 +428,8 @@ function episodeTiles({ num_running, num_calling, counts, seconds, reward }) {
 }
 
 function drawTiles() {
-  const elements = tiles().map(([name, value, unit, note]) => {
+  $("tiles").hidden = !run.episodes;
+  const elements = (run.episodes ? episodeTiles(run.episodes) : []).map(([name, value, unit, note]) => {
     const tile = make("div", { class: "tile" });
     const number = make("p", { class: "value" }, value);
     if (unit) number.append(make("small", {}, unit));
@@ -512,7 +524,7 @@ function drawHead() {
   if (run.model && !run.model.startsWith("/")) facts.push(run.model);
   if (newest) facts.push(`step ${newest.step}`);
   if (version !== undefined) facts.push(`version ${version} is live`);
-  if (run.began !== null) facts.push(`${clock(run.last - run.began)} since it began`);
+  if (run.began !== null) facts.push(`${clock(run.clockOf(run.last))} since it began`);
   if (seen.place) facts.push(seen.place);
   $("facts").textContent = facts.join(" · ");
   $("title").textContent = run.title || "Waiting for a run";
@@ -566,6 +578,7 @@ async function follow() {
       cursor = news.cursor;
     }
     if (news.there && news.has_more) continue;
+    if (news.there) verdict = news.verdict;
     draw();
     await new Promise((done) => setTimeout(done, document.hidden ? ASK_HIDDEN_MS : ASK_MS));
   }
@@ -576,7 +589,9 @@ function draw() {
   if (!isDirty) return;
   isDirty = false;
   drawHead();
+  drawNumbers();
   for (const { chart, draw: data } of charts.values()) chart.draw(data());
+  drawVerdict();
   drawTiles();
   drawSamples();
 }
@@ -606,5 +621,6 @@ remembered($("theme"), "inflight-theme", chooseTheme);
 remembered($("window"), "inflight-window", redraw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chooseTheme($("theme").value));
 document.querySelectorAll('input[name="colour"]').forEach((input) => input.addEventListener("change", colourTokens));
+$("add").addEventListener("change", (event) => choose([...chosen, event.target.value]));
 document.addEventListener("visibilitychange", () => document.hidden || redraw());
 follow();

@@ -15,6 +15,8 @@ export class Run {
     this.began = null;
     this.last = null;
     this.restarts = [];
+    this.gaps = [];
+    this.names = new Set();
     this.ended = false;
     this.lost = 0;
     this.steps = new Map();
@@ -28,9 +30,10 @@ export class Run {
 
   add(event) {
     if (this.began === null) this.began = event.time;
+    if (event.kind === "began" && event.time > this.last && this.last !== null) this.gaps.push([event.time, event.time - this.last]);
     this.last = Math.max(this.last ?? event.time, event.time);
     this.ended = event.kind === "ended";
-    const at = event.time - this.began;
+    const at = this.clockOf(event.time);
     switch (event.kind) {
       case "began":
         return this.begin(event, at);
@@ -56,6 +59,11 @@ export class Run {
     }
   }
 
+  /** Seconds of the run until a time, without the gaps before restarts. */
+  clockOf(time) {
+    return this.gaps.reduce((at, [restart, seconds]) => (time >= restart ? at - seconds : at), time - this.began);
+  }
+
   begin(event, at) {
     this.title = event.title;
     this.model = event.model ?? "";
@@ -66,6 +74,7 @@ export class Run {
 
   step(event, at) {
     const known = this.steps.get(event.step);
+    for (const name of Object.keys(event.numbers)) this.names.add(name);
     const spans = { ...known?.spans };
     for (const [name, seconds] of Object.entries(event.spans ?? {})) spans[name] = (spans[name] ?? 0) + seconds;
     const seconds = (known?.seconds ?? 0) + (event.seconds ?? 0);
