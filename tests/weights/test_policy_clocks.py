@@ -116,15 +116,33 @@ def test_publishes_that_replace_each_other_send_the_adapters_of_all(model_dir):
         inflight.launch(model_dir("qwen3"), **OPTIONS) as engine,
         engine.publisher(policies.model) as publisher,
     ):
-        for _ in range(20):
+        policies.note(publisher.publish(), *NAMES)
+        for number in range(20):
             publisher.wait_copied()
             policies.change(*NAMES)
             with publisher._copies.condition:  # the thread takes nothing in between
-                policies.note(publisher.publish(adapter="one"), "one")
-                policies.note(publisher.publish(adapter="two"), "two")
+                first, second = NAMES if number % 2 else reversed(NAMES)
+                policies.note(publisher.publish(adapter=None if number % 3 == 2 else first), first)
+                policies.note(publisher.publish(adapter=second), second)
             engine.wait_for_version(publisher.version)
-        submit(engine, replace(PARAMS, max_tokens=20))
-        policies.check(drawn(engine))
+            submit(engine, replace(PARAMS, max_tokens=5))
+            policies.check(drawn(engine))
+
+
+@pytest.mark.parametrize("transport", [None, inflight.Broadcast()])
+def test_a_policy_keeps_its_prefixes_while_others_are_published(model_dir, transport):
+    policies = Policies()
+    with (
+        inflight.launch(model_dir("qwen3"), **OPTIONS) as engine,
+        engine.publisher(policies.model, transport=transport) as publisher,
+    ):
+        publisher.publish()
+        reused = []
+        for name in ("two", "two", "one", "two"):
+            engine.wait_for_version(publisher.publish(adapter=name))
+            [[rollout]] = engine.generate([[7] * 40], replace(PARAMS, n=1, max_tokens=3), adapter="one")
+            reused.append(rollout.prefix_tokens)
+    assert reused == [0, 32, 0, 32]
 
 
 def test_a_policy_is_as_old_as_its_own_publishes(model_dir):
@@ -144,7 +162,7 @@ def test_a_policy_is_as_old_as_its_own_publishes(model_dir):
             version = publisher.publish(adapter="two")
         engine.wait_for_version(version)
         submit(engine, params)
-        rule = inflight.StalenessRule(adapter="two", max_version_lag=10)
+        rule = inflight.StalenessRule(adapter="one", max_version_lag=10)
         batches = engine.stream.batches(rollouts=16, score=lambda rollout: rollout.sample, staleness=[rule])
         batch = next(batches)
         assert next(batches, None) is None
@@ -155,13 +173,15 @@ def test_a_policy_is_as_old_as_its_own_publishes(model_dir):
         model.set_adapter(name)
         lags = part.version_lags[part.drawn]
         assert lags.bincount().nonzero().flatten().tolist() == ([0] if name == "one" else [0, 20])
-        assert torch.equal(part.included[part.drawn], lags <= 10)
+        assert part.included[part.drawn].all()  # the other policy has no bound
         with torch.no_grad():
             ratios = (token_logprobs(model, part) - part.behavior_logprobs[part.drawn]).exp()
         assert (ratios[lags == 0] - 1).abs().max() < 1e-3
         _, stats = inflight.policy_loss(model, part)
         assert stats.mismatch.num_tokens == (40 if name == "one" else 20)
-        assert stats.stale.num_tokens == 0  # those tokens are not in the loss
+        assert stats.stale.num_tokens == (0 if name == "one" else 20)
+    rule = inflight.StalenessRule(adapter="two", max_version_lag=19)
+    assert sum(int(rule.too_old(rollout, 21, 0).sum()) for rollout in batch.rollouts) == 20
 
 
 def test_a_step_makes_the_policies_stale_whose_parameters_it_changes(model_dir):
