@@ -333,7 +333,7 @@ def stall_of_a_swap_with(num_operations: int) -> float:
     options = EngineOptions(model=MODEL, device="cuda", max_sequences=2, max_context=64, attention="torch")
     counter, swaps = torch.zeros(1, device="cuda"), []
 
-    def renew(_):
+    def renew(*_):
         for _ in range(num_operations):
             counter.add_(1)
 

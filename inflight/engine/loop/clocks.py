@@ -55,6 +55,13 @@ class StallClock:
         return now_ns() - since_ns + self._handling_ns.pop(slot_table, 0)
 
 
+def record_time(device: torch.device) -> torch.cuda.Event:
+    """Record an event with a time on the current stream of a GPU."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 def with_device_time(swap: Swap, began: torch.cuda.Event, ended: torch.cuda.Event) -> Swap:
     """Return a swap that costs at least the time between two events, recorded before and after it on the stream of the
     passes. Both have happened, so that nothing waits. A swap without sequences that wait costs nothing."""

@@ -19,7 +19,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
 from inflight.engine.build import Parts
-from inflight.engine.loop.clocks import with_device_time
+from inflight.engine.loop.clocks import record_time, with_device_time
 from inflight.engine.loop.headers import FrameHeaders
 from inflight.engine.loop.outputs import routed_experts_columns, token_columns
 from inflight.engine.loop.prompt_scores import Scores, score_prompts
@@ -56,6 +56,9 @@ class Engine(Parts, Backend):
     DeviceMemoryError; `submit` raises InvalidRequestError.
     """
 
+    _swap_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    """Events around the last swap, on a GPU."""
+
     def __init__(self, options: EngineOptions, *, overlap: bool | None = None):
         """overlap: launch a pass before reading the results of the previous one, so that host and device work at the
         same time. True on a GPU by default."""
@@ -64,8 +67,6 @@ class Engine(Parts, Backend):
         self._digester = Digester(self.slot_table)
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
         self._under_way: _Launched | None = None
-        self._swap_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        """Events around the last swap, on a GPU."""
         self.scheduler.namespaces.renew(self.options.adapters)
         runner, memory = self.runner, self.memory
         self.execution = Execution(
@@ -157,7 +158,7 @@ class Engine(Parts, Backend):
         for slot_table in self.slot_tables:
             began_ns = now_ns()
             swaps_on_gpu = self.device.type == "cuda" and slot_table.newest_version > slot_table.version
-            began = self._record_time() if swaps_on_gpu else None
+            began = record_time(self.device) if swaps_on_gpu else None
             ready = slot_table.take()
             if ready is None:
                 if slot_table is self.slot_table:
@@ -169,14 +170,8 @@ class Engine(Parts, Backend):
             if recomputes:
                 self.scheduler.preemption.recompute_unpinned(adapted=slot_table is not self.slot_table)
             has_work = self.scheduler.has_work
-            self._swap_events = None if began is None else (began, self._record_time())
+            self._swap_events = None if began is None else (began, record_time(self.device))
             self.headers.swapped(slot_table, ready, began_ns, num_in_flight, has_work=has_work)
-
-    def _record_time(self) -> torch.cuda.Event:
-        """Record an event with a time on the stream of the passes."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
 
     def _schedule(self) -> Schedule | None:
         """Choose the tokens that the next pass computes. Return None if there are none, or no pass can run."""
