@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from inflight.engine.model import graphs
 from inflight.engine.model.graphs import Recorder
 
 
@@ -23,6 +24,7 @@ def calls(monkeypatch):
     def ended(what):
         return lambda index, pool: calls.append(f"{what} {index} {pool}")
 
+    graphs._stream.cache_clear()
     stream = SimpleNamespace(wait_stream=lambda _: None)
     fakes = {
         "graph_pool_handle": lambda: (0, 7),
@@ -39,7 +41,8 @@ def calls(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", ended("end"), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", ended("release"), raising=False)
-    return calls
+    yield calls
+    graphs._stream.cache_clear()
 
 
 def test_a_capture_that_fails_leaves_the_allocator_as_it_was(calls):
@@ -71,3 +74,15 @@ def test_a_pass_that_waits_is_told_before_a_capture_begins(calls):
     with pytest.raises(RuntimeError, match="synchronizing"):
         Recorder(torch.device("cuda", 1))(waits)
     assert calls == ["waiting: error", "waiting: 0"]
+
+
+def test_recording_again_takes_no_stream_and_computes_a_proven_pass_twice(calls, monkeypatch):
+    """Once to load its kernels, and once while it is recorded."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: calls.append("stream") or SimpleNamespace(wait_stream=id))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    for proven in (False, True):
+        Recorder(torch.device("cuda", 1))(lambda: calls.append("compute"), proven=proven)
+    assert calls == [
+        *("stream", "compute", "waiting: error", "compute", "waiting: 0", "compute", "back to the stream before"),
+        *("compute", "compute", "back to the stream before"),
+    ]

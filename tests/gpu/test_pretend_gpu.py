@@ -321,6 +321,35 @@ def every_kind_of_draw_is_compiled_at_start() -> None:
             assert set(kinds) <= at_start, (kinds, at_start)
 
 
+def stall_of_a_swap_has_the_time_of_the_device() -> None:
+    for num_operations in (0, 3):
+        stall_ms = stall_of_a_swap_with(num_operations)
+        assert stall_ms > 0
+        assert stall_ms // pretend_gpu.OPERATION_MS == num_operations
+
+
+def stall_of_a_swap_with(num_operations: int) -> float:
+    """In ms, for a swap that enqueues operations."""
+    options = EngineOptions(model=MODEL, device="cuda", max_sequences=2, max_context=64, attention="torch")
+    counter, swaps = torch.zeros(1, device="cuda"), []
+
+    def renew(*_):
+        for _ in range(num_operations):
+            counter.add_(1)
+
+    with Engine(options) as engine, pytest.MonkeyPatch.context() as patch:
+        engine.requests.submit([Prompt([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))])
+        for _ in range(4):
+            engine.step()
+        publish(engine, make_model(MODEL, seed=1).to(engine.device))
+        patch.setattr(engine.scheduler.namespaces, "renew", renew)
+        while engine.has_work:
+            frame = engine.step()
+            swaps += [frame.header.swap] if frame is not None and frame.header.swap is not None else []
+    [swap] = swaps
+    return swap.stall_ns / 1e6
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -355,6 +384,11 @@ def test_pretended_gpu_is_as_strict_as_one(tmp_path):
         graph_reads_and_writes_the_same_memory,
         a_pass_that_waits_is_found_before_its_capture_begins,
     )
+
+
+@pytest.mark.medium
+def test_stall_of_a_swap_contains_what_it_enqueues_and_it_enqueues_nothing(tmp_path):
+    run_with_gpu(tmp_path, stall_of_a_swap_has_the_time_of_the_device)
 
 
 @pytest.mark.long

@@ -30,6 +30,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 aten = torch.ops.aten
 _INNER = torch.device("privateuseone:0")
 _NUM_BYTES = 8 << 30
+OPERATION_MS = 1e6
+"""Long enough that no host takes as long."""
 _COPIES = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default}
 _INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 _ON_GPUS_ONLY = {aten.mm.dtype: lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype))}
@@ -142,6 +144,7 @@ def _compute(function, args, kwargs):
     wrappers = {id(x.host): x for x in leaves if isinstance(x, CudaTensor)}
     args, kwargs = tree_unflatten([x.host if isinstance(x, CudaTensor) else x for x in leaves], spec)
     result = function(*args, **kwargs)
+    _now.num_operations += 1
     if _now.graph is not None:
         memory = {x.host.untyped_storage().data_ptr() for x in wrappers.values()}
         _now.graph.record(functools.partial(function, *args, **kwargs), result, memory)
@@ -195,10 +198,26 @@ class Stream:
 
 
 class Event(Stream):
-    """A stream's copies up to some moment."""
+    """A stream's copies up to some moment, and the number of operations up to it: each takes the device OPERATION_MS.
+    CUDA refuses the time between two events before the host has waited for both, or for a later one."""
+
+    def __init__(self, enable_timing=False):
+        super().__init__()
+        self._timed = enable_timing
 
     def record(self, stream=None):
         self.copies = list((stream or _now.stream).copies)
+        _now.num_events += 1
+        self._number, self._operations = _now.num_events, _now.num_operations
+
+    def synchronize(self):
+        super().synchronize()
+        _now.num_reached = max(_now.num_reached, getattr(self, "_number", 0))
+
+    def elapsed_time(self, end):
+        if not (self._timed and end._timed) or max(self._number, end._number) > _now.num_reached:
+            raise RefusedError("the device has not reached both events, or one has no time")
+        return OPERATION_MS * (end._operations - self._operations)
 
 
 @contextlib.contextmanager
@@ -246,7 +265,9 @@ class Graph:
             step()
 
 
-_now = SimpleNamespace(stream=Stream(), graph=None, sync_debug_mode="default")
+_now = SimpleNamespace(
+    stream=Stream(), graph=None, sync_debug_mode="default", num_operations=0, num_events=0, num_reached=0
+)
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,11 @@
 
 from collections import Counter
 
+import msgspec
+import torch
+
 from inflight.core.clock import now_ns
+from inflight.core.frames import Swap
 from inflight.weights.engine.slot_table import SlotTable
 
 GENERATING = "generating"
@@ -49,3 +53,17 @@ class StallClock:
         """Record the end of the swap that began at `began_ns`. Return its cost, and start again."""
         since_ns, self._waiting_since_ns = self._waiting_since_ns or began_ns, None
         return now_ns() - since_ns + self._handling_ns.pop(slot_table, 0)
+
+
+def record_time(device: torch.device) -> torch.cuda.Event:
+    """Record an event with a time on the current stream of a GPU."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def with_device_time(swap: Swap, began: torch.cuda.Event, ended: torch.cuda.Event) -> Swap:
+    """Return a swap that costs at least the time between two events, recorded before and after it on the stream of the
+    passes. Both have happened, so that nothing waits. A swap without sequences that wait costs nothing."""
+    on_device_ns = round(began.elapsed_time(ended) * 1e6)
+    return msgspec.structs.replace(swap, stall_ns=max(swap.stall_ns, on_device_ns)) if swap.stall_ns else swap

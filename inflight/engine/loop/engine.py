@@ -19,6 +19,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
 from inflight.engine.build import Parts
+from inflight.engine.loop.clocks import record_time, with_device_time
 from inflight.engine.loop.headers import FrameHeaders
 from inflight.engine.loop.outputs import routed_experts_columns, token_columns
 from inflight.engine.loop.prompt_scores import Scores, score_prompts
@@ -38,6 +39,8 @@ class _Launched:
     slots: dict[SlotTable, int | None]
     """The slots that it reads."""
     swap: Swap | None
+    swap_events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+    """Events before and after the swap on the stream of the pass, on a GPU."""
     samples: Samples
     """Samples on the CPU, valid once `done` has happened."""
     routed_experts: torch.Tensor | None
@@ -52,6 +55,9 @@ class Engine(Parts, Backend):
     They arrive in `slot_table`. The constructor raises ModelLoadError, UnsupportedModelError, SharedMemoryError or
     DeviceMemoryError; `submit` raises InvalidRequestError.
     """
+
+    _swap_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    """Events around the last swap, on a GPU."""
 
     def __init__(self, options: EngineOptions, *, overlap: bool | None = None):
         """overlap: launch a pass before reading the results of the previous one, so that host and device work at the
@@ -153,6 +159,8 @@ class Engine(Parts, Backend):
             return
         for slot_table in self.slot_tables:
             began_ns = now_ns()
+            swaps_on_gpu = self.device.type == "cuda" and slot_table.newest_version > slot_table.version
+            began = record_time(self.device) if swaps_on_gpu else None
             ready = slot_table.take()
             if ready is None:
                 if slot_table is self.slot_table:
@@ -166,6 +174,7 @@ class Engine(Parts, Backend):
                 adapters = changed if slot_table is self.adapter_slots else None
                 self.scheduler.preemption.recompute_unpinned(adapters)
             has_work = self.scheduler.has_work
+            self._swap_events = None if began is None else (began, record_time(self.device))
             self.headers.swapped(slot_table, ready, began_ns, num_in_flight, has_work=has_work)
 
     def _changed_adapters(self, ready: SlotReady) -> list[str]:
@@ -201,7 +210,7 @@ class Engine(Parts, Backend):
         slots: dict[SlotTable, int | None] = {self.slot_table: self.slot_table.readable.slot_of(schedule.version)}
         if self.adapter_slots is not None:
             slots[self.adapter_slots] = self.adapter_slots.live
-        return _Launched(schedule, slots, swap, samples, routed_experts, scores, done)
+        return _Launched(schedule, slots, swap, self._swap_events, samples, routed_experts, scores, done)
 
     def _collect(self, launched: _Launched) -> np.ndarray:
         """Wait for the results of a pass, append the tokens to their sequences and end finished sequences. Return
@@ -225,9 +234,11 @@ class Engine(Parts, Backend):
 
     def _emit(self, launched: _Launched, rows: np.ndarray) -> TokenFrame:
         """Return the frame of a pass, with these draws."""
-        schedule, samples = launched.schedule, launched.samples
+        schedule, samples, swap = launched.schedule, launched.samples, launched.swap
+        if swap is not None and launched.swap_events is not None:
+            swap = with_device_time(swap, *launched.swap_events)
         header = self.headers.header(
-            schedule.stamp, self.step_count, len(rows), launched.swap, schedule.starts, schedule.taken_over
+            schedule.stamp, self.step_count, len(rows), swap, schedule.starts, schedule.taken_over
         )
         request_ids, logprobs = schedule.draws.cohort.request_ids, samples.logprobs.numpy()
         tokens = samples.tokens.numpy().astype(np.int32)

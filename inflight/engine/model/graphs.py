@@ -12,8 +12,8 @@ its result is by far the largest, and it is one launch.
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -37,13 +37,20 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the only stream on which graphs of a device are recorded. PyTorch keeps a workspace of cuBLAS for each
+    stream until the process ends."""
+    return torch.cuda.Stream(device)
+
+
 class Recorder:
     """Records graphs in one pool of memory."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _stream(device)
 
     def __call__(
         self, compute: Callable[[], torch.Tensor], *, proven: bool = False
@@ -56,8 +63,9 @@ class Recorder:
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             compute()  # compiles and loads the kernels
-            with nullcontext() if proven else _waiting_forbidden():
-                compute()
+            if not proven:
+                with _waiting_forbidden():
+                    compute()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
