@@ -32,6 +32,7 @@ const RULES = [
   "the lead grows",
   "the generator is slower",
   "bound on groups in flight",
+  "the scores are slower",
 ];
 
 const TRAINER = [
