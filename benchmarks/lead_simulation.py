@@ -22,7 +22,6 @@ from typing import Any
 
 from harness import finish
 
-from inflight.training.data.concurrency import BegunScoring, ScoringSpeed
 from inflight.training.data.lead import LeadController
 
 FIXED = (0, 1, 2, 4, 8)
@@ -49,13 +48,7 @@ class World:
     jitter: float = 0.05
     """Relative standard deviation of the time of a step."""
     reward_s: float = 0.0
-    """Mean time of the scoring of a group."""
-    reward_varies: bool = True
-    """The time of scoring is distributed exponentially; otherwise it is constant."""
-    scorers: int = 0
-    """Groups that are scored at a time, in the order in which they were drawn; 0: all."""
-    hang_share: float = 0.0
-    """Share of groups whose scoring takes 50 times as long."""
+    """Mean of the exponential distribution of the time of scoring."""
     failures_per_step: float = 0.0
     """Probability that an engine fails in a step of the trainer, or in a second if that is longer."""
     repair_steps: float = 4.0
@@ -80,7 +73,6 @@ class Row:
 class Group:
     trainer: "Trainer"
     num_open: int
-    started: float
     began: list[float] = field(default_factory=list)
     ended: list[float] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
@@ -205,16 +197,7 @@ class Trainer:
     def __init__(self, clock: Clock, world: World, pool: Pool, ahead: int | str, seed: int):
         self._clock, self.world, self._pool = clock, world, pool
         self._random = Random(seed)
-        self.speed = ScoringSpeed()
-        self.lead = LeadController(
-            world.groups_per_step,
-            ahead=ahead,
-            spare_groups=self._spare_groups,
-            useful_groups=self.speed.useful_groups,
-        )
-        self._unscored: deque[tuple[Group, BegunScoring]] = deque()
-        self._num_scored = 0
-        """Groups that are scored now."""
+        self.lead = LeadController(world.groups_per_step, ahead=ahead, spare_groups=self._spare_groups)
         self._ready: deque[Group] = deque()
         self._taken: list[Group] = []
         self._asked: float | None = None
@@ -253,19 +236,8 @@ class Trainer:
         group.ended.append(now)
         group.num_open -= 1
         if not group.num_open:
-            self._unscored.append((group, self.speed.begin(group.started, now)))
-            self._score()
-
-    def _score(self) -> None:
-        world = self.world
-        while self._unscored and (not world.scorers or self._num_scored < world.scorers):
-            self._num_scored += 1
-            reward_s = world.reward_s
-            if reward_s and world.reward_varies:
-                reward_s = self._random.expovariate(1 / reward_s)
-            if world.hang_share and self._random.random() < world.hang_share:
-                reward_s = 50 * world.reward_s
-            self._clock.at(self._clock.now + reward_s, partial(self._scored, *self._unscored.popleft()))
+            reward_s = self._random.expovariate(1 / self.world.reward_s) if self.world.reward_s else 0.0
+            self._clock.at(now + reward_s, lambda: self._scored(group))
 
     def start_allowed(self) -> None:
         now = self._clock.now
@@ -288,13 +260,10 @@ class Trainer:
         draw = self._random.gauss
         factors = [min(MOST_OVER_MEDIAN, exp(draw(0.0, sigma))) for _ in range(world.samples)]
         lengths = [max(1.0, world.median_tokens * factor) for factor in factors]
-        group = Group(self, world.samples, self._clock.now, lengths=lengths)
+        group = Group(self, world.samples, lengths=lengths)
         self._pool.least_loaded(self._random).add([Row(group, length) for length in lengths])
 
-    def _scored(self, group: Group, begun: BegunScoring) -> None:
-        self.speed.end(begun, self._clock.now)
-        self._num_scored -= 1
-        self._score()
+    def _scored(self, group: Group) -> None:
         self._ready.append(group)
         self.lead.ready(self._clock.now)
         self._take()
@@ -390,9 +359,6 @@ def scenarios() -> Iterator[tuple[str, tuple[World, ...]]]:
         yield f"{name}, the generator is slower", (replace(world, train_s=fast),)
     world = World(num_engines=8, groups_per_step=128, train_s=slow)
     yield "rewards that take as long as a step", (replace(world, reward_s=slow),)
-    judged = replace(world, reward_s=0.4, reward_varies=False, scorers=8, train_s=2.0)
-    yield "a judge that is slower, 8 groups at a time", (judged,)
-    yield "the same, times vary, one in 100 hangs", (replace(judged, reward_varies=True, hang_share=0.01),)
     yield "an engine in ten fails at each step", (replace(world, failures_per_step=0.1),)
     compute_bound = replace(world, base_s=0.002, row_s=0.0005, rows=256)
     yield "compute-bound engines, the trainer is slower", (replace(compute_bound, train_s=9.0),)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from inflight.core.clock import now_ns
 from inflight.core.errors import StreamGapError
 from inflight.core.messages import Ids, Prompt
 from inflight.stream.assembler import Assembler
@@ -92,8 +91,6 @@ class GroupRecord:
     """Maps its unfinished requests to their tokens at the end of its last engine; None: it had not begun."""
     version: int = 0
     """Minimum weight version of an engine that continues it."""
-    made_ns: int = field(default_factory=now_ns)
-    """CLOCK_MONOTONIC when the record was made."""
     waited_s: float = 0.0
     """Time in which engines served and none could continue it."""
 

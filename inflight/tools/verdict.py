@@ -100,7 +100,6 @@ def _waits(run: RecordedRun) -> Finding:
         (held > WAITS, "note", "the engine is held back", f"{held:.0%} of its time.", "Raise `max_unconsumed_tokens`."),
         (mutual and rule == Rule.FIXED, "note", both, "The lead is fixed.", 'Set `schedule="inflight", ahead="auto"`.'),
         (mutual and rule == Rule.BOUND, "note", both, "A bound limits the lead.", "Raise `groups_in_flight`."),
-        (mutual and rule == Rule.SCORER, "note", both, "The scores are slower.", "Raise `workers` of the scorer."),
         (mutual, "note", both, "Times of answers or rewards vary more than the lead covers.", "Set `ahead=1`."),
         (wait > WAITS, "note", "the trainer waits", "The generator is slower.", "Launch more engines."),
         (idle > IDLES, "note", "the engine waits", "The trainer is slower.", "Raise `replace_uniform_groups`."),

@@ -136,7 +136,6 @@ def test_each_verdict_on_waits(given, level, state, said):
     [
         (Rule.FIXED, 'Set `schedule="inflight", ahead="auto"`.'),
         (Rule.BOUND, "Raise `groups_in_flight`."),
-        (Rule.SCORER, "Raise `workers` of the scorer."),
         (Rule.GROWING, "Set `ahead=1`."),
     ],
 )

@@ -7,12 +7,10 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 
-from inflight.core.clock import now_ns
 from inflight.core.errors import ScoreError
 from inflight.stream.group_table import GroupRecord
 from inflight.stream.held_groups import Group
 from inflight.stream.ledger import Ledger
-from inflight.training.data.concurrency import BegunScoring, ScoringSpeed
 from inflight.training.data.scored_groups import LEAST_MEMBERS, ScoredGroups
 from inflight.training.data.scoring import GroupScorer, Prepare, Reward, Score, Scorer
 
@@ -38,12 +36,11 @@ class GroupScoring:
 
     The record of a group keeps its last scoring. prepare: called with a group before it is scored, by the scorer's
     thread, and before `next` returns it. in_order: return groups in the order in which the scorings began, regardless
-    of their durations. speed: measures the scores.
+    of their durations.
     """
 
-    def __init__(self, ledger: Ledger, *, prepare: Prepare, in_order: bool = False, speed: ScoringSpeed | None = None):
+    def __init__(self, ledger: Ledger, *, prepare: Prepare, in_order: bool = False):
         self._ledger, self._prepare, self._in_order = ledger, prepare, in_order
-        self._speed = speed or ScoringSpeed()
         self.on_next: Callable[[Group], None] = lambda group: None
         """Called with each group that `next` returns."""
         self._lock = threading.Lock()
@@ -165,15 +162,12 @@ class GroupScoring:
         group = scoring.record.rollouts
         if scoring.is_last and (members := _members(group, scoring.scorer)):
             rewards = scoring.scorer.start(members, prepare=lambda _: self._prepare(group))
-            with self._lock:
-                begun = self._speed.begin(scoring.record.made_ns / 1e9, now_ns() / 1e9)
-            rewards.add_done_callback(partial(self._end, scoring, members, begun))
+            rewards.add_done_callback(partial(self._end, scoring, members))
         else:  # The group has no members to score and only waits for its turn.
             self._make_ready(scoring)
 
-    def _end(self, scoring: _Scoring, members: Group, begun: BegunScoring, rewards: "Future[list[Reward]]") -> None:
+    def _end(self, scoring: _Scoring, members: Group, rewards: "Future[list[Reward]]") -> None:
         with self._lock:
-            self._speed.end(begun, now_ns() / 1e9)
             scoring.error = CancelledError() if rewards.cancelled() else rewards.exception()
             if scoring.is_last and scoring.error is None:
                 for rollout, reward in zip(members, rewards.result(), strict=True):

@@ -25,9 +25,6 @@ share the engine. A bound ends this growth: samples are added only while they ma
 If the engines are fastest with all rows, a further batch is allowed to queue; it draws no tokens there and so does not
 age. One batch is always allowed; without it the trainer would wait forever.
 
-Nor does a longer lead speed up a scorer that is the slower half, such as a judge or a teacher. Groups are added only
-while they make the scores faster (`ScoringSpeed`), and none queues beyond, since its tokens would age.
-
 A trainer that computes on the first groups of a step does not wait for the others meanwhile. Each part of a step has a
 `needed` of its own: its last group is needed at a + p, where p is the time of the parts before it. The largest is the
 `needed` of the step. The time of all parts counts as time of the step, as if the trainer had begun that much earlier.
@@ -66,9 +63,7 @@ class LeadController:
 
     groups_per_step: groups of a step; steps that take more, since groups failed or were replaced, are noticed. ahead:
     "auto", or a fixed number of batches in flight in addition to the next one. most_groups: groups in flight at most;
-    0: no bound. spare_groups: called for the number of further groups that would make the engines faster. useful_groups:
-    called with a number of groups that is allowed anyway, returns the number of groups, drawn or scored, that makes the
-    scores as fast as they can be.
+    0: no bound. spare_groups: called for the number of further groups that would make the engines faster.
     """
 
     def __init__(
@@ -78,9 +73,8 @@ class LeadController:
         ahead: int | str = "auto",
         most_groups: int = 0,
         spare_groups: Callable[[], float] = lambda: inf,
-        useful_groups: Callable[[float], float] = lambda at_least: inf,
     ):
-        self._per_step, self._spare_groups, self._useful_groups = groups_per_step, spare_groups, useful_groups
+        self._per_step, self._spare_groups = groups_per_step, spare_groups
         self._fixed = None if ahead == "auto" else (1 + int(ahead)) * groups_per_step
         self._most_groups = most_groups or inf
         self.in_flight = 0
@@ -214,14 +208,8 @@ class LeadController:
         bound = self._fixed or (inf if self._is_measured else self._per_step)
         room = min(bound, self._most_groups) - self.in_flight
         if self._fixed is None and room > 0:
-            spare = min(self._spare_groups(), self._unscored_room)
-            room = min(room, max(self._batch - self._num_unready, spare))
+            room = min(room, max(self._batch - self._num_unready, self._spare_groups()))
         return room
-
-    @property
-    def _unscored_room(self) -> float:
-        """Further groups that would make the scores faster."""
-        return self._useful_groups(self._batch) - self._num_unready
 
     def _needed(self, asked: float) -> float:
         """Return the lead with which the trainer would not have waited for the last group taken; NaN if unknown."""
@@ -278,7 +266,7 @@ class LeadController:
         if self.in_flight >= self._most_groups:
             return Rule.BOUND
         if self._room < 1:
-            return Rule.SCORER if self._unscored_room < min(1.0, self._spare_groups()) else Rule.GENERATOR
+            return Rule.GENERATOR
         return Rule.GROWING if self._wait_share > WAIT_SHARE else Rule.JUST_IN_TIME
 
 

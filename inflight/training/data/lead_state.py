@@ -18,7 +18,6 @@ class Rule(IntEnum):
     GROWING = 3
     GENERATOR = 4
     BOUND = 5
-    SCORER = 6
 
 
 _REASONS = {
@@ -28,7 +27,6 @@ _REASONS = {
     Rule.GROWING: "the trainer waited too long, and the lead grows",
     Rule.GENERATOR: "the generator is the slower half, and more groups would not speed it up",
     Rule.BOUND: "the bound on groups in flight",
-    Rule.SCORER: "the scores are the slower half, and more groups would not speed them up",
 }
 
 

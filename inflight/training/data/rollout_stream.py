@@ -24,7 +24,7 @@ from inflight.stream.ledger import Ledger
 from inflight.stream.stream_thread import FrameSource, StreamThread
 from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import LossObserver, PackedBatch
-from inflight.training.data.concurrency import Concurrency, ScoringSpeed
+from inflight.training.data.concurrency import Concurrency
 from inflight.training.data.group_scoring import GroupScoring
 from inflight.training.data.lead_state import LeadState, check_ahead
 from inflight.training.data.nothing_to_learn import NothingToLearn
@@ -89,10 +89,8 @@ class RolloutStream:
         """Records of the groups."""
         self.concurrency = Concurrency()
         """Speed of the engines by the number of rows."""
-        self.scoring_speed = ScoringSpeed()
-        """Speed of the scores by the number of groups."""
         self.texts = Texts(tokenizer, tokenizer_lock)
-        self._scoring = GroupScoring(ledger, prepare=self.texts.fill_in, in_order=in_order, speed=self.scoring_speed)
+        self._scoring = GroupScoring(ledger, prepare=self.texts.fill_in, in_order=in_order)
         ledger.frames.on_frame, ledger.queue.on_finished = self._measure_frame, self._scoring.start_if_wanted
         self.thread = StreamThread(source, ledger, **options)
         """Reads the frames."""

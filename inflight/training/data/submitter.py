@@ -13,7 +13,7 @@ from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
 from inflight.core.sampling import SamplingParams
 from inflight.stream.ledger import Ledger
-from inflight.training.data.concurrency import Concurrency, ScoringSpeed
+from inflight.training.data.concurrency import Concurrency
 from inflight.training.data.lead import LeadController
 from inflight.training.data.lead_state import LeadState, Rule
 
@@ -44,8 +44,6 @@ class GroupStream(Protocol):
     def ledger(self) -> Ledger: ...
     @property
     def concurrency(self) -> Concurrency: ...
-    @property
-    def scoring_speed(self) -> ScoringSpeed: ...
 
 
 class PromptEngine(Protocol):
@@ -90,11 +88,7 @@ class Submitter:
         self._per_step, self._most_tokens = groups_per_step, most_tokens
         self.is_automatic = ahead == "auto"
         self.lead = LeadController(
-            groups_per_step,
-            ahead=ahead,
-            most_groups=most_groups,
-            spare_groups=self._spare_groups,
-            useful_groups=engine.stream.scoring_speed.useful_groups,
+            groups_per_step, ahead=ahead, most_groups=most_groups, spare_groups=self._spare_groups
         )
         self.in_flight = set(in_flight)
         """Ids of groups that were submitted and not taken."""

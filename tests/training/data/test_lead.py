@@ -5,7 +5,6 @@ from dataclasses import replace
 from math import inf, isnan
 from pathlib import Path
 from random import Random
-from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -164,88 +163,6 @@ def test_it_is_as_fast_as_the_best_fixed_bound_and_its_tokens_are_as_young(num_e
         assert auto["trainer_wait_share"] <= WAIT_SHARE
 
 
-JUDGED = replace(
-    PLAIN, rows=256, median_tokens=5, train_s=0.1, jitter=0.05, reward_s=0.02, reward_varies=False, scorers=1, steps=200
-)
-"""Groups are drawn in 50 ms, and the scorer is the slower half: it scores a batch in 320 ms."""
-
-
-def best_fixed(world):
-    """The figures of the youngest fixed bound that reaches 97 % of the best steps/s."""
-    fixed = [figures(world, ahead) for ahead in (0, 1, 2, 4, 8)]
-    best = max(one["steps_per_s"] for one in fixed)
-    return min((one for one in fixed if one["steps_per_s"] >= 0.97 * best), key=lambda one: one["token_age_s"])
-
-
-@pytest.mark.parametrize("hang_share", [0.0, 0.01])
-@pytest.mark.parametrize("varies", [False, True])
-@pytest.mark.parametrize("scorers", [1, 4, 8])
-def test_groups_do_not_queue_at_a_scorer_that_is_the_slower_half(scorers, varies, hang_share):
-    if scorers == 1 and hang_share:
-        pytest.skip("a score that hangs stops the only scorer")
-    world = replace(
-        JUDGED, scorers=scorers, reward_s=0.02 * scorers, reward_varies=varies, hang_share=hang_share, steps=200
-    )
-    [trainer] = (simulation := Simulation(world).run()).trainers
-    auto, best = simulation.result(skip=40), best_fixed(world)
-    tolerance = 0.05 if varies or hang_share else 0.0  # The random times of the runs differ.
-    assert auto["steps_per_s"] >= (0.97 - tolerance) * best["steps_per_s"]
-    assert auto["token_age_s"] <= (1.15 + 4 * tolerance) * best["token_age_s"]
-    ages = [age / tokens for age, tokens in trainer.ages]
-    assert fmean(ages[-640:]) <= (1.1 + 4 * tolerance) * fmean(ages[640:1280])
-    if not hang_share:
-        assert trainer.lead.in_flight <= 2 * 16
-
-
-@pytest.mark.parametrize(("groups_per_step", "train_s"), [(16, 0.1), (16, 1.0), (4, 0.08)])
-@pytest.mark.parametrize("varies", [False, True])
-@pytest.mark.parametrize("hang_share", [0.0, 0.01])
-def test_a_latency_of_scores_is_hidden_whatever_the_number_of_groups(groups_per_step, train_s, varies, hang_share):
-    world = replace(
-        JUDGED,
-        groups_per_step=groups_per_step,
-        train_s=train_s,
-        reward_s=0.1 if hang_share else 0.5,
-        reward_varies=varies,
-        hang_share=hang_share,
-        scorers=0,
-    )
-    assert figures(world, "auto", skip=100)["trainer_wait_share"] <= WAIT_SHARE
-
-
-def test_the_reason_names_the_scorer():
-    [trainer] = Simulation(JUDGED).run().trainers
-    trainer.lead.start(trainer.lead.allowed(1e9), 1e9)
-    assert trainer.lead.state.rule is Rule.SCORER
-    assert "the scores are the slower half" in str(trainer.lead.state)
-
-
-@pytest.mark.parametrize("train_s", [0.1, 0.4])
-def test_it_follows_a_scorer_that_slows_down_and_recovers_within_20_steps(train_s):
-    usual, slow = replace(JUDGED, train_s=train_s), replace(JUDGED, train_s=train_s, reward_s=0.1)
-    simulation = Simulation(usual)
-    [trainer] = simulation.trainers
-
-    def before_step(trainer):
-        trainer.world = slow if 60 <= len(trainer.times) < 120 else usual
-
-    trainer.before_step = before_step
-    simulation.run()
-
-    def age(ages):
-        return sum(age for age, _ in ages) / sum(tokens for _, tokens in ages)
-
-    def speed(times):
-        return (len(times) - 1) / (times[-1] - times[0])
-
-    [slow_trainer], [usual_trainer] = Simulation(slow).run().trainers, Simulation(usual).run().trainers
-    for first, last, reference in ((80, 120, slow_trainer), (140, 200, usual_trainer)):
-        steps, settled = slice(first, last), slice(80, 200)
-        groups, settled_groups = slice(16 * first, 16 * last), slice(16 * 80, 16 * 200)
-        assert speed(trainer.times[steps]) >= 0.97 * speed(reference.times[settled])
-        assert age(trainer.ages[groups]) <= 1.2 * age(reference.ages[settled_groups])
-
-
 def settled(world, change=None, *, at=40, within=20):
     """Run, and make a change before step `at`. Returns the wait share and the mean age of tokens of the steps from
     `within` steps later on."""
@@ -316,9 +233,6 @@ def test_it_follows_a_change_within_20_steps(change, is_long_tailed):
         train_s=st.floats(1e-3, 10),
         jitter=st.floats(0, 2),
         reward_s=st.sampled_from([0.0, 0.1, 5.0]),
-        reward_varies=st.booleans(),
-        scorers=st.sampled_from([0, 0, 1, 3]),
-        hang_share=st.sampled_from([0.0, 0.05]),
         failures_per_step=st.sampled_from([0.0, 0.3]),
         steps=st.just(12),
         seed=st.integers(0, 10_000),
