@@ -37,6 +37,8 @@ class Began(_Event, frozen=True, kw_only=True, tag="began"):
     """Step after which the run continues. Ignore earlier events of later steps, which are repeated."""
     pid: int = 0
     inflight_version: str = ""
+    config: dict[str, str] = {}
+    """Options of the engine as "engine.NAME", and options that the user gave, as text."""
 
 
 class Step(_Event, frozen=True, kw_only=True, tag="step"):

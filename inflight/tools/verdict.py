@@ -1,4 +1,4 @@
-"""The verdict on a run: whether it learns, who waits, the age of tokens, the signal, and the option to change."""
+"""Rules for the verdict on a run: learning, waits, age of tokens, signal, and the option to change."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def _learning(run: RecordedRun, signal: Finding) -> Finding:
         last = steps[-size:]
         window = run.values("reward", last)
         if run.mean("reward", last, max(LEAST, len(last) // 2)) is None:
-            return Finding("learning", f"{len(window)} of the last {len(last)} steps have a finite reward.")
+            return Finding("learning", f"{len(window)} of {len(last)} steps have a finite reward; {LEAST} are needed.")
         span = last[-1] - last[0] + 1
         slope, error = trend(list(window), list(window.values()))
         if abs(slope) > ERRORS * error:

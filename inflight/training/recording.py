@@ -105,7 +105,8 @@ class RunRecorder(ClosedAtEnd):
 
     It is a logger, too: `inflight.grpo(…, loggers=[recorder])`. Staleness, swaps, ratios, sample rollouts and the state
     of the engine are recorded without further calls. title: name of the run. resumed_after_step: continue the file of
-    the run after this step; None: a new file. max_bytes: size to which the file is thinned out.
+    the run after this step; None: a new file. max_bytes: size to which the file is thinned out. config: options to show
+    in addition to the engine's, by name; values can be dataclasses, such as {"grpo": GRPOConfig(…)}.
 
     A thread writes the file. If a later write fails, a warning is logged and the run continues without a record. Raises
     RunError if the file cannot be opened, and InflightError if another recorder is open.
@@ -119,6 +120,7 @@ class RunRecorder(ClosedAtEnd):
         title: str = "",
         resumed_after_step: int | None = None,
         max_bytes: int = MAX_BYTES,
+        config: Mapping[str, Any] | None = None,
     ):
         self._meter, self._stream = engine.staleness, engine.stream
         self.directory = Path(directory)
@@ -135,6 +137,7 @@ class RunRecorder(ClosedAtEnd):
             resumed_after_step=resumed_after_step or 0,
             pid=os.getpid(),
             inflight_version=__version__,
+            config=_texts({"engine": engine.options, **(config or {})}),
         )
         spans.start_adding_up()  # Refuses a second recorder before it removes the file of the first.
         with ExitStack() as undo:
@@ -374,6 +377,17 @@ def _samples(batch: PackedBatch, log_ratios: np.ndarray, texts: Texts) -> Sample
             )
         )
     return Samples(time=_now(), trainer_version=batch.trainer_version, rollouts=found)
+
+
+def _texts(options: Any, name: str = "") -> dict[str, str]:
+    """Return options as text under flat names, such as "grpo.sampling.n". Functions and classes become their names."""
+    plain = msgspec.to_builtins(options, enc_hook=lambda value: getattr(value, "__qualname__", str(value)))
+    if not isinstance(plain, dict):
+        return {name: str(plain)}
+    texts: dict[str, str] = {}
+    for key, value in plain.items():
+        texts |= _texts(value, f"{name}.{key}".strip("."))
+    return texts
 
 
 def _now() -> float:

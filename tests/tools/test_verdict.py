@@ -1,4 +1,4 @@
-"""The verdict on made runs: every sentence by a case, noise is no trend, and missing numbers give no verdict."""
+"""The verdict on made runs: each sentence, the rate of false trends, and missing numbers."""
 
 from collections.abc import Sequence
 from math import nan
@@ -200,7 +200,7 @@ def test_first_steps_give_no_verdict():
 
 @pytest.mark.parametrize("kept", [0, 30, 45])
 def test_numbers_that_are_no_longer_finite_give_no_verdict(kept):
-    """The recorder leaves such numbers out; here they are NaN, which has to count as missing, too."""
+    """The recorder leaves such numbers out. NaN counts as missing, too."""
     for missing in (nan, None):
         run = run_of(rising())
         for name in ("reward", "ratio/ess", "staleness/age_over_bound"):

@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,8 @@ from waiting import wait_until
 from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.frames import Swap
 from inflight.core.messages import Status
+from inflight.core.options import EngineOptions
+from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span
 from inflight.observability.event_file import EventFile
 from inflight.observability.events import (
@@ -34,6 +37,7 @@ from inflight.observability.events import (
 )
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training import recording
+from inflight.training.config import GRPOConfig
 from inflight.training.data.scored_groups import ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.model.forward import token_logprobs
@@ -95,6 +99,19 @@ def test_a_run_begins_with_its_name_and_ends(recorded):
     assert isinstance(first, Began)
     assert (first.title, first.model, first.max_sequences, first.pid) == ("a run", "tiny", 8, os.getpid())
     assert isinstance(last, Ended)
+
+
+def test_options_are_recorded_as_text_under_flat_names(tmp_path):
+    engine = MadeEngine()
+    engine.options = EngineOptions(model="tiny", max_sequences=8)
+    config = {"grpo": GRPOConfig(steps=7, sampling=SamplingParams(n=4)), "where": Path("/a"), "reward": len}
+    with RunRecorder(engine, tmp_path, config=config):
+        pass
+    began = next(iter(read_events(tmp_path)))
+    assert isinstance(began, Began)
+    expected = {"engine.max_sequences": "8", "grpo.steps": "7", "grpo.sampling.n": "4", "where": "/a"}
+    assert expected.items() <= began.config.items()
+    assert began.config["reward"] == "len"
 
 
 def test_measures_and_the_life_of_versions_are_what_the_meter_was_told(recorded):

@@ -274,7 +274,10 @@ class _Run:
                     if checkpoint is not None:
                         self._resume(checkpoint, run, state)
                     resumed = self.resumed_after_step or None
-                    with RunRecorder(engine, self._out, title=self._title, resumed_after_step=resumed) as recorder:
+                    shown = {"grpo": config, "learning_rate": recipe.learning_rate, "seed": options.seed}
+                    with RunRecorder(
+                        engine, self._out, title=self._title, resumed_after_step=resumed, config=shown
+                    ) as recorder:
                         reports = grpo(
                             engine,
                             publisher,

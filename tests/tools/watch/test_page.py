@@ -193,6 +193,15 @@ def test_any_number_of_the_run_has_a_chart_and_the_choice_is_remembered(shown, t
     assert not scrolls(page)
 
 
+def test_the_configuration_of_the_run_is_listed(shown, tmp_path):
+    config = {"engine.max_sequences": "8", "grpo.staleness": ""}
+    EventFile(tmp_path / "run").append([Began(time=time.time(), title="a run", config=config)])
+    page = shown(390)
+    page.locator("summary").click()
+    expect(page.locator("#options")).to_have_text("engine.max_sequences8grpo.staleness–")
+    assert not scrolls(page)
+
+
 def test_the_time_before_a_restart_is_cut_out(shown, tmp_path):
     now = time.time()
     before = [

@@ -531,6 +531,14 @@ function drawHead() {
   document.title = `${run.title || "no run"} · inflight watch`;
 }
 
+function drawConfig() {
+  const rows = Object.entries(run.config);
+  $("config").hidden = !rows.length;
+  if ($("config").dataset.key === JSON.stringify(rows)) return;
+  $("config").dataset.key = JSON.stringify(rows);
+  $("options").replaceChildren(...rows.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value || "–")]));
+}
+
 function drawStatus() {
   const [state, words] = status();
   $("status").dataset.state = state;
@@ -590,6 +598,7 @@ function draw() {
   isDirty = false;
   drawHead();
   drawNumbers();
+  drawConfig();
   for (const { chart, draw: data } of charts.values()) chart.draw(data());
   drawVerdict();
   drawTiles();

@@ -12,6 +12,7 @@ export class Run {
     this.title = "";
     this.model = "";
     this.rows = 0;
+    this.config = {};
     this.began = null;
     this.last = null;
     this.restarts = [];
@@ -68,6 +69,7 @@ export class Run {
     this.title = event.title;
     this.model = event.model ?? "";
     this.rows = event.max_sequences ?? 0;
+    this.config = event.config ?? {};
     if (at > 0) this.restarts.push(at);
     for (const step of [...this.steps.keys()]) if (step > (event.resumed_after_step ?? 0)) this.steps.delete(step);
   }
