@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.training.data.lead import LeadController
-from inflight.training.data.lead_state import WAIT_SHARE, Rule, check_ahead
+from inflight.training.data.lead_state import WAIT_SHARE, check_ahead
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from lead_simulation import Simulation, World
