@@ -54,7 +54,8 @@ def tokens_per_s(model: str, *, chooses: bool) -> dict[str, float]:
             with busy(name == "busy"):
                 began, num_tokens = time.perf_counter(), 0
                 while time.perf_counter() - began < SECONDS:
-                    num_tokens += sum(len(rollout.token_ids) for rollout in engine.generate(PROMPTS, PARAMS))
+                    groups = engine.generate(PROMPTS, PARAMS)
+                    num_tokens += sum(len(rollout.token_ids) for group in groups for rollout in group)
                 speeds[name] = num_tokens / (time.perf_counter() - began)
     return speeds
 
