@@ -30,7 +30,7 @@ from family_configs import Family, causal_families, multimodal_families
 from family_weights import make_model
 from made_batches import make_batch
 
-from inflight.training.model.forward import _try_way
+from inflight.training.model.forward import try_way
 from inflight.training.model.forward_mode import scoring_way
 
 COMMITS = {
@@ -52,7 +52,7 @@ def measure(model_type: str) -> dict[str, str]:
     if result.trainer.kind == RIGHT:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            way = scoring_way(make_model(family), make_batch(), _try_way)
+            way = scoring_way(make_model(family), make_batch(), try_way)
     return {
         "engine": result.engine.kind,
         "engine_reason": result.engine.reason,
