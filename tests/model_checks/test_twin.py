@@ -185,9 +185,7 @@ def test_a_fused_decoder_with_a_mistake_is_not_used(tmp_path, monkeypatch, mista
     assert serve(tmp_path, config, dtype) is None
     if mistake == "first of the norms forgotten":
         own = fused._attention
-        monkeypatch.setattr(
-            fused, "_attention", lambda module, ropes: dataclasses.replace(own(module, ropes), head_norms=None)
-        )
+        monkeypatch.setattr(fused, "_attention", lambda *parts: dataclasses.replace(own(*parts), head_norms=None))
     else:
         own_rope = fused.rope_and_cache
         shift = (lambda table: table.roll(1, 0)) if "off by one" in mistake else (lambda table: table.flip(1))

@@ -291,6 +291,8 @@ def test_a_resumed_run_keeps_both_clocks(model_dir, tmp_path, steps):
             policies.note(version, "one")
         wait_until(lambda before=engine.stream.num_tokens: engine.stream.num_tokens > before + 50)
         policies.publish(publisher, "two")
+        engine.wait_for_version(version + 1)
+        submit(engine)  # The groups from before can have ended by now.
         rollouts = drawn(engine)
     assert {1, version, version + 1} <= {v for rollout in rollouts for v in rollout.weight_versions.tolist()}
     policies.check(rollouts)

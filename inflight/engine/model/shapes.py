@@ -25,14 +25,14 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(128, 2, 384, 4, 2, 64, 512),
-    "tiny-hybrid": Shape(128, 4, 384, 4, 2, 64, 512, hybrid=True),
     "small": Shape(512, 8, 1536, 8, 4, 64, 8192),
-    "small-hybrid": Shape(512, 8, 1536, 8, 4, 64, 8192, hybrid=True),
     "base": Shape(768, 12, 3072, 12, 4, 64, 8192),
     "qwen3-0.6b": Shape(1024, 28, 3072, 16, 8, 128, 151936),
     "qwen3-1.7b": Shape(2048, 28, 6144, 16, 8, 128, 151936),
     "qwen3-8b": Shape(4096, 36, 12288, 32, 8, 128, 151936, tied=False),
     "tiny-moe": Shape(128, 2, 384, 4, 2, 64, 512, experts=8, experts_per_token=2),
+    "tiny-hybrid": Shape(128, 4, 384, 4, 2, 64, 512, hybrid=True),
+    "small-hybrid": Shape(512, 8, 1536, 8, 4, 64, 8192, hybrid=True),
 }
 
 EOS_TOKEN = "<|endoftext|>"
