@@ -181,6 +181,11 @@ class StalenessMeter:
         with self._lock:
             self.unpublished_steps, self._stepped = unpublished_steps, frozenset(adapters)
 
+    @property
+    def counts_adapters_apart(self) -> bool:
+        """Whether a remembered version, or a step since, changed some adapters alone."""
+        return bool(self._changes or self._stepped)
+
     def foreign_versions(self, adapter: str | None, weight_versions: np.ndarray) -> np.ndarray:
         """Return i64[n], the number of versions between these versions i64[n] and `trainer_version` that did not change
         the adapter; for None, the weights alone. It is positive for versions of other adapters alone."""

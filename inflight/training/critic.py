@@ -83,7 +83,8 @@ class Critic:
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         gae([], [], discount=self.discount, lam=self.lam, per=self.per)
-        # Micro-batches of the rollouts since the last step. Their `included` tokens are the first tokens of steps.
+        # Micro-batches of all rollouts since the last call of `step`. `included` marks the tokens that have a value in
+        # the loss: every drawn token, or with per="turn" the first token of every drawn turn.
         self._parts: list[PackedBatch] = []
 
     def __call__(self, groups: Sequence[Sequence[Rollout]]) -> list[np.ndarray]:

@@ -86,7 +86,8 @@ def delta_rule(
     decay, beta = decay.float().contiguous(), beta.float().contiguous()
     if not (_cpu.takes(query, key, value) and all(map(_is_packed, (query, key, value)))):
         query, key, value = (_packed(x) for x in (query, key, value))
-    if _cpu.takes(query, key, value) and _cpu.takes(states) and states.is_contiguous():
+    is_fp32 = states.dtype == torch.float32
+    if _cpu.takes(query, key, value) and _cpu.takes(states) and is_fp32 and states.is_contiguous():
         out = states.new_empty(value.shape)
         width, is_bf16 = decay.shape[2] if decay.ndim == 3 else 1, query.dtype == torch.bfloat16
         rows = (query, query.stride(0), key, key.stride(0), value, value.stride(0))

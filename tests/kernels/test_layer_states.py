@@ -79,6 +79,15 @@ def test_the_gated_delta_rule(counts, heads, dims, by_channel, normed, dtype):
     assert_equal("delta_rule", states, chunks, query, key, value, decay, beta, normed=normed, tolerance=2e-5)
 
 
+def test_states_in_16_bits_are_not_read_as_32():
+    torch.manual_seed(0)
+    num_tokens, chunks = chunks_of([3, 1])
+    query, key, value = (torch.randn(num_tokens, 2, 16).bfloat16() for _ in range(3))
+    states = torch.randn(3, 2, 16, 16).bfloat16()
+    decay, beta = torch.rand(num_tokens, 2), torch.rand(num_tokens, 2)
+    assert_equal("delta_rule", states, chunks, query, key, value, decay, beta, normed=True, tolerance=0)
+
+
 @given(num_tokens=st.integers(1, 5), heads=st.sampled_from([1, 3, 16]), dtype=st.sampled_from([*TOLERANCES]))
 def test_the_gates_of_the_delta_rule(num_tokens, heads, dtype):
     torch.manual_seed(heads)

@@ -82,7 +82,7 @@ def test_noise_is_called_learning_or_falling_in_less_than_one_window_in_a_hundre
     for count in (20, 50, 120):
         states = [finding(run_of(0.3 + noise(count, seed)), "learning").state for seed in range(300)]
         called = sum(state in ("learning", "the reward fell") for state in states)
-        # 300 windows at the stated 0.5 % have more than 5 calls with a probability of 0.4 %.
+        # If 0.5 % of all windows are called so, more than 5 of 300 are with a probability of 0.4 %.
         assert called <= 5, (count, called)
 
 

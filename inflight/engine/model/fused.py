@@ -4,7 +4,7 @@ A decoder is known if it consists of these parts: embedding; layers of attention
 Qwen, Mistral, Phi-3, mixtures of experts), after them (OLMo 2) or both (Gemma), one after the other or from one norm
 (Cohere); a norm; a head. A layer with a state per sequence can take the place of attention (Qwen 3.5). A decoder is
 used only if its logits agree with the logits of the Transformers model (`agreement.py`). Transformers runs all other
-models. Norms other than RMSNorm, and layers with a state, run with their own code.
+models. Norms other than RMSNorm, and layers with a state other than `DeltaNet`, run with their own code.
 
 No weights are copied. q, k and v are adjacent in the slot, and so are gate and up, so that one product covers them. T
 tokens, D head dimension, M rows that are drawn from, V vocabulary.
@@ -222,7 +222,7 @@ class FusedDecoder:
         body = model.get_decoder()  # It can be inside a multimodal model.
         self._embed = _part(body, "embed_tokens", nn.Module)
         rotations = Rotations(getattr(body, "rotary_emb", None), max_context)
-        indices = count(), count()
+        indices = count()
         self._layers = [_layer(module, rotations, indices) for module in _part(body, "layers", nn.ModuleList)]
         self._norm = _norm(_part(body, next((name for name in LAST_NORMS if hasattr(body, name)), "norm"), nn.Module))
         self._head = _linear(_part(model, "lm_head", nn.Linear))
@@ -287,8 +287,8 @@ def _logit_scale(model: PreTrainedModel) -> float:
     return scale * float(getattr(model, "logit_scale", 1.0))
 
 
-def _layer(layer: nn.Module, rotations: Rotations, indices: tuple[Iterator[int], Iterator[int]]) -> _Layer:
-    """indices: of attention layers, and of layers with a state, in the order in which they run."""
+def _layer(layer: nn.Module, rotations: Rotations, indices: Iterator[int]) -> _Layer:
+    """indices: of attention layers, in the order in which they run."""
     norms = {name: child for name, child in layer.named_children() if name.endswith("layernorm")}
     kind = next((kind for kind in LAYER_NORMS if kind.last in norms), LAYER_NORMS[-1])
     places = (kind.before_attention, kind.after_attention, kind.before_mlp, kind.after_mlp)
@@ -305,20 +305,20 @@ def _layer(layer: nn.Module, rotations: Rotations, indices: tuple[Iterator[int],
 
 
 def _mixer(
-    layer: nn.Module, rotations: Rotations, indices: tuple[Iterator[int], Iterator[int]]
+    layer: nn.Module, rotations: Rotations, indices: Iterator[int]
 ) -> _Attention | _LatentAttention | DeltaNet | _StateLayer:
     with_state = [child for child in layer.children() if has_state(child)]
     if len(with_state) > 1 or (with_state and getattr(layer, "self_attn", None) not in (None, with_state[0])):
         raise UnknownPartError(f"{type(layer).__name__} has several parts that mix tokens")
     if with_state:
-        if (delta_net := DeltaNet.of(with_state[0], next(indices[1]), _linear)) is not None:
+        if (delta_net := DeltaNet.of(with_state[0], _linear)) is not None:
             return delta_net
         use_kernels(with_state[0])
         return _StateLayer(with_state[0])
     module = _part(layer, "self_attn", nn.Module)
     if (heads := LatentHeads.of(module)) is not None:
-        return _latent_attention(module, heads, rotations, next(indices[0]))
-    return _attention(module, rotations, next(indices[0]))
+        return _latent_attention(module, heads, rotations, next(indices))
+    return _attention(module, rotations, next(indices))
 
 
 def _attention(module: nn.Module, rotations: Rotations, index: int) -> _Attention:

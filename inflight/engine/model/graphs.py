@@ -25,8 +25,8 @@ from inflight.engine.model.device import reachable
 from inflight.engine.model.fused import FusedDecoder
 
 PROMPT_ROWS = 32
-"""Maximum number of prompt tokens in a recorded pass. With groups of 8 that end one by one and 256 sequences, 45 % of
-passes compute prompt tokens, and 16 % more than 32."""
+"""Maximum number of prompt tokens in a recorded pass. Few passes compute more, if groups of 8 end one by one
+(docs/gpu.md)."""
 _failed: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture failed: the allocator of pinned memory might keep a pointer to each (torch's CUDAGraph.cpp)."""
 

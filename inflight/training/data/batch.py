@@ -101,7 +101,7 @@ class PackedBatch:
         """i64[T], trainer_version − the version of the token. Only versions that changed the adapter that drew the
         token count. Raises ValueError without trainer_version."""
         if self.trainer_version is None:
-            raise ValueError("lags need batch.trainer_version, the version being trained")
+            raise ValueError("version_lags needs trainer_version, the version of the trainer's weights")
         lags = self.trainer_version - self.weight_versions
         return lags if self.foreign_versions is None else lags - self.foreign_versions
 

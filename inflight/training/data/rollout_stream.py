@@ -300,7 +300,7 @@ class RolloutStream:
                     scored.dropped.num_unfit_examples, submitter.num_unfit = submitter.num_unfit, 0
                 batch = scored.pack(
                     trainer_version=self._meter.trainer_version,
-                    foreign_versions=self._meter.foreign_versions,
+                    foreign_versions=self._meter.foreign_versions if self._meter.counts_adapters_apart else None,
                     staleness=staleness,
                     advantages=advantages,
                 )

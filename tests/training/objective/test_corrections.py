@@ -508,7 +508,7 @@ def test_a_ratio_of_exactly_one_keeps_its_gradient(room):
             lambda: Objective(surrogate=surrogates.lag_clip, proximal="loglinear"),
             "lag_clip bounds .*proximal='behavior'",
         ),
-        (lambda: without_column("trainer_version", "lag_clip"), "lags need batch.trainer_version"),
+        (lambda: without_column("trainer_version", "lag_clip"), "version_lags needs trainer_version"),
         (lambda: without_column("proximal_logprobs", "decoupled_ppo"), "needs batch.proximal_logprobs"),
         (lambda: without_column("trainer_version", "loglinear_ppo"), "needs batch.trainer_version"),
     ],

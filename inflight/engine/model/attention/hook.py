@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.engine.cache.kinds import LayerKind, LayerShape, StateTensor
+from inflight.engine.cache.kinds import ChunkStates, LayerKind, LayerShape, StateTensor
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.attention.backend import ForwardBatch
 from inflight.engine.model.attention.latent import LatentHeads
@@ -83,15 +83,22 @@ def route(module: nn.Module, kind: LayerKind) -> None:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = _current.get()
         if isinstance(current, _Pass):
-            layer = current.state_calls
-            current.state_calls += 1
-            return kind.forward(module, current.memory.chunk_states(layer, current.batch), *args, **kwargs)
+            return kind.forward(module, next_states(), *args, **kwargs)
         if current is not None:
             current.append(Call(module, state=tuple(kind.tensors(module))))
         return own(module, *args, **kwargs)
 
     # A method of the instance is copied with it, so that the module of every slot has its own.
     module.forward = MethodType(forward, module)
+
+
+def next_states() -> ChunkStates:
+    """Return the states of the next layer that keeps one per sequence, during a pass."""
+    current = _current.get()
+    assert isinstance(current, _Pass)
+    layer = current.state_calls
+    current.state_calls += 1
+    return current.memory.chunk_states(layer, current.batch)
 
 
 def has_state(module: nn.Module) -> bool:
