@@ -31,7 +31,7 @@ from inflight.training.grpo import GRPOConfig, grpo
 
 MODEL, TASK, CPU = "tiny-hybrid", "spell_backward", torch.device("cpu")
 SEEDS = (0, 1, 2)
-WARMUP_STEPS, STEPS, LAST_STEPS = 120, 100, 10
+WARMUP_STEPS, STEPS, LAST_STEPS = 180, 100, 10
 
 
 def learn(start: str, task: Task, seed: int, kv_on_swap: str) -> dict[str, Any]:

@@ -52,16 +52,18 @@ class Policies:
         return version
 
     @torch.no_grad()
-    def errors(self, rollout: inflight.Rollout, older: int = 0) -> np.ndarray:
+    def errors(self, rollout: inflight.Rollout, wrong: bool = False) -> np.ndarray:
         """Differences f64[T] between recorded log-probabilities and those under the weights of each token's version.
-        older: under weights that many publishes older."""
+        wrong: under the weights one publish older; for the first version, one publish younger."""
         own, published = self.own[rollout.adapter], self.published[rollout.adapter]
         self.model.set_adapter(rollout.adapter)
         errors = np.zeros(len(rollout.token_ids))
         clock = sorted(published)
-        places = np.searchsorted(clock, rollout.weight_versions, side="right") - 1 - older
+        places = np.searchsorted(clock, rollout.weight_versions, side="right") - 1
+        if wrong:
+            places = np.where(places > 0, places - 1, 1)
         for place in set(places.tolist()):
-            for name, value in published[clock[max(place, 0)]].items():
+            for name, value in published[clock[place]].items():
                 own[name].copy_(value)
             expected = full_forward_logprobs(self.model, rollout)
             errors[places == place] = np.abs(expected - rollout.logprobs)[places == place]
@@ -72,7 +74,7 @@ class Policies:
         assert {rollout.adapter for rollout in rollouts} == set(NAMES)
         for rollout in rollouts:
             assert self.errors(rollout).max() < 1e-3
-            assert np.median(self.errors(rollout, older=1)) > 0.1
+            assert np.median(self.errors(rollout, wrong=True)) > 0.1
 
 
 def submit(engine: inflight.Engine, params: inflight.SamplingParams = PARAMS) -> None:
