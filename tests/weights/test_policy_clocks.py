@@ -92,7 +92,7 @@ def test_tokens_in_flight_are_of_their_policys_last_publish(model_dir, transport
     """Both policies change before every publish. The unpublished changes of the other one stay out of the engine."""
     policies = Policies()
     with (
-        inflight.launch(model_dir("qwen3"), kv_on_swap="recompute", **OPTIONS) as engine,
+        inflight.launch(model_dir("qwen3"), kv_on_swap="recompute", **OPTIONS | {"max_sequences": 2}) as engine,
         engine.publisher(policies.model, transport=transport) as publisher,
     ):
         policies.change(*NAMES)
@@ -108,7 +108,8 @@ def test_tokens_in_flight_are_of_their_policys_last_publish(model_dir, transport
             wait_until(lambda before=engine.stream.num_tokens: engine.stream.num_tokens > before + 20)
         rollouts = drawn(engine)
     assert len(rollouts) == 8
-    assert all(len(set(rollout.weight_versions.tolist())) > 10 for rollout in rollouts)
+    versions = [set(rollout.weight_versions.tolist()) for rollout in rollouts]
+    assert len(set.union(*versions)) > 4 and all(len(own) > 1 for own in versions[:4])
     policies.check(rollouts)
 
 
