@@ -23,7 +23,8 @@ overtake a group that takes several steps, and the law starts as many groups mor
 A longer lead does not speed up a generator that is the slower half. `needed` then grows with the lead, because groups
 share the engine. A bound ends this growth: samples are added only while they make the engines faster (`Concurrency`).
 If the engines are fastest with all rows, a further batch is allowed to queue; it draws no tokens there and so does not
-age. One batch is always allowed; without it the trainer would wait forever.
+age. A judge, a sandbox or a tool can be the slower half, too. If the trainer waits in most steps, groups are added only
+while they shorten its waits (`UsefulGroups`). One batch is always allowed; without it the trainer would wait forever.
 
 A trainer that computes on the first groups of a step does not wait for the others meanwhile. Each part of a step has a
 `needed` of its own: its last group is needed at a + p, where p is the time of the parts before it. The largest is the
@@ -39,6 +40,7 @@ from itertools import pairwise
 from math import ceil, inf, isnan, nan
 
 from inflight.training.data.lead_state import WAIT_SHARE, LeadState, Rule
+from inflight.training.data.useful_groups import UsefulGroups
 
 _AIM = 0.005
 """The share that the estimate aims at. It is lower, because the estimate comes from few steps."""
@@ -79,8 +81,9 @@ class LeadController:
         self._most_groups = most_groups or inf
         self.in_flight = 0
         self._num_unready = 0
-        self._starts: deque[tuple[float, float]] = deque()
-        """Start of each group in flight, and the predicted time at which it is needed (NaN: no prediction)."""
+        self._starts: deque[tuple[float, float, int]] = deque()
+        """Start of each group in flight, the predicted time at which it is needed (NaN: no prediction), and the number
+        of groups in flight with it."""
         self._readies: deque[float] = deque()
         """Times at which groups in flight became ready."""
         self._steps: deque[_Step] = deque(maxlen=_REMEMBERED_STEPS)
@@ -99,15 +102,19 @@ class LeadController:
         """Usable groups that the present step still needs."""
         self._train_s = nan
         """Seconds of the last step, from the arrival of its groups to the next request, and on parts of it before."""
-        self._usual_train_s, self._mean_wait_s, self._batch = nan, 0.0, groups_per_step
-        """Of the last steps: the median time from groups to request (one long step, as with an evaluation, predicts
-        nothing), the mean wait, and the groups that a step takes, including failed and replaced groups."""
+        self._usual_train_s, self._usual_wait_s = nan, 0.0
+        """Medians of the last steps: the time from groups to request, and the wait. One long step, as with an
+        evaluation, predicts nothing."""
+        self._mean_wait_s, self._batch = 0.0, groups_per_step
+        """Means of the last steps: the wait, and the groups that a step takes, including failed and replaced groups."""
         self._lead_s, self._wait_share = nan, nan
+        self._useful = UsefulGroups(groups_per_step)
 
     def start(self, count: int, now: float) -> None:
         """Note that groups start."""
         for position in range(self.in_flight, self.in_flight + count):
-            self._starts.append((now, self._due(position, now) if self._is_measured else nan))
+            due = self._due(position, now) if self._is_measured else nan
+            self._starts.append((now, due, position + 1))
         self.in_flight += count
         self._num_unready += count
 
@@ -163,11 +170,13 @@ class LeadController:
             return
         self.wait(now)
         needed_s = max(self._needed(self._asked), self._needed_s)  # NaN if the first is.
+        began, number = now - self._computed_s, 0
         for _ in range(min(self._num_taken, len(self._starts))):
-            self._starts.popleft()
+            _, _, number = self._starts.popleft()
             if self._readies:
                 self._readies.popleft()
-        began = now - self._computed_s
+        if number:
+            self._useful.step(number, max(0.0, began - self._asked))
         self._steps.append(_Step(needed_s, max(0.0, began - self._asked), self._train_s, self._num_taken))
         self._asked, self._began = None, began
         self._solve()
@@ -205,18 +214,25 @@ class LeadController:
     @property
     def _room(self) -> float:
         """Groups that the bounds allow to start."""
-        bound = self._fixed or (inf if self._is_measured else self._per_step)
+        bound = self._fixed or (self._useful_most if self._is_measured else self._per_step)
         room = min(bound, self._most_groups) - self.in_flight
         if self._fixed is None and room > 0:
             room = min(room, max(self._batch - self._num_unready, self._spare_groups()))
         return room
+
+    @property
+    def _useful_most(self) -> float:
+        """Groups in flight beyond which the trainer does not wait less; infinity if it hardly waits in most steps."""
+        if self._usual_wait_s <= WAIT_SHARE * self._usual_train_s:
+            return inf
+        return max(self._batch, self._useful.most(self._usual_train_s))
 
     def _needed(self, asked: float) -> float:
         """Return the lead with which the trainer would not have waited for the last group taken; NaN if unknown."""
         last = min(self._num_taken, len(self._starts)) - 1
         if not 0 <= last < len(self._readies):
             return nan
-        start, due = self._starts[last]
+        start, due, _ = self._starts[last]
         return self._readies[last] - start + (0.0 if isnan(due) else due - asked) - self._computed_s
 
     def _due(self, position: int, now: float) -> float:
@@ -244,6 +260,7 @@ class LeadController:
             return
         total = sum(weight for weight, _ in timed)
         self._usual_train_s = _median([(step.train_s, w) for w, step in timed])
+        self._usual_wait_s = _median([(step.wait_s, w) for w, step in timed])
         self._mean_wait_s = sum(w * step.wait_s for w, step in timed) / total
         step_s = self._mean_wait_s + sum(w * step.train_s for w, step in timed) / total
         self._wait_share = self._mean_wait_s / step_s if step_s else 0.0
@@ -265,6 +282,8 @@ class LeadController:
             return Rule.FIRST_STEPS
         if self.in_flight >= self._most_groups:
             return Rule.BOUND
+        if self.in_flight >= self._useful_most and self._spare_groups() >= 1:
+            return Rule.SCORES
         if self._room < 1:
             return Rule.GENERATOR
         return Rule.GROWING if self._wait_share > WAIT_SHARE else Rule.JUST_IN_TIME
