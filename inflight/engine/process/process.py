@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from time import process_time
 from typing import get_args
 
 import zmq
@@ -37,6 +38,7 @@ from inflight.engine.process.control_socket import ControlSocket, Handlers
 from inflight.engine.process.directory import alive_lock
 from inflight.engine.process.publishing import FromPublisher, PublisherService
 from inflight.engine.process.tcp_listener import opened
+from inflight.engine.process.threads import PassThreads
 from inflight.engine.process.verbs import Verbs, verb
 from inflight.observability.trace import Recorder
 from inflight.stream.writer import StreamWriter
@@ -79,6 +81,7 @@ class EngineProcess:
             Hello: self._hello,
         }
         self._step_ns = 0
+        self._threads = PassThreads.of_process(engine.device)
         self._states = StateClock(state_of(engine))
         self.stopping = False
 
@@ -91,11 +94,13 @@ class EngineProcess:
             engine.scheduler.admits = may_begin(engine, self._stream)
             if not engine.idle:
                 self._states.enter(GENERATING)
-            began_ns = now_ns()
+            began_ns, began_cpu_s = now_ns(), process_time()
             frame = engine.step()
             self._stream.state = state_of(engine)
             self._step_ns = now_ns() - began_ns
             if frame is not None:
+                if self._threads is not None and frame.header.num_tokens and not frame.header.starts:
+                    self._threads.passed(frame.header.num_tokens, self._step_ns / 1e9, process_time() - began_cpu_s)
                 self._stream.send(frame, at_once=engine.idle or frame.header.swap is not None)
             else:
                 self._stream.flush()
