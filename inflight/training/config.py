@@ -58,7 +58,7 @@ class GRPOConfig:
     is not finite is always skipped."""
     advantages: str | Advantages = "grpo"
     """Computation of advantages from rewards: "grpo", "dr_grpo", "rloo", "maxrl", "reinforce++",
-    "reinforce++_baseline", "module:name", a function (docs/training.md#advantages), or an `inflight.Critic`
+    "reinforce++_baseline", "gdpo", "module:name", a function (docs/training.md#advantages), or an `inflight.Critic`
     (docs/training.md#a-critic). The function gets the groups of a step and returns an advantage for each rollout,
     groups concatenated: a number, or f32[tokens]."""
     reward_kl_weight: float = 0.0
@@ -145,7 +145,7 @@ class GRPOConfig:
                 "KL penalty of the objective, or other advantages"
             )
         reasons = {
-            "advantages 'reinforce++'": self.advantages == "reinforce++",
+            f"advantages {self.advantages!r}": self.advantages in ("reinforce++", "gdpo"),
             "reward_kl_weight": self.reward_kl_weight,
             "teacher_weight": resolve(self.objective).teacher_weight,
         }

@@ -86,7 +86,8 @@ def grpo(
     examples: prompts for `engine.submit` (text, token ids, chat messages, rows of a `datasets.Dataset`), or `Example`s
     of such a prompt and metadata. Examples that the engine refuses, or that can exceed `config.micro_batch_tokens` with
     an answer, are skipped, logged by their index and counted in `dropped.num_unfit_examples`. If the first ones do not
-    fit, ValueError is raised.
+    fit, ValueError is raised. Examples with a method `observe`, such as an `inflight.Curriculum`, receive each group
+    that is taken, with its rewards (docs/training.md#prompts-that-follow-rewards).
     engine: an engine, or `inflight.Episodes`, for which examples are rows of tasks.
     score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`. None: episodes have rewards;
     with a teacher, other rollouts have the reward 0.
@@ -94,7 +95,7 @@ def grpo(
     evaluation mode. None: a PEFT model without its adapters. If a KL penalty has neither, ValueError is raised at once.
     run: an `inflight.Run`. Its `progress` is updated before each report: save model, optimizer and `lr_scheduler` after
     a report, and then the run. If the run was loaded, training continues with the next step. Pass the same examples:
-    the examples that were submitted before are skipped.
+    the examples that were submitted before are skipped, and examples that observe rewards load their state.
     teacher: a model whose distribution the policy learns (`Objective.teacher_weight`). A module is scored here, batch
     by batch; an engine, the URL of a server, a function, or a `Teacher` of one of these scores groups as they finish.
     Raises ValueError or VocabularyError at once if it does not fit, and TeacherError if it does not answer.
@@ -173,11 +174,12 @@ def grpo(
         admission = Admission(
             engine,
             publisher,
-            islice(examples, progress.num_submitted, None),
+            examples,
             score,
             config,
             in_flight=set(progress.in_flight),
             num_submitted=progress.num_submitted,
+            state=progress.examples,
         )
         if config.train_as_they_finish:
             admission.while_incomplete = trainer.compute
@@ -226,6 +228,8 @@ class GRPOProgress(msgspec.Struct, frozen=True):
     dropped: dict[str, int] = {}
     evaluating: list[int] = []
     """Ids of the groups of an evaluation in progress."""
+    examples: dict[str, Any] | None = None
+    """State of examples that observe rewards."""
 
 
 @dataclass(slots=True)
@@ -385,7 +389,9 @@ class _Trainer:
         # These were skipped while groups of the next step were submitted.
         dropped["num_unfit_examples"] += submitter.num_unfit
         in_flight = sorted(submitter.in_flight)
-        return GRPOProgress(step, submitter.num_submitted, in_flight, self.num_skipped, dropped, evaluating)
+        return GRPOProgress(
+            step, submitter.num_submitted, in_flight, self.num_skipped, dropped, evaluating, submitter.state
+        )
 
 
 def _publish_first(engine: RolloutEngine, publisher: WeightPublisher) -> None:
