@@ -5,7 +5,7 @@
 A third of the prompts ask for three symbols in reverse order, and the reward is the share of right tokens. A third are
 mastered from the beginning (reward 1), and a third have no right answer (reward 0), like mislabelled rows of a dataset.
 Held-out prompts to reverse are evaluated every ten steps. The model starts from random weights. The result is written
-after each run; all runs take about eight minutes on one core.
+after each run; all runs take about a quarter of an hour on one core.
 """
 
 import json
@@ -30,7 +30,7 @@ SYMBOLS, LENGTH = 6, 3
 KINDS = ("learnable", "easy", "impossible")
 PROMPTS_OF_A_KIND, HELD_OUT = 152, 64
 GROUPS, SAMPLES, STEPS, EVERY = 16, 8, 400, 10
-SEEDS = (0, 1, 2)
+SEEDS = range(8)
 TARGETS = (0.3, 0.4, 0.5)
 RESULT = Path(__file__).parent / "results" / "cpu" / "curriculum.json"
 
