@@ -32,6 +32,7 @@ _HOME = {
         ),
         "inflight.training.data.batch": "PackedBatch pack",
         "inflight.training.data.curriculum": "Curriculum",
+        "inflight.training.data.demonstrations": "pack_demonstrations",
         "inflight.training.data.trees": "tree_advantages",
         "inflight.training.config": "GRPOConfig",
         "inflight.training.critic": "Critic",
@@ -99,6 +100,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.training.data.batch import PackedBatch as PackedBatch
     from inflight.training.data.batch import pack as pack
     from inflight.training.data.curriculum import Curriculum as Curriculum
+    from inflight.training.data.demonstrations import pack_demonstrations as pack_demonstrations
     from inflight.training.data.gae import gae as gae
     from inflight.training.data.rewards import Rewards as Rewards
     from inflight.training.data.scored_groups import ScoredGroups as ScoredGroups

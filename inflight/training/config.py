@@ -70,6 +70,9 @@ class GRPOConfig:
     count in the averages of the loss, so that the gradient is the same. With a KL penalty, a drift penalty or an
     entropy bonus they stay in the forward pass. A step with only such groups is skipped
     (docs/training.md#what-takes-part-in-the-loss-and-what-in-its-averages)."""
+    demonstration_weight: float = 1.0
+    """Weight of the negative log-likelihood of `grpo(demonstrations=…)` in the loss, averaged by the aggregation of the
+    objective (docs/training.md#demonstrations)."""
     replace_uniform_groups: int = 0
     """Maximum number of groups of equal rewards per step that are replaced by further prompts (dynamic sampling of
     DAPO, arXiv 2503.14476, §3.2; docs/training.md#groups-of-equal-rewards). Replaced groups count only in mean rewards
@@ -105,6 +108,8 @@ class GRPOConfig:
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must hold a prompt and an answer of "
                 f"sampling.max_tokens ({self.sampling.max_tokens})"
             )
+        if not (isfinite(self.demonstration_weight) and self.demonstration_weight > 0):
+            raise ValueError(f"demonstration_weight must be finite and above 0, got {self.demonstration_weight}")
         check_rules(self.staleness)
         check_ahead(self.ahead)
         if self.groups_in_flight and self.groups_in_flight < self.groups_per_step:

@@ -201,7 +201,7 @@ def _pass_at_k(r: np.ndarray, *, k: int) -> np.ndarray:
 
 
 def gdpo_advantages(weights: Mapping[str, float] | None = None, *, eps: float = 1e-4) -> Advantages:
-    """Return a function for `advantages=` that compares each reward of `Rewards` by itself (GDPO, Liu et al., arXiv
+    """Return a function for `advantages=` that compares each reward of `Rewards` separately (GDPO, Liu et al., arXiv
     2601.05242): A = Σ_j w_j (r_j − mean of its group) / (standard deviation of its group + eps), and then
     (A − mean of the batch) / (standard deviation of the batch + eps). Standard deviations divide by n.
 
