@@ -21,8 +21,8 @@ class Curriculum:
     """Endless prompts for `grpo` and `stream.batches(prompts=…)`: draws prompts of medium pass rate more often.
 
     A reward from 0 to 1 counts as a fraction of a pass. The pass rate p of a prompt has a Beta posterior of the passes
-    and failures in its groups. Each new group multiplies the earlier counts by `keep`, because the policy changes (Qu et
-    al., arXiv 2507.04632). Each draw takes a prompt that is not in flight. The probability is proportional to the
+    and failures in its groups. Each new group multiplies the earlier counts by `keep`, because the policy changes (Qu
+    et al., arXiv 2507.04632). Each draw takes a prompt that is not in flight. The probability is proportional to the
     posterior mean of p (1 − p) (Foster et al., arXiv 2502.12272), and equal in a share `explore` of the draws.
 
     The mean reward of a step is the mean over the drawn prompts, which rewards choose: compare runs by an `Evaluation`.
