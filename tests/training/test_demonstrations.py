@@ -1,4 +1,4 @@
-"""The gradient of a step with demonstrations is that of the policy loss plus that of their likelihood, in float64."""
+"""The gradient of a step with demonstrations is the sum of two gradients: policy loss and likelihood, in float64."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ WEIGHT, MAX_TOKENS = 0.3, 20
 
 
 def plain_nll(model, pairs, aggregation):
-    """The negative log-likelihood, each answer in a forward pass of its own."""
+    """The negative log-likelihood, each answer in a separate forward pass."""
     sums, lengths = [], []
     for prompt, answer in pairs:
         logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0]

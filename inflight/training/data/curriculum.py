@@ -39,7 +39,7 @@ class Curriculum:
         seed: int = 0,
     ):
         """prompts: each a prompt for `engine.submit` or an `Example`; a list, or a `datasets.Dataset`. explore, keep:
-        from 0 to 1. rewards: of a failure and of a pass; rewards outside count as these. Raises ValueError for no
+        from 0 to 1. rewards: of a failure and of a pass; rewards beyond them count as them. Raises ValueError for no
         prompts, and for numbers outside their ranges."""
         if not len(prompts):
             raise ValueError("a curriculum needs at least one prompt")

@@ -16,7 +16,7 @@ Demonstration = tuple[ArrayLike, ArrayLike]
 
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
     """Pack demonstrations: `policy_loss(model, batch, objective="none")` is the negative log-likelihood of the answers,
-    with every token of an answer in the loss, averaged by the objective's aggregation. Each is a group of its own.
+    with every token of an answer in the loss, averaged by the objective's aggregation. Each is one group.
     Raises ValueError for no demonstrations, and for an empty prompt or answer."""
     rollouts = [_as_rollout(place, *pair) for place, pair in enumerate(demonstrations)]
     return pack(rollouts, [1.0] * len(rollouts))  # The gradient of −A · log π with A = 1.
