@@ -48,7 +48,13 @@ class World:
     jitter: float = 0.05
     """Relative standard deviation of the time of a step."""
     reward_s: float = 0.0
-    """Mean of the exponential distribution of the time of scoring."""
+    """Mean time of the scoring of a group."""
+    reward_varies: bool = True
+    """The time of scoring is distributed exponentially; otherwise it is constant."""
+    scorers: int = 0
+    """Groups that are scored at a time, in the order in which they were drawn; 0: all."""
+    hang_share: float = 0.0
+    """Share of groups whose scoring takes 50 times as long."""
     failures_per_step: float = 0.0
     """Probability that an engine fails in a step of the trainer, or in a second if that is longer."""
     repair_steps: float = 4.0
@@ -198,6 +204,9 @@ class Trainer:
         self._clock, self.world, self._pool = clock, world, pool
         self._random = Random(seed)
         self.lead = LeadController(world.groups_per_step, ahead=ahead, spare_groups=self._spare_groups)
+        self._unscored: deque[Group] = deque()
+        self._num_scored = 0
+        """Groups that are scored now."""
         self._ready: deque[Group] = deque()
         self._taken: list[Group] = []
         self._asked: float | None = None
@@ -236,8 +245,19 @@ class Trainer:
         group.ended.append(now)
         group.num_open -= 1
         if not group.num_open:
-            reward_s = self._random.expovariate(1 / self.world.reward_s) if self.world.reward_s else 0.0
-            self._clock.at(now + reward_s, lambda: self._scored(group))
+            self._unscored.append(group)
+            self._score()
+
+    def _score(self) -> None:
+        world = self.world
+        while self._unscored and (not world.scorers or self._num_scored < world.scorers):
+            self._num_scored += 1
+            reward_s = world.reward_s
+            if reward_s and world.reward_varies:
+                reward_s = self._random.expovariate(1 / reward_s)
+            if world.hang_share and self._random.random() < world.hang_share:
+                reward_s = 50 * world.reward_s
+            self._clock.at(self._clock.now + reward_s, partial(self._scored, self._unscored.popleft()))
 
     def start_allowed(self) -> None:
         now = self._clock.now
@@ -264,6 +284,8 @@ class Trainer:
         self._pool.least_loaded(self._random).add([Row(group, length) for length in lengths])
 
     def _scored(self, group: Group) -> None:
+        self._num_scored -= 1
+        self._score()
         self._ready.append(group)
         self.lead.ready(self._clock.now)
         self._take()
@@ -359,6 +381,9 @@ def scenarios() -> Iterator[tuple[str, tuple[World, ...]]]:
         yield f"{name}, the generator is slower", (replace(world, train_s=fast),)
     world = World(num_engines=8, groups_per_step=128, train_s=slow)
     yield "rewards that take as long as a step", (replace(world, reward_s=slow),)
+    judged = replace(world, reward_s=0.4, reward_varies=False, scorers=8, train_s=2.0)
+    yield "a judge that is slower, 8 groups at a time", (judged,)
+    yield "the same, times vary, one in 100 hangs", (replace(judged, reward_varies=True, hang_share=0.01),)
     yield "an engine in ten fails at each step", (replace(world, failures_per_step=0.1),)
     compute_bound = replace(world, base_s=0.002, row_s=0.0005, rows=256)
     yield "compute-bound engines, the trainer is slower", (replace(compute_bound, train_s=9.0),)

@@ -99,6 +99,7 @@ def _waits(run: RecordedRun) -> Finding:
         (swaps > WAITS, "note", "the engine waits for weights", f"{swaps:.0%} of its time.", "Set `slots=2`."),
         (held > WAITS, "note", "the engine is held back", f"{held:.0%} of its time.", "Raise `max_unconsumed_tokens`."),
         (mutual and rule == Rule.FIXED, "note", both, "The lead is fixed.", 'Set `schedule="inflight", ahead="auto"`.'),
+        (mutual and rule == Rule.SCORES, "note", both, "Scores or tools are slower.", "Score faster."),
         (mutual and rule == Rule.BOUND, "note", both, "A bound limits the lead.", "Raise `groups_in_flight`."),
         (mutual, "note", both, "Times of answers or rewards vary more than the lead covers.", "Set `ahead=1`."),
         (wait > WAITS, "note", "the trainer waits", "The generator is slower.", "Launch more engines."),

@@ -135,6 +135,7 @@ def test_each_verdict_on_waits(given, level, state, said):
     ("rule", "change"),
     [
         (Rule.FIXED, 'Set `schedule="inflight", ahead="auto"`.'),
+        (Rule.SCORES, "Score faster."),
         (Rule.BOUND, "Raise `groups_in_flight`."),
         (Rule.GROWING, "Set `ahead=1`."),
     ],

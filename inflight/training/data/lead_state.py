@@ -18,6 +18,7 @@ class Rule(IntEnum):
     GROWING = 3
     GENERATOR = 4
     BOUND = 5
+    SCORES = 6
 
 
 _REASONS = {
@@ -27,6 +28,7 @@ _REASONS = {
     Rule.GROWING: "the trainer waited too long, and the lead grows",
     Rule.GENERATOR: "the generator is the slower half, and more groups would not speed it up",
     Rule.BOUND: "the bound on groups in flight",
+    Rule.SCORES: "more groups in flight do not shorten the waits: scores or tools are the slower half",
 }
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import inf, isnan
 from pathlib import Path
 from random import Random
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -106,7 +107,7 @@ def test_steps_that_replace_groups_take_more():
             lead.take(4 - (index + 1) // 2)
         lead.begin(now)
         now += 1.0
-    assert lead._batch == 8
+    assert lead.law.batch == 8
     lead.ask(now)
     assert lead.allowed(now) + lead.in_flight >= 8
 
@@ -161,6 +162,68 @@ def test_it_is_as_fast_as_the_best_fixed_bound_and_its_tokens_are_as_young(num_e
     assert auto["token_age_s"] <= 1.15 * min(fast)
     if regime == "trainer":
         assert auto["trainer_wait_share"] <= WAIT_SHARE
+
+
+JUDGED = replace(
+    PLAIN, rows=256, median_tokens=5, train_s=0.1, jitter=0.05, reward_s=0.02, reward_varies=False, scorers=1, steps=200
+)
+"""Groups are drawn in 50 ms, and the scorer is the slower half: it scores a batch in 320 ms."""
+
+
+def means(worlds, ahead, skip):
+    runs = [figures(world, ahead, skip) for world in worlds]
+    return {name: fmean(run[name] for run in runs) for name in runs[0]}
+
+
+@pytest.mark.parametrize(("scorers", "varies", "hang_share"), [(1, 0, 0), (8, 0, 0), (4, 1, 0), (8, 1, 0.01)])
+def test_groups_do_not_queue_at_scorers_that_are_the_slower_half(scorers, varies, hang_share):
+    world = replace(JUDGED, scorers=scorers, reward_s=0.02 * scorers, reward_varies=varies, hang_share=hang_share)
+    worlds = [replace(world, seed=seed) for seed in range(3)]
+    auto, least, more = (means(worlds, ahead, 40) for ahead in ("auto", 0, 1))
+    assert auto["steps_per_s"] >= 0.96 * max(least["steps_per_s"], more["steps_per_s"])
+    if varies:  # The speeds of steps are noisy.
+        assert auto["token_age_s"] <= 1.5 * more["token_age_s"]
+    else:
+        assert auto["token_age_s"] <= 1.3 * least["token_age_s"]
+
+
+@pytest.mark.parametrize(("groups_per_step", "train_s"), [(16, 0.1), (16, 1.0), (4, 0.08)])
+@pytest.mark.parametrize("varies", [False, True])
+@pytest.mark.parametrize("hang_share", [0, 0.01])
+def test_a_latency_of_scores_is_hidden_whatever_the_number_of_groups(groups_per_step, train_s, varies, hang_share):
+    """Also if a score in a hundred takes 50 times as long."""
+    world = replace(JUDGED, scorers=0, groups_per_step=groups_per_step, train_s=train_s)
+    world = replace(world, reward_s=0.1 if hang_share else 0.5, reward_varies=varies, hang_share=hang_share)
+    worlds = [replace(world, seed=seed) for seed in range(3)]
+    auto, most = means(worlds, "auto", 100), means(worlds, 8, 100)
+    assert auto["steps_per_s"] >= 0.95 * most["steps_per_s"]
+    if not (varies or hang_share):
+        assert auto["trainer_wait_share"] <= WAIT_SHARE
+
+
+def test_the_reason_names_the_slower_half():
+    [trainer] = Simulation(JUDGED).run().trainers
+    trainer.lead.start(trainer.lead.allowed(1e9), 1e9)
+    assert "scores or tools are the slower half" in str(trainer.lead.state)
+
+
+@pytest.mark.parametrize("train_s", [0.1, 0.4])
+def test_it_follows_a_scorer_that_slows_down_and_recovers(train_s):
+    usual, slow = replace(JUDGED, train_s=train_s), replace(JUDGED, train_s=train_s, reward_s=0.1)
+    simulation = Simulation(usual)
+    [trainer] = simulation.trainers
+
+    def before_step(trainer):
+        trainer.world = slow if 60 <= len(trainer.times) < 120 else usual
+
+    trainer.before_step = before_step
+    simulation.run()
+    for first, last, world in ((80, 120, slow), (140, 200, usual)):
+        fixed = figures(world, 0)
+        ages, tokens = zip(*trainer.ages[16 * first : 16 * last], strict=True)
+        speed = (last - first - 1) / (trainer.times[last - 1] - trainer.times[first])
+        assert speed >= 0.95 * fixed["steps_per_s"]
+        assert sum(ages) / sum(tokens) <= 2 * fixed["token_age_s"]
 
 
 def settled(world, change=None, *, at=40, within=20):
@@ -351,8 +414,8 @@ def drive_in_parts(lead, draw_s, *, group_s, rest_s, steps):
 def test_the_time_of_parts_is_time_of_the_step_and_no_wait(ahead):
     random, lead = Random(0), LeadController(4, ahead=ahead)
     waits = drive_in_parts(lead, lambda: random.uniform(0.1, 3.0), group_s=0.3, rest_s=0.1, steps=12)
-    assert [step.wait_s for step in lead._steps] == pytest.approx(waits)
-    assert [step.train_s for step in lead._steps][1:] == pytest.approx([4 * 0.3 + 0.1] * 11)
+    assert [step.wait_s for step in lead.law.steps] == pytest.approx(waits)
+    assert [step.train_s for step in lead.law.steps][1:] == pytest.approx([4 * 0.3 + 0.1] * 11)
     weights = [0.9**age for age in range(11)][::-1]
     mean_wait_s = sum(w * wait for w, wait in zip(weights, waits[1:], strict=True)) / sum(weights)
     assert lead.state.wait_share == pytest.approx(mean_wait_s / (mean_wait_s + 1.3))
