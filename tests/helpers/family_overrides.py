@@ -17,7 +17,7 @@ _MULTIPLIERS = {
     "attention_multiplier": 0.6,
     "logits_scaling": 0.3,
 }
-_SPARSE = {"index_n_heads": 32, "index_topk": 8}
+_SPARSE = {"index_n_heads": 32, "index_topk": 128}
 """With few heads several keys have an index score of exactly 0, and which of them are chosen is anybody's guess."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
