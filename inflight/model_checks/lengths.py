@@ -6,8 +6,8 @@ from transformers import PretrainedConfig
 
 
 def length_limit(config: PretrainedConfig, *, sparse: bool = False) -> tuple[int, str] | None:
-    """Return a number of tokens and the reason of the limit; None if there is no limit. sparse: sparse attention chooses
-    its keys, and sets no limit.
+    """Return a number of tokens and the reason of the limit; None if there is no limit. sparse: ignore the limit of
+    sparse attention, since its choice of keys is computed.
 
     The frequencies of the rotary embeddings "longrope" and "dynamic" depend on the longest sequence of a batch once one
     is longer than the original training length, so that sequences would change each other. Chunked attention (Llama 4)
@@ -33,9 +33,10 @@ def length_limit(config: PretrainedConfig, *, sparse: bool = False) -> tuple[int
 
 
 def chooses_keys(config: PretrainedConfig) -> bool:
-    """Return True for sparse attention in which an indexer chooses `index_topk` keys for each query."""
-    layer_types = getattr(config, "layer_types", None) or ()
-    return "indexed_attention" in layer_types and isinstance(getattr(config, "index_topk", None), int)
+    """Return True for sparse attention in which an indexer chooses `index_topk` keys for each query. GLM-5.3 chooses
+    pools of `index_kpool` keys."""
+    layer_types, count, pool = (getattr(config, name, None) for name in ("layer_types", "index_topk", "index_kpool"))
+    return "indexed_attention" in (layer_types or ()) and isinstance(count, int) and pool is None
 
 
 def row_limit(config: PretrainedConfig) -> tuple[int, str] | None:

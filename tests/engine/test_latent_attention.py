@@ -52,12 +52,14 @@ FUSED = (
     "deepseek_v3-wide", "deepseek_v3-yarn", "deepseek_v3", "deepseek_v3-uninterleaved",
     "deepseek_v3-published-moonlight", "deepseek_v2",
     "deepseek_v2-published-lite", "glm4_moe_lite", "minicpm3", "youtu", "axk1", "kimi_k25",
+    "deepseek_v32", "deepseek_v32-published", "glm_moe_dsa", "glm_moe_dsa-shared",
 )  # fmt: skip
-UNFUSED = ("longcat_flash", "kimi_linear", "bailing_hybrid")
-"""Two attention layers in a layer; layers with a state; a gate after attention."""
+UNFUSED = ("longcat_flash", "kimi_linear", "bailing_hybrid", "axk2", "dots3_note_text", "mistral_large4")
+"""Two attention layers in a layer; layers with a state; a gate after attention; the last three have sparse attention,
+with a gate, next to sliding windows, and over another layer's latents."""
 FAMILIES = FUSED + UNFUSED
 QUICK = ("deepseek_v3-wide",)
-OF_EACH_KIND = ("deepseek_v3-wide", "deepseek_v2", "minicpm3", "longcat_flash")
+OF_EACH_KIND = ("deepseek_v3-wide", "deepseek_v2", "minicpm3", "longcat_flash", "glm_moe_dsa-shared")
 MODES = {
     "whole": {"max_prefill_tokens": 1000},
     "chunked": {"max_prefill_tokens": 5},

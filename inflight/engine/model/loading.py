@@ -116,8 +116,8 @@ def context_limit(config: PretrainedConfig, asked: int, *, sparse: bool = False)
     length, cause = length_limit(config, sparse=sparse) or (limit, "")
     if cause and asked > length:
         raise UnsupportedModelError(
-            f"{config.model_type} uses {cause}, which the engine can run up to {length} tokens; max_context is {asked}, "
-            f"set max_context={length} or less"
+            f"{config.model_type} uses {cause}, which the engine can run up to {length} tokens; max_context is "
+            f"{asked}; set max_context={length} or less"
         )
     return min(limit, length, asked or DEFAULT_MAX_CONTEXT)
 

@@ -17,7 +17,6 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from inflight.core.errors import UnsupportedModelError
 from inflight.engine.cache.kinds import ChunkStates, LayerKind, LayerShape, StateTensor
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.attention.backend import ForwardBatch
