@@ -73,6 +73,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"head_dim": 32, "num_heads": 4},
+    "mistral_large4_text": _SPARSE,
     "nemotron": {"num_key_value_heads": 2},
     **{name: {"text_config": _MROPE} for name in ("glm4v", "glm46v", "glm_ocr", "glmga", "qwen2_5_omni_thinker")},
     "glm4v_moe": {"text_config": _mrope(2, 1, 1)},
