@@ -1,4 +1,4 @@
-"""Indexers of sparse attention (DeepSeek V3.2, GLM-5), which choose `index_topk` keys for each query.
+"""Indexers choose `index_topk` keys for each query of sparse attention (DeepSeek V3.2, GLM-5).
 
 An indexer chooses all keys of a sequence that is not longer than `index_topk`. The engine and packed training keep to
 this length (`lengths.py`), so that their attention needs no choice. They pass a note in place of a mask (`masks.py`),
