@@ -11,9 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from inflight.model_checks.lengths import chooses_keys
 
-def sparse_attention(model: nn.Module) -> list[nn.Module]:
-    """Return the attention modules that choose keys. Their `indexer` is None if they use an earlier layer's choice."""
+
+def sparse_attention(model: Any) -> list[nn.Module]:
+    """Return the attention modules that choose keys. Their `indexer` is None if they use an earlier layer's choice. The
+    list is empty if the configuration does not set the length up to which all keys are chosen."""
+    if not chooses_keys(model.config.get_text_config()):
+        return []
     return [module for module in model.modules() if hasattr(module, "indexer") and hasattr(module, "expand_kv")]
 
 

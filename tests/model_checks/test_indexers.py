@@ -60,6 +60,14 @@ def test_the_context_ends_where_an_indexer_leaves_keys_out(make_engine, director
     assert context_limit(config, 0, sparse=True) == 4096, "vLLM computes the choice"
 
 
+def test_an_indexer_that_the_configuration_does_not_name_is_refused(tmp_path):
+    model = model_of(SPARSE)
+    model.config.layer_types = ["full_attention"] * 4
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="GlmMoeDsaForCausalLM cannot run"):
+        Engine(EngineOptions(model=str(tmp_path), device="cpu"))
+
+
 @pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
 def test_a_sequence_of_the_longest_length_is_exact(make_engine, directory, fuse):
     engine = make_engine(directory, max_context=24, max_prefill_tokens=7, fused=fuse)
