@@ -70,7 +70,9 @@ def _reward(session: Session, traces: Sequence[Any], replies: dict[str, Sequence
                 "own (AgentConfig.client)"
             )
         if not trace.rewards:
-            raise InflightError(f"the episode of {trace.task.type} has no reward; give the task a method with @vf.reward")
+            raise InflightError(
+                f"the episode of {trace.task.type} has no reward; give the task a method with @vf.reward"
+            )
     parts = [{name: part.value for name, part in trace.rewards.items() if part is not None} for trace in traces]
     if len(traces) == 1:
         return parts[0]
