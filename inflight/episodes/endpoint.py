@@ -2,10 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from inflight.episodes.session import Reply
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +18,9 @@ class Endpoint:
     shared_url: str
     """Base URL of all sessions, for programs that send every request to one address. A request belongs to the session
     that has accepted its header X-Session-ID, and needs no key: the URL is secret."""
-    accept: "Callable[[str], Sequence[Reply]]" = field(repr=False, compare=False)
-    """Takes a value of X-Session-ID, which must be unique. Returns the replies to its requests, a list that grows."""
+    accept: Callable[[str], Sequence[Any]] = field(repr=False, compare=False)
+    """Takes a value of X-Session-ID, which must be unique. Returns the replies to its requests, a growing list of
+    `Reply`."""
 
     @property
     def url(self) -> str:

@@ -3,12 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from inflight.core.errors import InflightError
 from inflight.core.extras import needing
 from inflight.episodes.episodes import RolloutFunction
-from inflight.episodes.limits import EpisodeEnd
 from inflight.episodes.session import Reply, Session
 from inflight.episodes.settling import Reward
 
@@ -24,13 +24,13 @@ def verifiers_rollout(env: Any) -> RolloutFunction:
 
     A row is a `vf.Task` of `env.taskset`, or its data as a mapping, `task.data.model_dump(mode="json")`. Each call of
     the model by an agent is a turn of the session. The rewards of an agent's trace are added to its last turn, by name
-    if only one agent draws. An agent with a client of its own, such as a judge, is not trained.
+    if only one agent draws. An agent with another client, such as a judge, is not trained.
     An episode that is not `ok` raises its last error, as the class of verifiers with that name, so that
     `Episodes(retries={vf.SandboxError: 2})` repeats it. Retries of `env` and of its agents are not used.
     The environment serves from the first episode until its `Episodes` are closed, and one `Episodes` at a time.
     """
     with needing("verifiers", "verifiers_rollout"):
-        import verifiers.v1 as vf
+        vf: Any = import_module("verifiers.v1")
     served, task_type = _Served(env), env.taskset.task_type()
 
     async def rollout(session: Session, row: Any) -> Reward:
@@ -48,12 +48,10 @@ def verifiers_rollout(env: Any) -> RolloutFunction:
 
         episode = await env.run_episode(task, context, on_trace=begin, on_discard=discarded.append)
         if not episode.ok:
-            if session.ended is not None:
-                raise EpisodeEnd(session.ended)
             raise _error_of(vf, episode)
         if discarded:
             raise InflightError(
-                "an agent has repeated its run, and the tokens of both runs are in the episode; set the `retries` of the "
+                "an agent has repeated its run, and the tokens of both runs are in the episode; set `retries` of its "
                 "AgentConfig to 0, and use Episodes(retries=…)"
             )
         return _reward(session, [trace for trace in episode.traces if replies[trace.id]], replies)
@@ -62,12 +60,13 @@ def verifiers_rollout(env: Any) -> RolloutFunction:
 
 
 def _reward(session: Session, traces: Sequence[Any], replies: dict[str, Sequence[Reply]]) -> Reward:
-    """Return the rewards of one trace by name; set those of several. traces: with turns of the session."""
+    """Return the rewards of a single trace by name, or add the rewards of several traces to their last turns. traces: all
+    that have turns of the session."""
     for trace in traces:
         if not trace.agent.trainable:
             raise InflightError(
-                f"agent {trace.agent.name!r} is not trainable, and the policy has drawn for it; give it a client of its "
-                "own (AgentConfig.client)"
+                f"agent {trace.agent.name!r} is not trainable, and the policy has drawn for it; give it a client of "
+                "its own (AgentConfig.client)"
             )
         if not trace.rewards:
             raise InflightError(
@@ -99,25 +98,28 @@ class _Served:
     """The servers of an environment. They run as a task of the event loop of the episodes, until it is cancelled."""
 
     def __init__(self, env: Any):
-        self._env, self._ready, self._task = env, None, None
+        self._env = env
+        self._begun: tuple[asyncio.Future[None], asyncio.Task[None]] | None = None
+        """A future of the start, and the task."""
 
     async def ready(self) -> None:
         """Return when the environment serves. Raises the exception of its start."""
         loop = asyncio.get_running_loop()
-        if self._task is None or self._task.done():
-            self._ready, self._task = loop.create_future(), loop.create_task(self._serve())
-        elif self._task.get_loop() is not loop:
+        if self._begun is None or self._begun[1].done():
+            started: asyncio.Future[None] = loop.create_future()
+            self._begun = started, loop.create_task(self._serve(started))
+        started, task = self._begun
+        if task.get_loop() is not loop:
             raise InflightError("an environment of verifiers serves one Episodes; load it again for the other one")
-        await asyncio.shield(self._ready)
+        await asyncio.shield(started)
 
-    async def _serve(self) -> None:
-        ready = self._ready
+    async def _serve(self, started: "asyncio.Future[None]") -> None:
         try:
             async with self._env.serving():
-                ready.set_result(None)
+                started.set_result(None)
                 await asyncio.Event().wait()
         except Exception as error:
-            if ready.done():
+            if started.done():
                 logger.exception("the servers of an environment of verifiers have failed")
             else:
-                ready.set_exception(error)
+                started.set_exception(error)

@@ -22,7 +22,7 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """verifiers is the stand-in, whether it is installed or not."""
+    """The stand-in replaces verifiers."""
     package = ModuleType("verifiers")
     package.v1 = pretend_verifiers
     monkeypatch.setitem(sys.modules, "verifiers", package)
@@ -69,6 +69,7 @@ def test_the_agents_of_an_episode_have_a_sequence_and_a_reward_each(pretended, c
         for _ in range(2):
             theirs.append({"role": "user", "content": await pro.say(ours)})
             ours.append({"role": "user", "content": await contra.say(theirs)})
+        agent("judge", trainable=False).reward(sure=5.0)  # another client has drawn
         pro.reward(won=1.0)
         contra.reward(won=-1.0, polite=0.25)
 
