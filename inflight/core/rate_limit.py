@@ -35,8 +35,9 @@ class RateLimit:
         self.waited_s = 0.0
         """Time that calls have waited, added up over calls."""
 
-    async def take(self, timeout_s: float) -> None:
-        """Wait for a token and a place. `give_back` frees the place. Raises TimeoutError."""
+    async def take(self, timeout_s: float) -> float:
+        """Wait for a token and a place. `give_back` frees the place. Returns the waiting time in seconds. Raises
+        TimeoutError."""
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
@@ -52,7 +53,9 @@ class RateLimit:
                 raise
             raise TimeoutError(f"a call waited for its RateLimit for more than {timeout_s:g} s") from None
         finally:
-            self.waited_s += clock() - began
+            waited_s = clock() - began
+            self.waited_s += waited_s
+        return waited_s
 
     def give_back(self) -> None:
         """Free the place of a call that has ended. Its token is used."""

@@ -19,7 +19,6 @@ import numpy as np
 from inflight.chat.conversation import Conversation
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, PromptTooLongError
-from inflight.core.rate_limit import RateLimit
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.workers import Workers, is_async
@@ -276,7 +275,7 @@ class Session:
         timeout_s = self._limits.call_s if timeout_s is None else timeout_s
         rate = self._limits.rates.get(function) if self._limits.rates else None
         if rate is not None:
-            await self._wait_for(rate, timeout_s)
+            self.seconds["waits"] += await rate.take(timeout_s)
         began, call = perf_counter(), None
         self._host.num_calling += 1
         try:
@@ -295,16 +294,6 @@ class Session:
                 rate.give_back()
             self._host.num_calling -= 1
             self.seconds["calls"] += perf_counter() - began
-
-    async def _wait_for(self, rate: RateLimit, timeout_s: float) -> None:
-        began = perf_counter()
-        try:
-            await rate.take(timeout_s)
-        except TimeoutError:
-            self._host.count("calls that timed out")
-            raise
-        finally:
-            self.seconds["waits"] += perf_counter() - began
 
     async def clean_up(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function that releases the resources of the episode, such as `env.close`, as `call` does. It also

@@ -60,8 +60,8 @@ def verifiers_rollout(env: Any) -> RolloutFunction:
 
 
 def _reward(session: Session, traces: Sequence[Any], replies: dict[str, Sequence[Reply]]) -> Reward:
-    """Return the rewards of a single trace by name, or add the rewards of several traces to their last turns. traces: all
-    that have turns of the session."""
+    """Return the rewards of a single trace by name, or add the rewards of several traces to their last turns. traces:
+    all that have turns of the session."""
     for trace in traces:
         if not trace.agent.trainable:
             raise InflightError(
