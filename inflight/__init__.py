@@ -15,6 +15,7 @@ _HOME = {
     for module, names in {
         "inflight.core.errors": "InflightError",
         "inflight.core.options": "EngineOptions",
+        "inflight.core.rate_limit": "RateLimit",
         "inflight.core.rollout": "Rollout",
         "inflight.core.sampling": "SamplingParams",
         "inflight.core.spans": "span",
@@ -69,6 +70,7 @@ _HOME = {
 if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.core.errors import InflightError as InflightError
     from inflight.core.options import EngineOptions as EngineOptions
+    from inflight.core.rate_limit import RateLimit as RateLimit
     from inflight.core.rollout import Rollout as Rollout
     from inflight.core.sampling import SamplingParams as SamplingParams
     from inflight.core.spans import span as span

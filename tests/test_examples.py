@@ -112,6 +112,16 @@ def test_a_text_game_is_learned():
 
 
 @pytest.mark.long
+def test_an_environment_of_verifiers_is_learned():
+    if find_spec("verifiers") is None:
+        pytest.skip("pip install 'inflight-rl[verifiers]'")
+    done = run_program(str(EXAMPLES / "verifiers_env.py"))
+    rewards = [float(reward) for reward in re.findall(r"reward (\S+)", done.stdout)]
+    assert len(rewards) == 25, done.stdout + done.stderr
+    assert rewards[-1] > 2 * rewards[0], done.stdout
+
+
+@pytest.mark.long
 def test_three_turns_with_tools_are_learned():
     done = run_program(str(EXAMPLES / "calculator.py"))
     assert gained(done) > 0.3, done.stdout
