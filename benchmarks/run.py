@@ -65,6 +65,7 @@ BENCHES: dict[str, dict[str, str]] = {
 SCRIPTS = {
     "swap": ["swap_growth"],
     "loss": ["correction_bias", "objective_lags"],
+    "learning": ["curriculum"],
     "serve": ["serve"],
     "fuzz": ["fuzz"],
     "coverage": ["coverage_of_models"],

@@ -15,6 +15,7 @@ _HOME = {
     for module, names in {
         "inflight.core.errors": "InflightError",
         "inflight.core.options": "EngineOptions",
+        "inflight.core.rate_limit": "RateLimit",
         "inflight.core.rollout": "Rollout",
         "inflight.core.sampling": "SamplingParams",
         "inflight.core.spans": "span",
@@ -27,9 +28,12 @@ _HOME = {
         "inflight.episodes.session": "Session",
         "inflight.run": "Run",
         "inflight.training.data.advantages": (
-            "group_advantages per_group policy_advantages spared_advantages turn_advantages"
+            "gdpo_advantages group_advantages pass_at_k_advantages per_group policy_advantages spared_advantages "
+            "turn_advantages"
         ),
         "inflight.training.data.batch": "PackedBatch pack",
+        "inflight.training.data.curriculum": "Curriculum",
+        "inflight.training.data.demonstrations": "pack_demonstrations",
         "inflight.training.data.trees": "tree_advantages",
         "inflight.training.config": "GRPOConfig",
         "inflight.training.critic": "Critic",
@@ -66,6 +70,7 @@ _HOME = {
 if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.core.errors import InflightError as InflightError
     from inflight.core.options import EngineOptions as EngineOptions
+    from inflight.core.rate_limit import RateLimit as RateLimit
     from inflight.core.rollout import Rollout as Rollout
     from inflight.core.sampling import SamplingParams as SamplingParams
     from inflight.core.spans import span as span
@@ -87,13 +92,17 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.tools.journal_replay import replay as replay
     from inflight.training.config import GRPOConfig as GRPOConfig
     from inflight.training.critic import Critic as Critic
+    from inflight.training.data.advantages import gdpo_advantages as gdpo_advantages
     from inflight.training.data.advantages import group_advantages as group_advantages
+    from inflight.training.data.advantages import pass_at_k_advantages as pass_at_k_advantages
     from inflight.training.data.advantages import per_group as per_group
     from inflight.training.data.advantages import policy_advantages as policy_advantages
     from inflight.training.data.advantages import spared_advantages as spared_advantages
     from inflight.training.data.advantages import turn_advantages as turn_advantages
     from inflight.training.data.batch import PackedBatch as PackedBatch
     from inflight.training.data.batch import pack as pack
+    from inflight.training.data.curriculum import Curriculum as Curriculum
+    from inflight.training.data.demonstrations import pack_demonstrations as pack_demonstrations
     from inflight.training.data.gae import gae as gae
     from inflight.training.data.rewards import Rewards as Rewards
     from inflight.training.data.scored_groups import ScoredGroups as ScoredGroups

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import byte_tokenizer_for
+from transformers import AutoModelForCausalLM
 from waiting import PATIENCE_S, wait_until
+
+from inflight.engine.model.shapes import shape_config
+from inflight.tools.recorded_run import read_run
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -67,6 +72,20 @@ def test_a_critic_credits_tokens():
     assert float(re.findall(r"explained variance ([\d.]+)", done.stdout)[-1]) > 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "4"])
+def test_the_verifier_runs_with_a_model_and_with_adapters(tmp_path, rank):
+    """With a tiny model, which cannot add."""
+    AutoModelForCausalLM.from_config(shape_config("tiny")).save_pretrained(tmp_path / "model")
+    byte_tokenizer_for("{% for m in messages %}{{ m.content }}{% endfor %}=").save_pretrained(tmp_path / "model")
+    program = [str(EXAMPLES / "math_verifier.py"), str(tmp_path / "model"), "--out", str(tmp_path / "run")]
+    done = run_program(*program, "--steps", "2", "--lora-rank", rank)
+    assert (gained(done), done.stdout.count("step ")) == (0.0, 2)
+    began = read_run(tmp_path / "run").began
+    assert began is not None
+    assert (began.config["lora_rank"], began.config["engine.lora_rank"], began.config["seed"]) == (rank, rank, "0")
+
+
 @pytest.mark.long
 def test_a_slow_judge_and_evaluations_beside_training():
     done = run_program(str(EXAMPLES / "slow_reward.py"))
@@ -90,6 +109,16 @@ def test_two_policies_learn_from_each_other():
 def test_a_text_game_is_learned():
     done = run_program(str(EXAMPLES / "text_game.py"), "--steps", "30")
     assert gained(done) > 0.4, done.stdout
+
+
+@pytest.mark.long
+def test_an_environment_of_verifiers_is_learned():
+    if find_spec("verifiers") is None:
+        pytest.skip("pip install 'inflight-rl[verifiers]'")
+    done = run_program(str(EXAMPLES / "verifiers_env.py"))
+    rewards = [float(reward) for reward in re.findall(r"reward (\S+)", done.stdout)]
+    assert len(rewards) == 25, done.stdout + done.stderr
+    assert rewards[-1] > 2 * rewards[0], done.stdout
 
 
 @pytest.mark.long

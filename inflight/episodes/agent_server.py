@@ -4,8 +4,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -55,6 +55,8 @@ class _Open:
     """Requests can set rewards."""
     draws: set[asyncio.Future[Reply]] = field(default_factory=set)
     """Turns in progress."""
+    replies: list[Reply] = field(default_factory=list)
+    """Drawn turns."""
 
 
 _Handler = Callable[[_Open, Request], Awaitable[Response]]
@@ -69,6 +71,9 @@ class AgentServer:
         """Raises ListenError if no port is free."""
         options = ServerOptions()
         self._open: dict[str, _Open] = {}
+        self._accepted: dict[str, _Open] = {}
+        """Sessions of the shared address by their X-Session-ID."""
+        self._shared = secrets.token_urlsafe(24)
         self._log = RequestLog()
         listening = listen(_HOST, 0)
         self._url = f"http://{_HOST}:{listening.getsockname()[1]}"
@@ -104,14 +109,23 @@ class AgentServer:
             raise EpisodeEnd(session.ended)
         id, opened = secrets.token_hex(8), _Open(session, secrets.token_urlsafe(24), rewards)
         self._open[id] = opened
+        names: list[str] = []
+
+        def accept(name: str) -> Sequence[Reply]:
+            names.append(name)
+            named = self._accepted[name] = replace(opened, replies=[])
+            return named.replies
 
         def close() -> None:
             del self._open[id]
+            for name in names:
+                del self._accepted[name]
             for draw in list(opened.draws):
                 draw.cancel()
 
         session.at_close.append(close)
-        return Endpoint(f"{self._url}/sessions/{id}", opened.token, rewards)
+        own, shared = f"{self._url}/sessions/{id}", f"{self._url}/sessions/{self._shared}/v1"
+        return Endpoint(own, opened.token, rewards, shared, accept)
 
     async def close(self) -> None:
         """End the server, within some seconds."""
@@ -141,7 +155,13 @@ class AgentServer:
 
     def _opened(self, request: Request) -> _Open:
         """Return the session of a request. Raises ApiError."""
-        opened = self._open.get(request.path_params["id"])
+        id = request.path_params["id"]
+        if secrets.compare_digest(id.encode(), self._shared.encode()):
+            opened = self._accepted.get(request.headers.get("x-session-id", ""))
+            if opened is None:
+                raise ApiError(404, "no session has accepted this X-Session-ID, or its episode has ended")
+            return opened
+        opened = self._open.get(id)
         if opened is None:
             raise ApiError(404, "there is no such session, or its episode has ended")
         given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
@@ -214,6 +234,7 @@ async def _draw(opened: _Open, request: Request, fields: ChatRequest) -> tuple[_
         if draw.cancelled() and session.ended is not None:
             raise _ended(session.ended) from None
         raise
+    opened.replies.append(reply)
     parts = reply.content, reply.message.get("reasoning_content", ""), reply.calls
     usage = answers.usage(reply.prompt_tokens, len(reply.token_ids), reply.prefix_tokens)
     return parts, answers.chat_finish_reason(reply.finish_reason, reply.calls), usage

@@ -1,6 +1,8 @@
 """The address of a session for an agent that calls an API."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,8 +13,14 @@ class Endpoint:
     """http://127.0.0.1:PORT/sessions/ID, the base URL for clients of Anthropic."""
     token: str
     """Key of the API: each request must have it."""
-    rewards: bool = False
+    rewards: bool
     """True if requests can set rewards."""
+    shared_url: str
+    """Base URL of all sessions, for programs that send every request to one address. A request belongs to the session
+    that has accepted its header X-Session-ID, and needs no key: the URL is secret."""
+    accept: Callable[[str], Sequence[Any]] = field(repr=False, compare=False)
+    """Takes a value of X-Session-ID, which must be unique. Returns the replies to its requests, a growing list of
+    `Reply`."""
 
     @property
     def url(self) -> str:

@@ -45,6 +45,7 @@ turn; several named parts, which are added up; or None, if `Session.reward` has 
 _CHECK_S = 0.25
 _BLOCKED_S = 1.0
 _CLOSE_S = 5.0
+_NO_REWARD = "completed: no reward"
 _RECENT = 256
 """Number of last episodes whose mean reward is recorded."""
 
@@ -102,11 +103,12 @@ class Episodes:
         self.workers = Workers("call")
         self.counts: Counter[str] = Counter()
         """Number of episodes by the reason of their end ("completed", "max_turns", "error: ValueError", …); of
-        "attempts", "turns", "drawn tokens", "prompt tokens", "reused prompt tokens", "conversations rendered again",
-        and "calls that timed out"."""
+        "completed: no reward", "attempts", "turns", "drawn tokens", "prompt tokens", "reused prompt tokens",
+        "conversations rendered again", and "calls that timed out"."""
         self._failures = Failures("an episode", logger, retries, self.counts)
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Time that episodes spent in "turns", "calls" and "rendering", added up over episodes."""
+        """Time that episodes spent in "turns", "calls", "waits" for rate limits, and "rendering", added up over
+        episodes."""
         self.num_running = self.num_calling = 0
         """Numbers of episodes, and of calls of tools, in progress."""
         self._rewards: deque[float] = deque(maxlen=_RECENT)
@@ -452,8 +454,19 @@ class Episodes:
                 self.count(reason)
                 if reward is not None:
                     self._rewards.append(reward)
+                elif reason == "completed":
+                    self._note_no_reward()
                 ended = finish_reason(session, reason, reward)
                 return session.rollouts(ended, reward, parts) or [group.nothing(sample, ended)]
+
+    def _note_no_reward(self) -> None:
+        """Count an episode without a reward, and warn of the first one."""
+        if not self.counts[_NO_REWARD]:
+            logger.warning(
+                "a rollout function returned None and has set no reward, so that its episode is not trained; return a "
+                "number, or call session.reward"
+            )
+        self.count(_NO_REWARD)
 
     async def _attempt(self, session: Session, row: Any) -> tuple[str, Reward, Exception | None]:
         """Run the rollout function once. Returns the reason of its end, its result, and its exception."""

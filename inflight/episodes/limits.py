@@ -1,10 +1,12 @@
 """Limits of an episode, and the reasons for its end."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import isfinite
-from typing import Literal
+from typing import Any, Literal
 
 from inflight.core.arguments import named
+from inflight.core.rate_limit import RateLimit
 
 AtEnd = float | Literal["keep", "exclude"]
 """The reward of an episode that reached a limit. keep: the rewards so far. exclude: none, so that it takes no part in
@@ -26,6 +28,9 @@ class Limits:
     """Maximum time of a turn, in seconds, from its request to its last token."""
     call_s: float = 60.0
     """Maximum time of a call of `Session.call`, in seconds. Afterwards the call raises TimeoutError."""
+    rates: Mapping[Callable[..., Any], RateLimit] = field(default_factory=dict)
+    """Rate limits of functions that `Session.call` and `Session.use_tools` call. A call waits for its turn as long as
+    it may take, and this time is not a part of it."""
     episode_s: float = 3600.0
     """Maximum time of the episode, in seconds. Afterwards its task is cancelled."""
     cleanup_s: float = 30.0
@@ -44,6 +49,9 @@ class Limits:
         for name in ("turn_s", "call_s", "episode_s", "cleanup_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for function, rate in self.rates.items():
+            if not (callable(function) and isinstance(rate, RateLimit)):
+                raise TypeError(f"rates must map functions to RateLimits, got {function!r}: {rate!r}")
         for name in ("at_limit", "at_timeout"):
             value = getattr(self, name)
             if value not in ("keep", "exclude") and not (isinstance(value, int | float) and isfinite(value)):

@@ -149,7 +149,7 @@ class Session:
         """Numbers of turns, drawn tokens, calls, and conversations that began a new token sequence, because the
         template could not continue them or their history was rewritten."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Time spent in "turns", "calls" and "rendering"."""
+        """Time spent in "turns", "calls", "waits" for rate limits, and "rendering"."""
         self.ended: str | None = None
         """The reason of the end, or None."""
         self.at_close: list[Callable[[], None]] = []
@@ -266,17 +266,20 @@ class Session:
         self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None, **keywords: Any
     ) -> Any:
         """Call a tool, a judge or a method of an environment, and return its result. A function that is not async runs
-        in a thread, so that it does not stop other episodes. timeout_s: None is `Limits.call_s`. Raises TimeoutError,
-        the exceptions of the function, and EpisodeEnd."""
+        in a thread, so that it does not stop other episodes. timeout_s: None is `Limits.call_s`. A function with a rate
+        limit (`Limits.rates`) waits for it. Raises TimeoutError, the exceptions of the function, and EpisodeEnd."""
         self._check_open()
         if 0 < self._limits.max_calls <= self.num_calls:
             self._end("max_calls")
         self.num_calls += 1
         timeout_s = self._limits.call_s if timeout_s is None else timeout_s
-        began = perf_counter()
-        call = self._start(function, *arguments, **keywords)
+        rate = self._limits.rates.get(function) if self._limits.rates else None
+        if rate is not None:
+            self.seconds["waits"] += await rate.take(timeout_s)
+        began, call = perf_counter(), None
         self._host.num_calling += 1
         try:
+            call = self._start(function, *arguments, **keywords)
             # A call that ignores its cancellation is left behind.
             await asyncio.wait([call], timeout=timeout_s)
             if not call.done():
@@ -285,7 +288,10 @@ class Session:
                 raise TimeoutError(f"{name} did not return within {timeout_s:g} s")
             return call.result()
         finally:
-            call.cancel()
+            if call is not None:
+                call.cancel()
+            if rate is not None:
+                rate.give_back()
             self._host.num_calling -= 1
             self.seconds["calls"] += perf_counter() - began
 

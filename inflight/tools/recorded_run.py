@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+
+import numpy as np
 
 from inflight.observability.events import Began, Consumed, Engine, Event, Step, Swapped, read_events
-from inflight.tools.plots import SMOOTHING_STEPS, smoothed
+from inflight.tools.plots import smoothed
 
+MEDIAN = ", median"
+"""End of the names of numbers that are medians over the tokens of a step: ages in ms, and the lag in versions."""
 _NEW_STEPS = 5
 """Last steps of which one must have a number, or it is not known any more."""
 
@@ -30,8 +33,10 @@ class RecordedRun:
     activity: dict[int, "Counter[str]"] = field(default_factory=lambda: defaultdict(Counter))
     """By step: its "seconds", seconds of the trainer's spans, and shares of the engine's states, added up under
     "engine: STATE"."""
-    measures: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Medians of each batch, and the swaps, in ms."""
+    swaps: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """"swap_ms" and "stall_ms" of each swap."""
+    consumed: dict[str, float] = field(default_factory=dict)
+    """Medians over the tokens of the step in progress, under names that end with MEDIAN."""
 
     def add(self, event: Event) -> None:
         if isinstance(event, Began):
@@ -39,27 +44,31 @@ class RecordedRun:
             for steps in (self.times, self.activity, *self.numbers.values()):
                 for step in [one for one in steps if one > event.resumed_after_step]:
                     del steps[step]
-            self.seconds = max(self.times.values(), default=0.0)
+            self.seconds, self.consumed = max(self.times.values(), default=0.0), {}
         elif isinstance(event, Step):
             self.seconds += event.seconds or 0.0
-            self.times[event.step] = self.seconds
-            for name, value in event.numbers.items():
+            self.times.setdefault(event.step, self.seconds)  # a late evaluation does not move its step
+            for name, value in (event.numbers | self.consumed).items():
                 self.numbers[name][event.step] = value
+            self.consumed = {}
             self.activity[event.step].update(event.spans)
             self.activity[event.step].update({"seconds": event.seconds or 0.0})
         elif isinstance(event, Engine) and self.times:
             shares = {f"engine: {state}": share for state, share in event.states.items()}
             self.activity[next(reversed(self.times))].update(shares)
         elif isinstance(event, Consumed):
-            for name, percentiles in event.measures.items():
-                self.measures[name].append(percentiles[1])
+            self.consumed |= {f"{name}{MEDIAN}": percentiles[1] for name, percentiles in event.measures.items()}
         elif isinstance(event, Swapped):
-            self.measures["swap_ms"].append(event.swap_ms)
-            self.measures["stall_ms"].append(event.stall_ms)
+            self.swaps["swap_ms"].append(event.swap_ms)
+            self.swaps["stall_ms"].append(event.stall_ms)
 
-    def curve(self, name: str) -> list[tuple[float, float]]:
-        """Return the seconds and values of a logged number."""
-        return [(self.times[step], value) for step, value in self.numbers.get(name, {}).items()]
+    def curve(self, name: str) -> np.ndarray:
+        """Return step, seconds of training and value of a logged number, in the order of steps: f64[n, 3]. The reward
+        is the mean of up to SMOOTHING_STEPS steps."""
+        values = sorted(self.numbers.get(name, {}).items())
+        shown = smoothed([value for _, value in values]) if name == "reward" else [value for _, value in values]
+        rows = [(step, self.times[step], value) for (step, _), value in zip(values, shown, strict=True)]
+        return np.array(rows, float).reshape(-1, 3)
 
     def last_steps(self, count: int = 0) -> list[int]:
         """Return the last steps in order, without step 0 of an evaluation; 0: all."""
@@ -88,22 +97,22 @@ class RecordedRun:
     @property
     def final_reward(self) -> float | None:
         """The mean reward of the last SMOOTHING_STEPS steps; None for a run without rewards."""
-        rewards = list(self.numbers.get("reward", {}).values())[-SMOOTHING_STEPS:]
-        return sum(rewards) / len(rewards) if rewards else None
-
-    def seconds_to(self, reward: float) -> float | None:
-        """Return the seconds until the mean reward of ten steps reached this value; None if it never did."""
         curve = self.curve("reward")
-        means = smoothed([value for _, value in curve])
-        reached = (at for (at, _), mean in zip(curve, means, strict=True) if mean >= reward)
-        return next(reached, None)
+        return float(curve[-1, 2]) if len(curve) else None
 
-    def result(self) -> dict[str, Any]:
-        """Return the run's figures under the names of `inflight bench`."""
+    def reached(self, reward: float) -> tuple[int, float] | None:
+        """Return the step and the seconds after which the mean reward of ten steps was at least this high; None if it
+        never was."""
+        curve = self.curve("reward")
+        high = curve[curve[:, 2] >= reward]
+        return (int(high[0, 0]), float(high[0, 1])) if len(high) else None
+
+    def result(self) -> dict[str, float]:
+        """Return the run's figures under the names of `inflight bench`. Ages, lags and swaps are medians."""
         seconds, num_steps = self.seconds, sum(step > 0 for step in self.times)
         tokens = sum(self.numbers.get("num_tokens", {}).values())
         accuracies = list(self.numbers.get("accuracy", {}).values())
-        figures = {
+        figures: dict[str, float | None] = {
             "steps": num_steps,
             "seconds": seconds,
             "steps_per_s": num_steps / seconds if seconds else None,
@@ -113,9 +122,10 @@ class RecordedRun:
             "final_reward": self.final_reward,
             "accuracy_after": accuracies[-1] if accuracies else None,
         }
-        ages = {name: {"p50": median(values)} for name, values in self.measures.items()}
-        about = {"title": self.began.title, "model": self.began.model} if self.began else {}
-        return about | {name: value for name, value in figures.items() if value is not None} | ages
+        figures |= {name: median(values) for name, values in self.swaps.items()}
+        for name, values in self.numbers.items():
+            figures |= {name.removesuffix(MEDIAN): median(values.values())} if name.endswith(MEDIAN) else {}
+        return {name: value for name, value in figures.items() if value is not None}
 
 
 def _median(steps: dict[int, float]) -> float | None:

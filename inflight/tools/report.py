@@ -1,8 +1,8 @@
 """`inflight report`: one HTML page of benchmark results and recorded runs.
 
-The first table compares speed, staleness and reward. After it, files of the same benchmark share a table, one column
-for each file, and lists of numbers become line plots in SVG. The page is one file without scripts. All text from the
-files is escaped.
+It begins with the settings of recorded runs (`settings_report.py`) and with measured loops of benchmarks: speed,
+staleness and reward. Files of the same benchmark share a table with one column for each file, and their lists of
+numbers become line plots. The page is one file without scripts. All text from the files is escaped.
 """
 
 import gzip
@@ -15,28 +15,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from rich.console import Console
 
 from inflight.core.decoders import json_decoder
 from inflight.core.errors import InflightError
 from inflight.core.files import replacing
 from inflight.core.option import argument, option
+from inflight.observability.events import EVENTS_FILE, RunError
+from inflight.tools.charts import LARGEST, Band, band_of, figure_of, is_number, table_of, text_of
+from inflight.tools.charts import STYLE as CHARTS_STYLE
 from inflight.tools.recorded_run import RecordedRun, read_run
+from inflight.tools.settings_report import STYLE as SETTINGS_STYLE
+from inflight.tools.settings_report import SettingsReport
 from inflight.tools.verdict import verdict_of
 
-MAX_BYTES, MAX_DEPTH, MIN_POINTS, MAX_POINTS, LARGEST = 64 << 20, 8, 3, 400, 1e150
-WIDTH, HEIGHT, EDGE = 440, 240, 34
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8608f", "#e69f00", "#3f9fd8", "#888888")
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 1500px; padding: 16px; }
-table { border-collapse: collapse; font-size: 13.5px; margin: 12px 0; display: block; overflow-x: auto; }
-th, td { border-top: 1px solid #8885; padding: 4px 12px; text-align: right; max-width: 60ch; overflow-wrap: anywhere; }
-:root { color-scheme: light dark; } small { color: #888; white-space: nowrap; }
-th:first-child { min-width: 24ch; }
-.alarm { color: #d55e00; font-weight: 600; }
-.plots { display: flex; flex-wrap: wrap; gap: 12px; }
-figure { margin: 0; width: 440px; } svg { width: 100%; font-size: 11px; } svg text { fill: currentColor; }
-"""
+MAX_BYTES, MAX_DEPTH, MIN_POINTS = 64 << 20, 8, 3
 MEASURES = {
     "steps/s": ("steps_per_s",),
     "tokens/s": ("tokens_per_s",),
@@ -49,11 +43,8 @@ MEASURES = {
     "accuracy": ("accuracy_after",),
     "seconds to target": ("seconds_to_target",),
 }
-"""Columns of the first table, and their names in results: how fast, how stale, how good."""
-TARGET_SHARE = 0.9
-"""The target of recorded runs, as a share of the least final reward of all runs."""
+"""Columns of the table of benchmarks, and their names in results: how fast, how stale, how good."""
 Kind = TypeVar("Kind")
-Line = list[tuple[float, float]]
 Row = tuple[str, dict[str, float]]
 """Name and measures of a measured loop."""
 
@@ -72,6 +63,8 @@ class ReportOptions:
     """Path of the page."""
     title: str = option("Results")
     """Heading of the page."""
+    target: float | None = option(None, shown="0.9 of the lowest final reward of a setting")
+    """Reward to which the seconds and steps of recorded runs are given."""
 
 
 @dataclass(slots=True)
@@ -83,7 +76,7 @@ class Section:
     """Values by key, then by the position of the file."""
     lists: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
     """Titles and items of lists of records."""
-    plots: dict[tuple[str, str], dict[str, Line]] = field(default_factory=dict)
+    plots: dict[tuple[str, str], dict[str, Band]] = field(default_factory=dict)
     """Lines by label, of each title and x axis."""
 
     def add(self, name: str, result: dict[str, Any], series: list[Any]) -> None:
@@ -94,76 +87,58 @@ class Section:
         self.lists += [(f"{name}: {key}", value) for key, value in result.items() if is_records(value)]
         for key, value in (*result.items(), ("series", series)):
             for title, x, label, line in lines_of(value):
-                self.plots.setdefault((f"{key}: {title}", x), {})[f"{name} {label}".strip()] = line
-
-    def add_curves(self, name: str, run: RecordedRun) -> None:
-        """Add a plot against seconds for each number that a run logged; the reward is the first."""
-        for number in sorted(run.numbers, key=lambda one: (one != "reward", one)):
-            curve = run.curve(number)
-            if len(curve) >= MIN_POINTS and all(is_number(value) for _, value in curve):
-                self.plots.setdefault((number, "seconds"), {})[name] = curve[:: 1 + len(curve) // MAX_POINTS]
+                self.plots.setdefault((f"{key}: {title}", x), {})[f"{name} {label}".strip()] = band_of([line])
 
 
 def report(console: Console, options: ReportOptions) -> None:
-    """Write the page, and print the verdict on each run. Raises ReportError, RunError and FileWriteError."""
+    """Write the page, and print the comparison of settings and the verdict on each run. Raises ReportError, RunError
+    and FileWriteError."""
     runs = runs_of(options.paths)
-    page = page_of(list(options.paths), options.title, runs)
+    page = page_of(list(options.paths), options.title, runs, options.target)
     with replacing(options.out) as partial:
         partial.write_text(page)
+    told = [*SettingsReport(runs, options.target).lines(), ""]
     for path, run in runs.items():
-        told = "\n".join(f"{finding.topic:<8}  {finding}" for finding in verdict_of(run))
-        console.print(f"{path}\n{told}\n", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"written  {options.out}", markup=False, highlight=False, soft_wrap=True)
+        told += [str(path), *(f"{finding.topic:<8}  {finding}" for finding in verdict_of(run)), ""]
+    for line in [*told, f"written  {options.out}"] if runs else [f"written  {options.out}"]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def runs_of(paths: Iterable[Path]) -> dict[Path, RecordedRun]:
     """Read the recorded runs among these paths. Raises RunError for a directory without a record."""
-    return {path: read_run(path) for path in paths if path.is_dir()}
+    directories = [path for path in paths if path.is_dir()]
+    for path in directories:
+        if not (path / EVENTS_FILE).exists():
+            raise RunError(f"{path} has no record of a run ({EVENTS_FILE}); inflight.RunRecorder writes it")
+    return {path: read_run(path) for path in directories}
 
 
-def page_of(paths: list[Path], title: str, runs: dict[Path, RecordedRun] | None = None) -> str:
-    """Return the HTML of a report. runs: `runs_of(paths)`, read if None. Raises ReportError for the first file that is
-    not a benchmark result, and RunError for a directory without a record."""
+def page_of(
+    paths: list[Path], title: str, runs: dict[Path, RecordedRun] | None = None, target: float | None = None
+) -> str:
+    """Return the HTML of a report. runs: `runs_of(paths)`, read if None. target: reward to reach; None: 0.9 of the
+    lowest mean final reward of a setting. Raises ReportError for the first file that is not a benchmark result, and
+    RunError for a directory without a record."""
     sections: dict[str, Section] = {}
     compared: dict[str, list[Row]] = {}
     runs = runs_of(paths) if runs is None else runs
-    target = target_of(runs.values())
-    for path in paths:
-        if run := runs.get(path):
-            kind, name, result = "run", path.resolve().name, run.result()
-            result |= {} if target is None else {"target": target, "seconds_to_target": run.seconds_to(target)}
-        else:
-            result = read_json(path, dict[str, Any])
-            kind, name = str(result.pop("bench", path.stem)), path.stem
-            name = path.resolve().parent.name if name == "summary" else name  # of a demo, in the directory of its run
+    for path in [path for path in paths if path not in runs]:
+        result = read_json(path, dict[str, Any])
+        kind, name = str(result.pop("bench", path.stem)), path.stem
+        name = path.resolve().parent.name if name == "summary" else name  # of a demo, in the directory of its run
         for place, figures in rows_of(result):
             compared.setdefault(f"{kind} {place.rpartition('.')[0]}", []).append((f"{name} {place}".strip(), figures))
         beside = path.with_name(f"{path.stem}-series.json.gz")
-        series = read_json(beside, list[Any], gzip.open) if not run and beside.exists() else []
-        section = sections.setdefault(kind, Section())
-        section.add(name, result, series)
-        if run:
-            section.add_curves(name, run)
+        series = read_json(beside, list[Any], gzip.open) if beside.exists() else []
+        sections.setdefault(kind, Section()).add(name, result, series)
+    first = SettingsReport(runs, target).html() + comparison_of(list(compared.values()))
     body = "\n".join(part for kind, section in sections.items() for part in html_of(kind, section))
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
-    first = f"<h1>{escape(title)}</h1>\n{comparison_of(list(compared.values()), target)}{verdicts_of(runs)}"
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{first}\n{body}\n</html>\n'
-
-
-def verdicts_of(runs: dict[Path, RecordedRun]) -> str:
-    """Return the HTML of the verdict on each run."""
-    parts = []
-    for path, run in runs.items():
-        items = "".join(f'<li class="{one.level}">{escape(str(one))}</li>' for one in verdict_of(run))
-        parts.append(f"<h2>Verdict on {escape(path.resolve().name)}</h2><ul>{items}</ul>")
-    return "".join(parts)
-
-
-def target_of(runs: Iterable[RecordedRun]) -> float | None:
-    """Return the reward to which the time of each recorded run is given; None without rewards."""
-    rewards = [run.final_reward for run in runs]
-    known = [reward for reward in rewards if reward is not None]
-    return TARGET_SHARE * min(known) if known and min(known) > 0 else None
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{CHARTS_STYLE}{SETTINGS_STYLE}</style>"
+    )
+    heading = f"<h1>{escape(title)}</h1>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{heading}\n{first}\n{body}\n</html>\n'
 
 
 def rows_of(result: dict[str, Any], place: str = "") -> Iterator[tuple[str, dict[str, float]]]:
@@ -182,7 +157,7 @@ def first_of(result: dict[str, Any], names: Sequence[str]) -> Any:
     return value.get("p50") if isinstance(value, dict) else value
 
 
-def comparison_of(groups: list[list[Row]], target: float | None) -> str:
+def comparison_of(groups: list[list[Row]]) -> str:
     """Return the first table. Measures of later rows of a group get their ratio to the group's first row."""
     titles = [title for title in MEASURES if any(title in figures for rows in groups for _, figures in rows)]
     if not titles:
@@ -191,8 +166,7 @@ def comparison_of(groups: list[list[Row]], target: float | None) -> str:
     for rows in groups:
         columns = [list(measure_cells(title, [figures.get(title) for _, figures in rows])) for title in titles]
         lines += [[name, *cells] for (name, _), *cells in zip(rows, *columns, strict=True)]
-    goal = "" if target is None else f" The target of recorded runs: a mean reward of {text_of(target)} over ten steps."
-    note = f"<p>How fast, how stale, how good. × is the ratio to the first row of the same comparison.{goal}</p>"
+    note = "<p>How fast, how stale, how good. × is the ratio to the first row of the same comparison.</p>"
     return note + table_of(["", *titles], lines)
 
 
@@ -220,11 +194,6 @@ def read_json(path: Path, kind: type[Kind], open_file: Callable[..., Any] = open
         raise ReportError(f"{path} is not the JSON of a benchmark: {error}") from error
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value is a number whose differences and ratios fit into a float."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
 def is_records(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
@@ -242,7 +211,7 @@ def values_of(value: dict[str, Any], prefix: str = "", depth: int = 0) -> Iterat
             yield path, item
 
 
-def lines_of(value: Any) -> Iterator[tuple[str, str, str, Line]]:
+def lines_of(value: Any) -> Iterator[tuple[str, str, str, np.ndarray]]:
     """Yield title, x axis, label and points of a dict of lists, or of records.
 
     The x values must rise: "percentiles" or "seconds", else the first number of each record, or 0, 1, … A record with
@@ -262,7 +231,7 @@ def lines_of(value: Any) -> Iterator[tuple[str, str, str, Line]]:
     for key, values in numbers.items():
         xs = numbers.get(axis) or range(len(values))
         if key != axis and MIN_POINTS <= len(values) == len(xs) and all(a < b for a, b in pairwise(xs)):
-            yield key, axis, "", list(zip(xs, values, strict=True))
+            yield key, axis, "", np.array([xs, values], float).T
 
 
 def html_of(kind: str, section: Section) -> Iterator[str]:
@@ -275,7 +244,8 @@ def html_of(kind: str, section: Section) -> Iterator[str]:
         cells = [[text_of(record.get(key, "")) for key in keys] for record in flat]
         listed = [[first, *map(escape, others)] for first, *others in cells if keys]
         yield f"<h3>{escape(title)}</h3>{table_of(keys, listed)}"
-    yield f'<div class="plots">{"".join(svg_of(*at, lines) for at, lines in section.plots.items())}</div>'
+    figures = (figure_of(title, {x: lines}) for (title, x), lines in section.plots.items())
+    yield f'<div class="plots">{"".join(figures)}</div>'
 
 
 def cells_of(values: dict[int, Any], count: int) -> Iterator[str]:
@@ -285,41 +255,3 @@ def cells_of(values: dict[int, Any], count: int) -> Iterator[str]:
         value = values.get(place, "")
         differs = place and is_number(base) and is_number(value) and abs(base) > 1 / LARGEST and value != base
         yield escape(text_of(value)) + (f" <small>× {value / base:.3g}</small>" if differs else "")
-
-
-def table_of(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table. The head and the first cell of each row are text, and the other cells are HTML."""
-    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
-    for first, *others in rows:
-        lines.append(f"<tr><th>{escape(first)}</th>" + "".join(f"<td>{cell}</td>" for cell in others) + "</tr>")
-    return "<table>" + "\n".join(lines) + "</table>"
-
-
-def text_of(value: Any) -> str:
-    if isinstance(value, float):
-        form = ",.0f" if 1e4 <= abs(value) < 1e9 else ",.4g"
-        return format(value, form)
-    return "–" if value is None else f"{value:,}" if is_number(value) else str(value)
-
-
-def svg_of(title: str, x: str, lines: dict[str, Line]) -> str:
-    """Draw lines, with a y axis that includes 0."""
-    xs, ys = zip(*(point for line in lines.values() for point in line), strict=True)
-    left, right, low, high = min(xs), max(xs), min(*ys, 0), max(*ys, 0)
-    wide, tall = (WIDTH - 2 * EDGE) / (float(right - left) or 1.0), (HEIGHT - 2 * EDGE) / (float(high - low) or 1.0)
-    bottom = HEIGHT - EDGE
-    legend, drawn = [], [
-        f'<path d="M{EDGE},{EDGE}V{bottom}H{WIDTH - EDGE}" fill="none" stroke="#888"/>',
-        f'<text x="{EDGE}" y="{EDGE - 8}">{escape(text_of(high))}</text>',
-        f'<text x="{EDGE - 6}" y="{bottom}" text-anchor="end">{escape(text_of(low))}</text>',
-        f'<text x="{EDGE}" y="{HEIGHT - 12}">{escape(text_of(left))}</text>',
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">{escape(x)}</text>',
-        f'<text x="{WIDTH - EDGE}" y="{HEIGHT - 12}" text-anchor="end">{escape(text_of(right))}</text>',
-    ]  # fmt: skip
-    for index, (label, line) in enumerate(lines.items()):
-        color = COLORS[index % len(COLORS)]
-        path = " ".join(f"{EDGE + (a - left) * wide:.1f},{bottom - (b - low) * tall:.1f}" for a, b in line)
-        drawn.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{path}"/>')
-        legend.append(f'<small><b style="color:{color}">—</b> {escape(label)}</small>')
-    picture = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(drawn)}</svg>'
-    return f"<figure><figcaption>{escape(title)}</figcaption>{picture}{'<br>'.join(legend)}</figure>"

@@ -58,7 +58,7 @@ class GRPOConfig:
     is not finite is always skipped."""
     advantages: str | Advantages = "grpo"
     """Computation of advantages from rewards: "grpo", "dr_grpo", "rloo", "maxrl", "reinforce++",
-    "reinforce++_baseline", "module:name", a function (docs/training.md#advantages), or an `inflight.Critic`
+    "reinforce++_baseline", "gdpo", "module:name", a function (docs/training.md#advantages), or an `inflight.Critic`
     (docs/training.md#a-critic). The function gets the groups of a step and returns an advantage for each rollout,
     groups concatenated: a number, or f32[tokens]."""
     reward_kl_weight: float = 0.0
@@ -70,6 +70,9 @@ class GRPOConfig:
     count in the averages of the loss, so that the gradient is the same. With a KL penalty, a drift penalty or an
     entropy bonus they stay in the forward pass. A step with only such groups is skipped
     (docs/training.md#what-takes-part-in-the-loss-and-what-in-its-averages)."""
+    demonstration_weight: float = 1.0
+    """Weight of the negative log-likelihood of `grpo(demonstrations=…)` in the loss, averaged by the aggregation of the
+    objective (docs/training.md#demonstrations)."""
     replace_uniform_groups: int = 0
     """Maximum number of groups of equal rewards per step that are replaced by further prompts (dynamic sampling of
     DAPO, arXiv 2503.14476, §3.2; docs/training.md#groups-of-equal-rewards). Replaced groups count only in mean rewards
@@ -105,6 +108,8 @@ class GRPOConfig:
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must hold a prompt and an answer of "
                 f"sampling.max_tokens ({self.sampling.max_tokens})"
             )
+        if not (isfinite(self.demonstration_weight) and self.demonstration_weight > 0):
+            raise ValueError(f"demonstration_weight must be finite and above 0, got {self.demonstration_weight}")
         check_rules(self.staleness)
         check_ahead(self.ahead)
         if self.groups_in_flight and self.groups_in_flight < self.groups_per_step:
@@ -145,7 +150,7 @@ class GRPOConfig:
                 "KL penalty of the objective, or other advantages"
             )
         reasons = {
-            "advantages 'reinforce++'": self.advantages == "reinforce++",
+            f"advantages {self.advantages!r}": self.advantages in ("reinforce++", "gdpo"),
             "reward_kl_weight": self.reward_kl_weight,
             "teacher_weight": resolve(self.objective).teacher_weight,
         }

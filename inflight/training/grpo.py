@@ -22,6 +22,7 @@ from inflight.observability.loggers import JsonLines, Logger
 from inflight.training.config import GRPOConfig
 from inflight.training.critic import Critic
 from inflight.training.data.batch import PackedBatch
+from inflight.training.data.demonstrations import Demonstration, next_demonstrations
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
@@ -69,6 +70,7 @@ def grpo(
     teacher: TeacherLike | None = None,
     run: HasProgress | None = None,
     evaluation: Evaluation | None = None,
+    demonstrations: Iterable[Sequence[Demonstration]] | None = None,
     loggers: Sequence[Logger] = (),
 ) -> Iterator[StepReport]:
     """Train for `config.steps` optimizer steps, or until the examples end. Yields a report after each step. Groups
@@ -86,7 +88,8 @@ def grpo(
     examples: prompts for `engine.submit` (text, token ids, chat messages, rows of a `datasets.Dataset`), or `Example`s
     of such a prompt and metadata. Examples that the engine refuses, or that can exceed `config.micro_batch_tokens` with
     an answer, are skipped, logged by their index and counted in `dropped.num_unfit_examples`. If the first ones do not
-    fit, ValueError is raised.
+    fit, ValueError is raised. Examples with a method `observe`, such as an `inflight.Curriculum`, receive each group
+    that is taken, with its rewards (docs/training.md#prompts-that-follow-rewards).
     engine: an engine, or `inflight.Episodes`, for which examples are rows of tasks.
     score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`. None: episodes have rewards;
     with a teacher, other rollouts have the reward 0.
@@ -94,13 +97,16 @@ def grpo(
     evaluation mode. None: a PEFT model without its adapters. If a KL penalty has neither, ValueError is raised at once.
     run: an `inflight.Run`. Its `progress` is updated before each report: save model, optimizer and `lr_scheduler` after
     a report, and then the run. If the run was loaded, training continues with the next step. Pass the same examples:
-    the examples that were submitted before are skipped.
+    the examples that were submitted before are skipped, and examples that observe rewards load their state.
     teacher: a model whose distribution the policy learns (`Objective.teacher_weight`). A module is scored here, batch
     by batch; an engine, the URL of a server, a function, or a `Teacher` of one of these scores groups as they finish.
     Raises ValueError or VocabularyError at once if it does not fit, and TeacherError if it does not answer.
     evaluation: begins before the first step, after every `evaluation.every` steps, and after the last. A finished
     evaluation is in the next report and in `evaluation.results`. The last one ends after the last report, and is only
     in `evaluation.results` and in the loggers.
+    demonstrations: for each step, a list of demonstrations, pairs of token ids of a prompt and of its answer. Their
+    negative log-likelihood is in the loss of the step (docs/training.md#demonstrations). The same on all ranks.
+    InflightError is raised if they end before the run.
     loggers: each receives the numbers of every report, `log(step, report.as_dict())`. The caller closes them.
     An update with a non-finite loss or gradient is not taken; it is counted and logged. Non-finite weights are never
     published: NonFiniteWeightsError ends the run, and the engine keeps its weights.
@@ -127,8 +133,9 @@ def grpo(
             check_supported(model, config)
         check_finite(model)
     ranks: Leader | None = None
+    step = 0 if run is None else run.progress.get("grpo", {}).get("step", 0)
+    of_steps = None if demonstrations is None else islice(demonstrations, step, None)
     if group is not None:
-        step = 0 if run is None else run.progress.get("grpo", {}).get("step", 0)
         group.check_alike(model, plain_fields(config) | {"step": step})
         if group.rank:
             stream: Any = engine.stream
@@ -144,6 +151,7 @@ def grpo(
                 add_teacher,
                 run,
                 evaluation,
+                of_steps,
             ).reports()
         assert engine.stream.sharing is not None
         ranks = Leader(engine.stream.sharing, group)
@@ -168,16 +176,18 @@ def grpo(
             score_reference,
             add_teacher,
             progress,
+            of_steps,
             ranks,
         )
         admission = Admission(
             engine,
             publisher,
-            islice(examples, progress.num_submitted, None),
+            examples,
             score,
             config,
             in_flight=set(progress.in_flight),
             num_submitted=progress.num_submitted,
+            state=progress.examples,
         )
         if config.train_as_they_finish:
             admission.while_incomplete = trainer.compute
@@ -226,6 +236,8 @@ class GRPOProgress(msgspec.Struct, frozen=True):
     dropped: dict[str, int] = {}
     evaluating: list[int] = []
     """Ids of the groups of an evaluation in progress."""
+    examples: dict[str, Any] | None = None
+    """State of examples that observe rewards."""
 
 
 @dataclass(slots=True)
@@ -256,6 +268,7 @@ class _Trainer:
     score_reference: ReferenceScorer | None
     add_teacher: AddTeacher | None
     begin: GRPOProgress
+    demonstrations: Iterator[Sequence[Demonstration]] | None = None
     ranks: Leader | None = None
     """Shares each part of a step with the other ranks; None: the trainer has one rank."""
     dropped: Dropped = field(init=False)
@@ -326,10 +339,11 @@ class _Trainer:
         if present.batches and probe is not None and step % config.probe_every == 0:
             with bf16_on_gpu(self.model, config.autocast):
                 causes = probe.causes(present.batches[0])
+        given = next_demonstrations(self.demonstrations)
         if self.ranks is not None:
             self.ranks.step()
         if present.batches:
-            update = take_step(present.gradient, self.lr_scheduler, config)
+            update = take_step(present.gradient, self.lr_scheduler, config, given)
             self.num_skipped += update.num_skipped
             staleness = measure_consumed(meter, *present.batches)
         self.present = self._empty_step()
@@ -348,6 +362,7 @@ class _Trainer:
             num_tokens=sum(rollout.num_drawn for rollout in scored.rollouts),
             stats=update.stats,
             grad_norm=update.grad_norm,
+            nll=update.nll,
             num_skipped=self.num_skipped,
             reward_kl=present.sum_reward_kl / len(scored.rollouts) if has_reward_kl else None,
             staleness=staleness,
@@ -385,7 +400,9 @@ class _Trainer:
         # These were skipped while groups of the next step were submitted.
         dropped["num_unfit_examples"] += submitter.num_unfit
         in_flight = sorted(submitter.in_flight)
-        return GRPOProgress(step, submitter.num_submitted, in_flight, self.num_skipped, dropped, evaluating)
+        return GRPOProgress(
+            step, submitter.num_submitted, in_flight, self.num_skipped, dropped, evaluating, submitter.state
+        )
 
 
 def _publish_first(engine: RolloutEngine, publisher: WeightPublisher) -> None:

@@ -31,6 +31,8 @@ class StepReport:
     """Statistics of the first update. None if there was nothing to learn or the loss was not finite."""
     grad_norm: float | None
     """Norm of the first update's gradient before it was clipped; None if there was no gradient."""
+    nll: float | None
+    """Negative log-likelihood of the step's demonstrations, before the update; None without demonstrations."""
     num_skipped: int
     """Updates since the run began that were not taken because their loss or gradient was not finite."""
     reward_kl: float | None
@@ -116,4 +118,4 @@ class StepReport:
 
 
 _NUMBERS = ("step", "version", "reward", "reward_std", "reward_kl", "num_tokens", "mean_length", "truncated")
-_NUMBERS += ("grad_norm", "num_groups", "num_skipped")
+_NUMBERS += ("grad_norm", "nll", "num_groups", "num_skipped")

@@ -16,7 +16,7 @@ trainer computes on the groups that a step has so far while it waits for others 
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -80,17 +80,18 @@ class Admission:
         self,
         engine: RolloutEngine,
         publisher: WeightPublisher,
-        examples: Iterator[Any],
+        examples: Iterable[Any],
         score: Score | GroupScorer | None,
         config: Any,
         *,
         in_flight: Collection[int] = (),
         num_submitted: int = 0,
+        state: dict[str, Any] | None = None,
     ):
         """examples: each is an `Example`, or a prompt as in `as_example`. Examples that might exceed
         `config.micro_batch_tokens` are skipped; before the first step they raise ValueError instead. score: computes
         the rewards of a group as soon as it has finished; None: its rollouts have rewards. config: a `GRPOConfig`; its
-        module imports this one. in_flight, num_submitted: of a run that is continued."""
+        module imports this one. in_flight, num_submitted, state: of a run that is continued (`Submitter`)."""
         self.engine, self.publisher, self._score, self._config = engine, publisher, score, config
         batches_ahead = resolve_schedule(config.schedule).batches_ahead
         self.submitter = Submitter(
@@ -103,6 +104,7 @@ class Admission:
             most_tokens=config.micro_batch_tokens,
             in_flight=in_flight,
             num_submitted=num_submitted,
+            state=state,
         )
         if (continue_saved := getattr(engine, "continue_saved", None)) is not None:
             continue_saved()
@@ -143,6 +145,7 @@ class Admission:
             is_usable = scored.add(group)
             missing = count - len(scored.groups)
             submitter.took(group[0].group_id, missing)
+            submitter.observe(group)
             self._check(scored)
             may_replace = is_usable and len(scored.replaced) < self._config.replace_uniform_groups
             if may_replace and scored.last_is_uniform and submitter.replace(missing + 1, version):

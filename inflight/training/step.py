@@ -16,7 +16,7 @@ from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import bf16_on_gpu, token_logprobs
 from inflight.training.objective.aggregation import StepTotals, divisor
 from inflight.training.objective.loss import policy_loss
-from inflight.training.objective.objective import resolve
+from inflight.training.objective.objective import PRESETS, Objective, resolve
 from inflight.training.objective.statistics import LossStats
 from inflight.training.ranks.group import RankGroup, equal_micro_batches
 from inflight.training.reference import ReferenceScorer
@@ -35,6 +35,8 @@ class Update:
     """Norm of the gradient, before it was clipped, of the first step that had a finite loss."""
     num_skipped: int = 0
     """Steps that were not taken because their loss or gradient was not finite."""
+    nll: float | None = None
+    """Negative log-likelihood of the demonstrations in the first step, if there were any."""
 
 
 def train_step(
@@ -45,20 +47,25 @@ def train_step(
     *,
     score_reference: ReferenceScorer | None = None,
     add_teacher: AddTeacher | None = None,
+    demonstrations: PackedBatch | None = None,
 ) -> Update:
     """Take the optimizer steps on one batch. A batch on the CPU is moved in micro-batches. score_reference: computes
     the reference log-probabilities of the KL penalty, if the objective has one and the batch does not contain them.
-    add_teacher: adds the scores of a teacher to a micro-batch."""
+    add_teacher: adds the scores of a teacher to a micro-batch. demonstrations: of `pack_demonstrations`; their negative
+    log-likelihood times `config.demonstration_weight` is added to the loss."""
     gradient = StepGradient(model, optimizer, config, score_reference=score_reference, add_teacher=add_teacher)
     gradient.add(batch)
-    return gradient.step()
+    return gradient.step(demonstrations)
 
 
 def take_step(
-    gradient: "StepGradient", lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None, config: GRPOConfig
+    gradient: "StepGradient",
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    config: GRPOConfig,
+    demonstrations: PackedBatch | None = None,
 ) -> Update:
     """Take the optimizer steps of a batch, and a step of the learning rate if one of them was taken."""
-    update = gradient.step()
+    update = gradient.step(demonstrations)
     if lr_scheduler is not None and update.num_skipped < config.updates_per_batch:
         lr_scheduler.step()
     return update
@@ -119,16 +126,18 @@ class StepGradient:
         if config.updates_per_batch > 1:
             self._parts += [(part, weight) for part in parts]
         for part in parts:
-            self._backward(part, weight)
+            self._add(part, weight)
 
-    def step(self) -> Update:
-        """Take the optimizer steps. A step of which a loss or the gradient is not finite is not taken."""
+    def step(self, demonstrations: PackedBatch | None = None) -> Update:
+        """Take the optimizer steps. A step of which a loss or the gradient is not finite is not taken. demonstrations:
+        each step adds the gradient of their negative log-likelihood; every rank computes all of them."""
         update, scale = Update(), self._estimate / (self._count or 1.0)
         for index in range(self._config.updates_per_batch):
             if index:
                 self._stats, self._is_lost = None, False
                 for part, weight in self._parts:
-                    self._backward(part, weight)
+                    self._add(part, weight)
+            nll = None if demonstrations is None else self._add_nll(demonstrations, scale)
             if self._is_lost or self._stats is None:
                 update.num_skipped += 1
                 continue
@@ -142,18 +151,34 @@ class StepGradient:
                 update.grad_norm = norm
             if index == 0:
                 stats = self._stats if self._ranks is None else self._ranks.sum_stats(self._stats)
-                update.stats = replace(stats, loss=stats.loss * scale)
+                update.stats, update.nll = replace(stats, loss=stats.loss * scale), nll
         return update
 
-    def _backward(self, part: PackedBatch, weight: float) -> None:
-        """Add the gradient of a micro-batch, unless the loss of an earlier one was not finite. If the loss of one rank
-        is not finite, no rank computes gradients: a backward pass needs all ranks."""
+    def _add(self, part: PackedBatch, weight: float) -> None:
+        """Add the gradient and the statistics of a micro-batch."""
+        stats = self._backward(part, weight, self._objective)
+        if stats is not None:
+            self._stats = stats if self._stats is None else self._stats + stats
+
+    def _add_nll(self, demonstrations: PackedBatch, scale: float) -> float:
+        """Add the gradient of demonstrations. Returns their negative log-likelihood. scale: the factor of all gradients
+        in `step`."""
+        weight = self._config.demonstration_weight / scale
+        own = replace(PRESETS["none"], aggregation=self._objective.aggregation, max_tokens=self._objective.max_tokens)
+        parts = equal_micro_batches(demonstrations, self._config.micro_batch_tokens, self._ranks)
+        found = [self._backward(part, weight, own) for part in parts]
+        return sum(stats.loss for stats in found if stats is not None) / weight
+
+    def _backward(self, part: PackedBatch, weight: float, objective: Objective) -> LossStats | None:
+        """Add the gradient of a micro-batch, and return its statistics, unless the loss of this or an earlier one was
+        not finite. If the loss of one rank is not finite, no rank computes gradients: a backward pass needs all
+        ranks."""
         if self._is_lost:
-            return
+            return None
         loss = stats = None
         try:
             with span("forward", tokens=part.num_drawn), bf16_on_gpu(self._model, self._config.autocast):
-                loss, stats = policy_loss(self._model, part, objective=self._objective)
+                loss, stats = policy_loss(self._model, part, objective=objective)
         except NonFiniteLossError as error:
             logger.warning("an optimizer step was skipped: %s", error)
         self._is_lost = loss is None if self._ranks is None else self._ranks.any(loss is None)
@@ -162,11 +187,10 @@ class StepGradient:
             for module in self._model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # A backward pass would have done that.
-            return
+            return None
         with span("backward"):
             (loss * weight).backward()
-        stats = replace(stats, loss=stats.loss * weight)
-        self._stats = stats if self._stats is None else self._stats + stats
+        return replace(stats, loss=stats.loss * weight)
 
 
 @torch.no_grad()

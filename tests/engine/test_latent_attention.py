@@ -47,17 +47,20 @@ CHANGED = {
     "minicpm3": Family("minicpm3", "minicpm3", {"dim_model_base": 16}),
     # All experts are chosen: the scores of two of them differ by 6e-8 for one of the drawn tokens.
     "glm4_moe_lite": Family("glm4_moe_lite", "glm4_moe_lite", {"num_experts_per_tok": 4}),
+    # Its prompts contain no image.
+    "mistral_large4": Family("mistral_large4", "mistral_large4", {"image_token_id": 198}),
 }
 FUSED = (
     "deepseek_v3-wide", "deepseek_v3-yarn", "deepseek_v3", "deepseek_v3-uninterleaved",
     "deepseek_v3-published-moonlight", "deepseek_v2",
     "deepseek_v2-published-lite", "glm4_moe_lite", "minicpm3", "youtu", "axk1", "kimi_k25",
+    "deepseek_v32", "deepseek_v32-published", "glm_moe_dsa", "glm_moe_dsa-shared",
 )  # fmt: skip
-UNFUSED = ("longcat_flash", "kimi_linear", "bailing_hybrid")
-"""Two attention layers in a layer; layers with a state; a gate after attention."""
+UNFUSED = ("longcat_flash", "kimi_linear", "bailing_hybrid", "axk2", "mistral_large4")
+"""Two attention layers in a layer; layers with a state; a gate after attention; the last two have sparse attention."""
 FAMILIES = FUSED + UNFUSED
 QUICK = ("deepseek_v3-wide",)
-OF_EACH_KIND = ("deepseek_v3-wide", "deepseek_v2", "minicpm3", "longcat_flash")
+OF_EACH_KIND = ("deepseek_v3-wide", "deepseek_v2", "minicpm3", "longcat_flash", "glm_moe_dsa-shared")
 MODES = {
     "whole": {"max_prefill_tokens": 1000},
     "chunked": {"max_prefill_tokens": 5},

@@ -11,6 +11,7 @@ import numpy as np
 import openai
 import pytest
 from http_calls import call
+from scripted_turns import CALL, scripted
 
 import inflight
 
@@ -138,36 +139,6 @@ def test_a_stream_has_the_whole_reply(chat_engine):
     [[rollout]], episodes = collect(chat_engine, streams)
     assert sum(turn.drawn for turn in rollout.turns) == 2
     assert episodes.counts["conversations rendered again"] == 0
-
-
-def scripted(tokenizer, *texts):
-    """Return a stand-in for `Episodes.draw` that draws these texts."""
-    left = iter(texts)
-
-    def of(draw):
-        async def say(token_ids, params, place, *others):
-            ids = np.array(tokenizer(next(left))["input_ids"], np.int32)
-            zeros = np.zeros(len(ids), np.int64)
-            return inflight.Rollout(
-                request_id=0,
-                group_id=place.group_id,
-                sample=place.sample,
-                params=params,
-                metadata={},
-                prompt_token_ids=np.array(token_ids, np.int32),
-                token_ids=ids,
-                logprobs=zeros.astype(np.float32),
-                weight_versions=zeros,
-                sampled_at_ns=zeros,
-                finish_reason="stop",
-            )
-
-        return say
-
-    return of
-
-
-CALL = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b":2}}\n</tool_call><|im_end|>'
 
 
 @pytest.mark.parametrize("stream", [False, True])

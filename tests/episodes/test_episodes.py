@@ -512,3 +512,14 @@ def test_prompts_without_a_score_are_refused(engine):
     with pytest.raises(ValueError, match="prompts need a score; only episodes have rewards"):
         next(engine.stream.batches(rollouts=2, prompts=[[1]], params=PARAMS))
     assert engine.stream.outstanding == []
+
+
+def test_a_rollout_function_that_forgets_its_reward_is_named(engine, caplog):
+    async def forgetful(session, row):
+        await session.complete([5, 6, 7])
+
+    with inflight.Episodes(engine, forgetful) as episodes:
+        ids = episodes.submit([None], inflight.SamplingParams(n=2, max_tokens=2), train=False)
+        engine.stream.collect(ids, timeout_s=60)
+        assert episodes.failures == {"completed: no reward": 2}
+    assert caplog.text.count("returned None and has set no reward") == 1

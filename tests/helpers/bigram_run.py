@@ -146,6 +146,8 @@ class Run:
         reference: nn.Module | None = None,
         teacher: nn.Module | None = None,
         decay: float = 1.0,
+        demonstrations: Any = None,
+        run: Any = None,
         loggers: Sequence[Any] = (),
         **options: Any,
     ):
@@ -163,7 +165,8 @@ class Run:
         config = GRPOConfig(steps=steps, groups_per_step=groups_per_step, **options)
         examples = (Example([index % VOCABULARY, 3 * index % VOCABULARY], {}) for index in range(num_examples))
         publisher = publisher or self.engine
-        given = {"reference": reference, "teacher": teacher, "loggers": loggers}
+        given = {"reference": reference, "teacher": teacher, "loggers": loggers, "run": run}
+        given["demonstrations"] = demonstrations
         for report in grpo(
             self.engine, publisher, self.model, optimizer, examples, score, config, lr_scheduler, **given
         ):

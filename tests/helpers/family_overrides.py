@@ -17,8 +17,9 @@ _MULTIPLIERS = {
     "attention_multiplier": 0.6,
     "logits_scaling": 0.3,
 }
-_SPARSE = {"index_n_heads": 32, "index_topk": 8}
-"""With few heads several keys have an index score of exactly 0, and which of them are chosen is anybody's guess."""
+_SPARSE = {"index_n_heads": 32, "index_topk": 128}
+"""The longest sequence has as many tokens, so that all keys are chosen. With fewer, an index score of exactly 0 would
+leave the choice open if there were few heads."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk2": _SPARSE,
@@ -56,6 +57,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2}},
     "gemma4_unified_text": {"global_head_dim": 32},
+    "glm5_next_text": _SPARSE,
     "glm_moe_dsa": _SPARSE,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granite": _MULTIPLIERS,
@@ -63,12 +65,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_d_head": 32, **_MULTIPLIERS},
     "granitemoeshared": {"shared_intermediate_size": 48, **_MULTIPLIERS},
     "hy_v4": _SPARSE,
+    "hy_v4_vl": {"text_config": _mrope(2, 1, 1)},
+    "hy_v4_vl_text": _SPARSE,
     "jamba": {"attn_layer_offset": 1},
     "kolibri1": {"num_local_experts": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"head_dim": 32, "num_heads": 4},
+    "mistral_large4_text": _SPARSE,
     "nemotron": {"num_key_value_heads": 2},
     **{name: {"text_config": _MROPE} for name in ("glm4v", "glm46v", "glm_ocr", "glmga", "qwen2_5_omni_thinker")},
     "glm4v_moe": {"text_config": _mrope(2, 1, 1)},
@@ -222,6 +227,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "yarn": rope("yarn", factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0),
         "uninterleaved": {"rope_interleave": False},
     },
+    "deepseek_v32": {"short": {"index_topk": 8}},
+    "glm_moe_dsa": {"shared": {"indexer_types": ["full", "shared", "full", "shared"]}},
     "cohere": {"qknorm": {"use_qk_norm": True}},
     "cohere2": {"nosliding": _ATTENTION_ONLY},
     "cohere_compass_text": {

@@ -27,7 +27,8 @@ After reading this page you know why a model is refused or runs unfused, for eve
 predicts tokens. [models.md](models.md) lists the checkpoints that people train. The engine computes what Transformers
 computes, or refuses the model when it loads and gives the reason. The same holds for the trainer's loss.
 [structure.md](structure.md#how-a-model-is-judged) explains how a model is judged, and
-[engine.md](engine.md#which-models-run) which models run fused.
+[engine.md](engine.md#which-models-run) which models run fused. Models with
+[sparse attention](engine.md#sparse-attention) run up to the length at which it leaves out keys.
 
 ## Published checkpoints
 

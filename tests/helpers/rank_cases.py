@@ -50,6 +50,11 @@ def with_critic(**options: Any) -> Settings:
     return {"advantages": inflight.Critic(table, optimizer, lam=0.8, updates=2, **options)}
 
 
+def demonstrations() -> list[list[tuple[list[int], list[int]]]]:
+    """For each step, pairs of a prompt and an answer."""
+    return [[([1], [2, 3, step]), ([4, 5], [6]), ([7], [8, 9] * step + [1])] for step in range(1, 4)]
+
+
 def sometimes() -> Callable[[], bool]:
     random = Random(3)
     return lambda: random.random() < 0.6
@@ -96,12 +101,21 @@ CASES: dict[str, Callable[[], Settings]] = {
     "a critic": with_critic,
     "a critic in parts": lambda: {**with_critic(micro_batch_tokens=30), **PARTS},
     "a falling learning rate": lambda: {"decay": 0.5},
+    **{
+        f"demonstrations by {kind}": lambda kind=kind: {
+            **by_objective("tis", kind, micro_batch_tokens=30, updates_per_batch=2, demonstration_weight=0.3),
+            "demonstrations": demonstrations(),
+        }
+        for kind in AGGREGATIONS
+    },
+    "demonstrations in parts": lambda: {"demonstrations": demonstrations(), **PARTS},
     "probed": lambda: {"probe_every": 2},
     "a loss that is not finite": lambda: {"spoilt": "loss"},
     "a loss that is not finite in parts": lambda: {"spoilt": "loss", "micro_batch_tokens": 30, **PARTS},
     "a gradient that is not finite": lambda: {"spoilt": "gradient", "decay": 0.5},
 }
 WRAPPED = ("by group", "parts by token", "micro-batches", "three updates", "a KL in the reward of parts")
+WRAPPED += ("demonstrations by group", "demonstrations in parts")
 WRAPPED += ("a proximal policy", "one group", "nothing to learn", "a loss that is not finite")
 WRAPPED += ("a loss that is not finite in parts", "a gradient that is not finite")
 

@@ -18,7 +18,7 @@ SAMPLE = {
     "qwen3_vl": (FUSED, "packed without logits"),
     "mistral3": (FUSED, "packed without logits"),
     "mamba": (REFUSED, "rows"),
-    "dots3_note": (REFUSED, "rows"),
+    "qwen4_exp": (REFUSED, "rows"),
     "bart": (REFUSED, "rows"),
     "t5gemma2": (REFUSED, ""),
     "fast_vlm": (NOT_BUILT, ""),

@@ -218,7 +218,7 @@ def test_the_time_of_a_part_is_no_wait():
             assert len(admission.take().groups) == 3
             admission.while_incomplete = None
             admission.take()
-            *_, in_parts, after = admission.submitter.lead._steps
+            *_, in_parts, after = admission.submitter.lead.law.steps
         waited_s = spans.added_up()["wait for rollouts"]
     finally:
         spans.stop_adding_up()

@@ -11,8 +11,9 @@ from inflight.core.by_name import load_by_name
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.engine.cache.kinds import LayerKind, LayerShape, StateTensor
 from inflight.engine.cache.transformers_states import TRANSFORMERS_STATES
-from inflight.engine.model.attention.hook import Call, keep_latents, record_calls, route
+from inflight.engine.model.attention.hook import Call, attend_to_all_keys, keep_latents, record_calls, route
 from inflight.engine.model.attention.latent import LatentHeads
+from inflight.model_checks.lengths import chooses_keys
 from inflight.model_checks.twin import first_line
 
 _PAGED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -52,6 +53,7 @@ def load_kinds(names: Sequence[str]) -> list[LayerKind]:
 def check_layer_types(config: PretrainedConfig, kinds: Sequence[LayerKind] = OUR_KINDS) -> None:
     """Raise UnsupportedModelError if a text model's config names a layer of no kind, before its weights are loaded."""
     known = {*_PAGED_TYPES, *_STATELESS_TYPES, *(name for kind in kinds for name in kind.layer_types)}
+    known |= {"indexed_attention"} if chooses_keys(config) else set()
     layer_types = getattr(config, "layer_types", None) or []
     bad = [f"layer {i}: {kind}" for i, kind in enumerate(layer_types) if kind not in known]
     if bad:
@@ -64,8 +66,8 @@ def check_layer_types(config: PretrainedConfig, kinds: Sequence[LayerKind] = OUR
 @torch.inference_mode()
 def classify_layers(model: PreTrainedModel, kinds: Sequence[LayerKind] = OUR_KINDS) -> Layers:
     """Return the layers of a model by kind, found by a pass over two tokens. kinds: kinds of layers with a state per
-    sequence. Modules of these kinds compute from such states during passes from now on, and modules with latent
-    attention keep latents.
+    sequence. Modules of these kinds compute from such states during passes from now on, modules with latent attention
+    keep latents, and modules with sparse attention attend to all keys.
 
     Raises UnsupportedModelError, with their names, if some layers mix tokens without going through the attention
     interface (linear attention, Mamba, convolutions) or attend to later tokens, or if the model cannot run packed
@@ -78,6 +80,7 @@ def classify_layers(model: PreTrainedModel, kinds: Sequence[LayerKind] = OUR_KIN
         elif LatentHeads.of(module) is not None:
             keep_latents(module)
     try:
+        attend_to_all_keys(model)
         calls = record_calls(model)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be run: {error}") from error

@@ -354,7 +354,7 @@ def _latent_attention(module: nn.Module, heads: LatentHeads, rotations: Rotation
     parts = {name for name, _ in module.named_children()}
     names = ("q_a_proj", "q_b_proj") if "q_a_proj" in parts else ("q_proj",)
     known = {*names, "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
-    if unknown := parts - known:  # a gate or an indexer, for example
+    if unknown := parts - known - {"indexer"}:  # a gate, for example; all keys are chosen (`chooses_keys`)
         raise UnknownPartError(f"{type(module).__name__} has {', '.join(sorted(unknown))}")
     cos, sin = (table[:, : table.shape[1] // 2].contiguous() for table in rotations.tables_of(module))
     return _LatentAttention(

@@ -108,15 +108,16 @@ def refuse_other_models(config: PretrainedConfig) -> None:
     raise UnsupportedModelError(f"{config.model_type} is {reason}")
 
 
-def context_limit(config: PretrainedConfig, asked: int) -> int:
+def context_limit(config: PretrainedConfig, asked: int, *, sparse: bool = False) -> int:
     """Return the maximum number of tokens of a sequence: the requested number (0: at most 4096), within the model's
-    context, and within the length up to which results do not depend on the rest of the batch (`length_limit`). Raises
-    UnsupportedModelError if more than that length was requested."""
+    context, and within `length_limit`. sparse: as for `length_limit`. Raises UnsupportedModelError if more than that
+    length was requested."""
     limit = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_MAX_CONTEXT)
-    length, cause = length_limit(config) or (limit, "")
+    length, cause = length_limit(config, sparse=sparse) or (limit, "")
     if cause and asked > length:
         raise UnsupportedModelError(
-            f"{config.model_type} uses {cause}, which the engine can run up to {length} tokens; max_context is {asked}"
+            f"{config.model_type} uses {cause}, which the engine can run up to {length} tokens; max_context is "
+            f"{asked}; set max_context={length} or less"
         )
     return min(limit, length, asked or DEFAULT_MAX_CONTEXT)
 

@@ -97,10 +97,12 @@ def _rotates(attention: Any) -> bool:
 
 def latents_rotate_neighbours(attention: nn.Module) -> bool:
     """Return whether latent attention rotates neighbouring numbers. The configuration says it (DeepSeek V3), or the
-    code multiplies complex numbers (DeepSeek V2)."""
+    code has only such a function (DeepSeek V2, which multiplies complex numbers, and V3.2)."""
     code = sys.modules.get(type(attention).__module__)
     interleaves = getattr(getattr(attention, "config", None), "rope_interleave", None)
-    return hasattr(code, "apply_rotary_emb") if interleaves is None else bool(interleaves)
+    if interleaves is not None:
+        return bool(interleaves)
+    return hasattr(code, "apply_rotary_emb") or hasattr(code, "apply_rotary_pos_emb_interleave")
 
 
 def _rotates_neighbours(attention: nn.Module) -> bool:

@@ -222,7 +222,7 @@ def start(options: EngineOptions) -> Started:
     vocab_size = int(text.vocab_size)
     # Invalid columns fail here, before the model is loaded.
     load_columns(options.columns, vocab_size=vocab_size, device=torch.device("cpu"))
-    context = context_limit(text, options.max_context)
+    context = context_limit(text, options.max_context, sparse=True)
     dtype = resolve_dtype(options.dtype, model=options.model, device=device)
     dtype = dtype or getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
     options = msgspec.structs.replace(options, max_context=context, dtype=str(dtype).removeprefix("torch."))

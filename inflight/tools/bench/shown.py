@@ -5,8 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
+from inflight.tools.charts import text_of
 from inflight.tools.plots import new_table
-from inflight.tools.report import is_records, text_of, values_of
+from inflight.tools.report import is_records, values_of
 
 COLUMNS = ("", "p50", "p90", "p99", "max")
 

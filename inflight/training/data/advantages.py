@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
-from math import fsum, isfinite, sqrt
+from math import comb, fsum, isclose, isfinite, sqrt
 from statistics import fmean
 from typing import Any, cast
 
@@ -104,7 +104,7 @@ def resolve_advantages(advantages: str | Advantages) -> Advantages:
     Raises ValueError for an unknown name."""
     if isinstance(advantages, str) and advantages in ADVANTAGES:
         return of_rewards(ADVANTAGES[advantages])
-    found: Any = resolve_by_name(advantages, ADVANTAGES, "advantages")
+    found: Any = resolve_by_name(advantages, ADVANTAGES | OF_NAMED_REWARDS, "advantages")
     if not callable(found):
         raise ValueError(f"advantages {advantages!r} must be a function of the groups, got {type(found).__name__}")
     return cast(Advantages, found)
@@ -164,6 +164,84 @@ def turn_advantages(advantages: str | RewardAdvantages = "rloo", *, discount: fl
         return out
 
     return per_group(compare) if is_per_group(advantages) else compare
+
+
+def pass_at_k_advantages(k: int) -> Advantages:
+    """Return a function for `advantages=` whose expectation is the gradient of the mean of the largest reward of k
+    samples: of pass@k, if rewards are 0 and 1 (Walder & Karkhanis, arXiv 2505.15201).
+
+    A sample with reward r gets k · E[max(r, m) − m]: m is the largest reward of k − 1 other samples of its group, and E
+    is the mean over all choices of them. For k = 1 it gets its advantage of "rloo". A group in which fewer than k
+    samples have a reward gets 0. Raises ValueError for k below 1; the function does for `n` below k.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    compare = of_rewards(rloo_advantages if k == 1 else partial(_of_each, function=partial(_pass_at_k, k=k)))
+
+    @per_group
+    def advantages(groups: Sequence[Sequence[Rollout]]) -> Sequence[float | np.ndarray]:
+        for group in groups:
+            if k > (most := max(group[0].params.n, len(samples_of(group)))):
+                raise ValueError(
+                    f"pass@{k} needs {k} samples of each prompt, and there are {most}: set n, or a lower k"
+                )
+        return compare(groups)
+
+    return advantages
+
+
+def _pass_at_k(r: np.ndarray, *, k: int) -> np.ndarray:
+    n = len(r)
+    if n < k:
+        return np.zeros(n)
+    # Share of the choices of k − 1 among n − 1 others, in ascending order, in which number j is the largest.
+    shares = np.array([comb(j, k - 2) for j in range(n - 1)]) / comb(n - 1, k - 1)
+    others = (np.sort(np.delete(r, index)) for index in range(n))
+    return np.array([k * shares @ np.maximum(own - of, 0) for own, of in zip(r, others, strict=True)])
+
+
+def gdpo_advantages(weights: Mapping[str, float] | None = None, *, eps: float = 1e-4) -> Advantages:
+    """Return a function for `advantages=` that compares each reward of `Rewards` separately (GDPO, Liu et al., arXiv
+    2601.05242): A = Σ_j w_j (r_j − mean of its group) / (standard deviation of its group + eps), and then
+    (A − mean of the batch) / (standard deviation of the batch + eps). Standard deviations divide by n.
+
+    weights: as in `Rewards`, whose weights they should equal; names without a weight have 1. A sample without a result
+    of a score function gets 0 for it. The function raises ValueError if samples have no `rewards`, or if their reward
+    is not the sum of these with the weights.
+    """
+    given = dict(weights or {})
+
+    def advantages(groups: Sequence[Sequence[Rollout]]) -> list[float]:
+        samples = [samples_of(group) for group in groups]
+        sums = np.array([a for of_group in samples for a in _sums_of_parts([s[0] for s in of_group], given, eps)])
+        # The mean of the batch is 0, as the mean of each group; subtracting it would add rounding to exact zeros.
+        values = iter(sums / (sqrt((sums**2).mean()) + eps) if len(sums) else ())
+        found = {id(rollout): float(v) for s, v in zip(chain(*samples), values, strict=True) for rollout in s}
+        return [found[id(rollout)] for group in groups for rollout in group]
+
+    return advantages
+
+
+def _sums_of_parts(members: Sequence[Rollout], weights: Mapping[str, float], eps: float) -> np.ndarray:
+    """Return the weighted sum f64[n] of the advantages of each reward in a group."""
+    for rollout in members:
+        total = fsum(weights.get(name, 1.0) * part for name, part in rollout.rewards.items())
+        if not rollout.rewards or rollout.reward is None or not isclose(total, rollout.reward, abs_tol=1e-6):
+            raise ValueError(
+                f"gdpo compares the rewards of inflight.Rewards, and sample {rollout.sample} of group "
+                f"{rollout.group_id} has the reward {rollout.reward} and the rewards {rollout.rewards}: score with "
+                "Rewards, and give its weights, gdpo_advantages(weights); a reward_kl_weight is not among them"
+            )
+    sums = np.zeros(len(members))
+    for name in dict.fromkeys(name for rollout in members for name in rollout.rewards):
+        having = [index for index, rollout in enumerate(members) if name in rollout.rewards]
+        parts = [members[index].rewards[name] for index in having]
+        sums[having] += weights.get(name, 1.0) * np.array(group_advantages([parts], eps=eps))
+    return sums
+
+
+OF_NAMED_REWARDS: dict[str, Advantages] = {"gdpo": gdpo_advantages()}
+"""Advantages of the results of several score functions, by name."""
 
 
 @per_group

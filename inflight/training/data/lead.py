@@ -1,30 +1,4 @@
-"""The lead: the time by which a group starts before the trainer needs it.
-
-Groups that start too late make the trainer wait. Groups that start too early are trained on when they are old. The
-controller looks for the smallest lead with which the trainer waits for at most `WAIT_SHARE` of its time.
-
-The i-th group starts at s(i), and the i-th group to be ready (drawn and scored) is ready at r(i). The trainer asks for
-the groups of step k at time a(k), and has taken c groups in all once it has them. It can begin no earlier than r(c).
-When group c started, the controller predicted a(k) as p, and started the group at s = p − ℓ, where ℓ is the lead. With
-another lead the step would have waited for
-
-    wait(ℓ) = r − a = (s + (r − s)) − a = (r − s) + (p − a) − ℓ = needed − ℓ
-
-so that `needed` is the lead of a step without a wait: the time from the start of a group to a whole batch of ready
-groups, plus the error of the prediction. It has a distribution: lengths differ, rewards jitter, steps take longer next
-to an evaluation. Its values in the last steps estimate it, newer ones with more weight. The lead is the smallest ℓ with
-
-    mean(max(0, needed − ℓ)) ≤ aim · mean(time of a step).
-
-Since r(c) counts ready groups and not the groups of one batch, it includes the cost of long answers: later groups
-overtake a group that takes several steps, and the law starts as many groups more. By Little's law a lead of ℓ keeps
-ℓ · (groups per second of the trainer) groups in flight.
-
-A longer lead does not speed up a generator that is the slower half. `needed` then grows with the lead, because groups
-share the engine. A bound ends this growth: samples are added only while they make the engines faster (`Concurrency`).
-If the engines are fastest with all rows, a further batch is allowed to queue; it draws no tokens there and so does not
-age. A judge, a sandbox or a tool can be the slower half, too. If the trainer waits in most steps, groups are added only
-while they shorten its waits (`UsefulGroups`). One batch is always allowed; without it the trainer would wait forever.
+"""The lead controller: decides when the next groups start, by the lead that the control law sets (`lead_law.py`).
 
 A trainer that computes on the first groups of a step does not wait for the others meanwhile. Each part of a step has a
 `needed` of its own: its last group is needed at a + p, where p is the time of the parts before it. The largest is the
@@ -35,29 +9,10 @@ All times are in seconds of any clock that only moves forward. Nothing here read
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil, inf, isnan, nan
 
+from inflight.training.data.lead_law import LeadLaw, Step
 from inflight.training.data.lead_state import WAIT_SHARE, LeadState, Rule
-from inflight.training.data.useful_groups import UsefulGroups
-
-_AIM = 0.005
-"""The share that the estimate aims at. It is lower, because the estimate comes from few steps."""
-_FADING = 0.9
-"""Weight of a step relative to the step after it."""
-_REMEMBERED_STEPS = 16
-_FIRST_STEPS = 2
-"""Steps with one batch in flight: no time of a step is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    needed_s: float
-    """Lead with which this step would not have waited; NaN if it is unknown."""
-    wait_s: float
-    train_s: float
-    num_groups: int
 
 
 class LeadController:
@@ -76,6 +31,7 @@ class LeadController:
         most_groups: int = 0,
         spare_groups: Callable[[], float] = lambda: inf,
     ):
+        self.law = LeadLaw(groups_per_step)
         self._per_step, self._spare_groups = groups_per_step, spare_groups
         self._fixed = None if ahead == "auto" else (1 + int(ahead)) * groups_per_step
         self._most_groups = most_groups or inf
@@ -86,7 +42,6 @@ class LeadController:
         of groups in flight with it."""
         self._readies: deque[float] = deque()
         """Times at which groups in flight became ready."""
-        self._steps: deque[_Step] = deque(maxlen=_REMEMBERED_STEPS)
         self._asked: float | None = None
         """When the trainer asked for the groups that it waits for; None while it trains."""
         self._computes_since: float | None = None
@@ -102,18 +57,11 @@ class LeadController:
         """Usable groups that the present step still needs."""
         self._train_s = nan
         """Seconds of the last step, from the arrival of its groups to the next request, and on parts of it before."""
-        self._usual_train_s, self._usual_wait_s = nan, 0.0
-        """Medians of the last steps: the time from groups to request, and the wait. One long step, as with an
-        evaluation, predicts nothing."""
-        self._mean_wait_s, self._batch = 0.0, groups_per_step
-        """Means of the last steps: the wait, and the groups that a step takes, including failed and replaced groups."""
-        self._lead_s, self._wait_share = nan, nan
-        self._useful = UsefulGroups(groups_per_step)
 
     def start(self, count: int, now: float) -> None:
         """Note that groups start."""
         for position in range(self.in_flight, self.in_flight + count):
-            due = self._due(position, now) if self._is_measured else nan
+            due = self._due(position, now) if self.law.is_measured else nan
             self._starts.append((now, due, position + 1))
         self.in_flight += count
         self._num_unready += count
@@ -175,11 +123,8 @@ class LeadController:
             _, _, number = self._starts.popleft()
             if self._readies:
                 self._readies.popleft()
-        if number:
-            self._useful.step(number, max(0.0, began - self._asked))
-        self._steps.append(_Step(needed_s, max(0.0, began - self._asked), self._train_s, self._num_taken))
+        self.law.add(Step(needed_s, max(0.0, began - self._asked), self._train_s, self._num_taken, number))
         self._asked, self._began = None, began
-        self._solve()
 
     def allowed(self, now: float) -> int:
         """Return the number of groups that may start now."""
@@ -201,31 +146,20 @@ class LeadController:
     @property
     def state(self) -> LeadState:
         """The lead, and what decides it."""
-        return LeadState(self._lead_s, self.in_flight, self._wait_share, self._rule)
-
-    @property
-    def _is_measured(self) -> bool:
-        return len(self._steps) >= _FIRST_STEPS and not isnan(self._lead_s)
+        return LeadState(self.law.lead_s, self.in_flight, self.law.wait_share, self._rule)
 
     @property
     def _lead(self) -> float:
-        return self._lead_s if self._fixed is None and self._is_measured else inf
+        return self.law.lead_s if self._fixed is None and self.law.is_measured else inf
 
     @property
     def _room(self) -> float:
         """Groups that the bounds allow to start."""
-        bound = self._fixed or (self._useful_most if self._is_measured else self._per_step)
+        bound = self._fixed or (self.law.useful_groups if self.law.is_measured else self._per_step)
         room = min(bound, self._most_groups) - self.in_flight
         if self._fixed is None and room > 0:
-            room = min(room, max(self._batch - self._num_unready, self._spare_groups()))
+            room = min(room, max(self.law.batch - self._num_unready, self._spare_groups()))
         return room
-
-    @property
-    def _useful_most(self) -> float:
-        """Groups in flight beyond which the trainer does not wait less; infinity if it hardly waits in most steps."""
-        if self._usual_wait_s <= WAIT_SHARE * self._usual_train_s:
-            return inf
-        return max(self._batch, self._useful.most(self._usual_train_s))
 
     def _needed(self, asked: float) -> float:
         """Return the lead with which the trainer would not have waited for the last group taken; NaN if unknown."""
@@ -237,63 +171,29 @@ class LeadController:
 
     def _due(self, position: int, now: float) -> float:
         """Return the time at which the trainer will need the group with this position among the groups in flight."""
-        if not self._is_measured:
+        if not self.law.is_measured:
             return now
         if self._asked is None:
             assert self._began is not None
-            due = self._began + self._usual_train_s
+            due = self._began + self.law.usual_train_s
         else:
-            missing = ceil(self._missing * self._batch / self._per_step)
+            missing = ceil(self._missing * self.law.batch / self._per_step)
             if position < missing:
                 return self._asked
             begins = (now if self._computes_since is None else self._computes_since) - self._computed_s
-            position, due = position - missing, begins + self._usual_train_s
-        return due + position // self._batch * (self._usual_train_s + self._mean_wait_s)
-
-    def _solve(self) -> None:
-        """Set the lead, and the means, by the steps so far."""
-        weighted = [(_FADING**age, step) for age, step in enumerate(reversed(self._steps))]
-        total = sum(weight for weight, _ in weighted)
-        self._batch = max(self._per_step, ceil(sum(w * step.num_groups for w, step in weighted) / total - 1e-6))
-        timed = [(w, step) for w, step in weighted if not isnan(step.train_s)]
-        if not timed:
-            return
-        total = sum(weight for weight, _ in timed)
-        self._usual_train_s = _median([(step.train_s, w) for w, step in timed])
-        self._usual_wait_s = _median([(step.wait_s, w) for w, step in timed])
-        self._mean_wait_s = sum(w * step.wait_s for w, step in timed) / total
-        step_s = self._mean_wait_s + sum(w * step.train_s for w, step in timed) / total
-        self._wait_share = self._mean_wait_s / step_s if step_s else 0.0
-        needed = sorted(((step.needed_s, w) for w, step in weighted if not isnan(step.needed_s)), reverse=True)
-        budget_s, weight = _AIM * step_s * sum(w for _, w in needed), 0.0
-        # Lower the lead from the largest value, and count the wait that this would have caused.
-        for (needed_s, w), (next_s, _) in pairwise([*needed, (-inf, 0.0)]):
-            weight += w
-            if weight * (needed_s - next_s) >= budget_s:
-                self._lead_s = max(0.0, needed_s - budget_s / weight)
-                return
-            budget_s -= weight * (needed_s - next_s)
+            position, due = position - missing, begins + self.law.usual_train_s
+        return due + position // self.law.batch * (self.law.usual_train_s + self.law.mean_wait_s)
 
     @property
     def _rule(self) -> Rule:
         if self._fixed is not None:
             return Rule.FIXED
-        if not self._is_measured:
+        if not self.law.is_measured:
             return Rule.FIRST_STEPS
         if self.in_flight >= self._most_groups:
             return Rule.BOUND
-        if self.in_flight >= self._useful_most and self._spare_groups() >= 1:
+        if self.in_flight >= self.law.useful_groups and self._spare_groups() >= 1:
             return Rule.SCORES
         if self._room < 1:
             return Rule.GENERATOR
-        return Rule.GROWING if self._wait_share > WAIT_SHARE else Rule.JUST_IN_TIME
-
-
-def _median(weighted: list[tuple[float, float]]) -> float:
-    """Return the median of values with weights."""
-    half = sum(weight for _, weight in weighted) / 2
-    for value, weight in sorted(weighted):
-        half -= weight
-        if half <= 0:
-            return value
-    raise AssertionError("no values")
+        return Rule.GROWING if self.law.wait_share > WAIT_SHARE else Rule.JUST_IN_TIME

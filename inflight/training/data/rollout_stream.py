@@ -211,7 +211,8 @@ class RolloutStream:
         """Yield batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
 
         prompts: submitted by the stream itself, with `params`: prompts for `engine.submit`, or `Example`s of such a
-        prompt and metadata. None: the caller submits prompts. episodes: `inflight.Episodes`, which runs episodes for
+        prompt and metadata; prompts with a method `observe`, such as a `Curriculum`, receive the groups of each batch.
+        None: the caller submits prompts. episodes: `inflight.Episodes`, which runs episodes for
         them. ahead: as `GRPOConfig.ahead`, for such prompts. Ranks
         other than 0 give none. Prompts that the engine refuses are skipped and counted.
         Prompts submitted with `train=False`, drawn by `generate`, or drawn greedily are excluded (`collect` returns
@@ -264,7 +265,7 @@ class RolloutStream:
     ) -> Iterator[PackedBatch]:
         more, num_batches, num_greedy, left_out = True, 0, 0, Dropped()
         while more:
-            taken: list[int] = []
+            taken: list[GroupRecord] = []
             scored = ScoredGroups()
             if submitter is not None:
                 submitter.ask()
@@ -286,7 +287,7 @@ class RolloutStream:
                         self.ledger.reserve([answer.group_id])
                         num_greedy += 1
                         continue
-                    taken.append(answer.group_id)
+                    taken.append(answer)
                     if not scored.add(answer.rollouts):
                         self.check_scores(scored, ceil(rollouts / len(answer.rollouts)))
                     if submitter is not None:
@@ -305,9 +306,12 @@ class RolloutStream:
                     advantages=advantages,
                 )
             except BaseException:
-                self.ledger.queue.put_back(taken)
+                self.ledger.queue.put_back([record.group_id for record in taken])
                 raise
-            self.ledger.remove(taken)
+            self.ledger.remove([record.group_id for record in taken])
+            if submitter is not None:
+                for record in taken:
+                    submitter.observe(record.rollouts)
             measure_taken(self._meter, scored, batch)
             self.dropped += scored.dropped
             left_out += scored.dropped
@@ -339,7 +343,7 @@ class RolloutStream:
         params = params or SamplingParams()
         return Submitter(
             engine,
-            iter(prompts),
+            prompts,
             params,
             ceil(rollouts / params.n),
             ahead=ahead,

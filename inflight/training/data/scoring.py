@@ -15,6 +15,7 @@ from typing import Any
 
 from inflight.core.arguments import named
 from inflight.core.failures import Failures, reason_of
+from inflight.core.rate_limit import RateLimit
 from inflight.core.rollout import Rollout
 from inflight.core.workers import Workers, is_async
 from inflight.stream.held_groups import Group
@@ -78,7 +79,7 @@ class Scorer(GroupScorer):
         Scorer(score, timeout_s=30, workers=16)
         Scorer(check, processes=4)               # of a module or file, if Python computes for long
         Scorer(progress, cancelled=True)         # of samples that you cancel, too
-        Scorer(judge, retries={ConnectionError: 2})
+        Scorer(judge, retries={ConnectionError: 2}, rate=RateLimit(per_second=5))
 
     A rollout has no reward if the function returns None or a number that is not finite, or raises an exception, or
     takes longer than `timeout_s`: a TimeoutError. Such a rollout is left out of training and counted. (A thread cannot
@@ -97,6 +98,7 @@ class Scorer(GroupScorer):
         processes: int = 0,
         cancelled: bool = False,
         retries: Mapping[type[Exception], int] | None = None,
+        rate: RateLimit | None = None,
     ):
         """workers: simultaneous calls, including coroutines. timeout_s: limit of one call. processes: number of
         processes that call the function, one call each at a time, instead of threads of one interpreter. They import
@@ -104,6 +106,8 @@ class Scorer(GroupScorer):
         cancelled: cancelled samples get a reward too and are trained on, such as samples that a process reward ended
         early; their finish_reason is "cancelled". False: their groups continue without them. retries: maximum number of
         further calls for a rollout, or a batched group, after an exception of a class. Processes raise ScoreError.
+        rate: a limit of calls per second and at the same time. A call waits for it for at most `timeout_s`, and this
+        time is not a part of the call.
         Raises ValueError for numbers out of range and for a function that other processes cannot import."""
         if not callable(score):
             raise TypeError(f"score must be a function of a rollout, got {score!r}")
@@ -128,6 +132,7 @@ class Scorer(GroupScorer):
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         """Durations of the last calls."""
         self._failures = Failures("a score", logger, retries)
+        self._rate = rate
 
     @property
     def failures(self) -> Counter[str]:
@@ -208,7 +213,12 @@ class Scorer(GroupScorer):
 
     def _is_quick(self) -> bool:
         """Return True if, judged by the last calls, passing a call to a thread would cost more than the call itself."""
-        return not self._is_async and len(self._seconds) == _REMEMBERED and median(self._seconds) < _QUICK_S
+        return (
+            not self._is_async
+            and self._rate is None
+            and len(self._seconds) == _REMEMBERED
+            and median(self._seconds) < _QUICK_S
+        )
 
     async def _score_in_turn(self, group: Group) -> list[Any]:
         """Call the function for one rollout after another in one thread, up to the first call that fails. Returns the
@@ -231,16 +241,25 @@ class Scorer(GroupScorer):
         takes too long."""
         assert self._places is not None
         async with self._places:
-            if self._is_async:
-                call = asyncio.ensure_future(self.score(argument))
-            else:
-                call = asyncio.wrap_future(self._workers.start(function, argument))
-            # Processes measure the time themselves.
-            done, _ = await asyncio.wait([call], timeout=None if self._processes else self._timeout_s)
-            if done:
-                return call.result()
-            call.cancel()
-            raise TimeoutError(f"a score took longer than {self._timeout_s:g} s")
+            if self._rate is None:
+                return await self._bounded(function, argument)
+            await self._rate.take(self._timeout_s)
+            try:
+                return await self._bounded(function, argument)
+            finally:
+                self._rate.give_back()
+
+    async def _bounded(self, function: Callable[..., Any], argument: Rollout | list[Rollout]) -> Any:
+        if self._is_async:
+            call = asyncio.ensure_future(self.score(argument))
+        else:
+            call = asyncio.wrap_future(self._workers.start(function, argument))
+        # Processes measure the time themselves.
+        done, _ = await asyncio.wait([call], timeout=None if self._processes else self._timeout_s)
+        if done:
+            return call.result()
+        call.cancel()
+        raise TimeoutError(f"a score took longer than {self._timeout_s:g} s")
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

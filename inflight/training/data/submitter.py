@@ -3,14 +3,16 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
+from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.stream.ledger import Ledger
 from inflight.training.data.concurrency import Concurrency
@@ -67,12 +69,15 @@ class Submitter:
 
     Examples that the engine refuses, such as a prompt longer than its context, are skipped, counted and logged by their
     index. If it refuses all of the first ones, its error is raised.
+
+    Examples with a method `observe` receive each group that the trainer takes, and examples can depend on them. If they
+    have `state_dict` and `load_state_dict`, their state is saved with the run.
     """
 
     def __init__(
         self,
         engine: PromptEngine,
-        examples: Iterator[Any],
+        examples: Iterable[Any],
         sampling: SamplingParams,
         groups_per_step: int,
         *,
@@ -81,10 +86,19 @@ class Submitter:
         most_tokens: int = 0,
         in_flight: Collection[int] = (),
         num_submitted: int = 0,
+        state: dict[str, Any] | None = None,
     ):
         """ahead, most_groups: as in `LeadController`. most_tokens: skip examples that might exceed this with an answer,
-        and raise ValueError for the first ones; 0: no bound. in_flight, num_submitted: of a run that is continued."""
-        self._engine, self._examples, self._sampling = engine, examples, sampling
+        and raise ValueError for the first ones; 0: no bound. in_flight, num_submitted, state: of a run that is
+        continued. Skips the examples that were submitted, unless the examples observe rewards; these load `state`."""
+        self._engine, self._source, self._sampling = engine, examples, sampling
+        self._observe = getattr(examples, "observe", None)
+        if self._observe is None:
+            self._examples = islice(examples, num_submitted, None)
+        else:
+            if state is not None and hasattr(examples, "load_state_dict"):
+                cast(Any, examples).load_state_dict(state)
+            self._examples = iter(examples)
         self._per_step, self._most_tokens = groups_per_step, most_tokens
         self.is_automatic = ahead == "auto"
         self.lead = LeadController(
@@ -194,6 +208,17 @@ class Submitter:
             else:
                 self._taken_early.add(group_id)
             self._changed.notify()
+
+    def observe(self, group: Sequence[Rollout]) -> None:
+        """Pass a finished group to the examples, if they observe rewards. Called by the trainer's thread."""
+        if self._observe is not None:
+            self._observe(group)
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """State of examples that observe rewards and have a `state_dict`."""
+        is_saved = self._observe is not None and hasattr(self._source, "state_dict")
+        return cast(Any, self._source).state_dict() if is_saved else None
 
     @contextmanager
     def computing(self) -> Iterator[None]:

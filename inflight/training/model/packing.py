@@ -22,6 +22,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from inflight.core.errors import UnsupportedModelError
+from inflight.model_checks.indexers import NoChoice
+from inflight.model_checks.lengths import chooses_keys
 from inflight.model_checks.masks import BOTH_SIDES, mask_note, noted
 from inflight.model_checks.mixers import keeps_state
 from inflight.training.data.batch import PackedBatch
@@ -186,6 +188,7 @@ def is_packable(model: nn.Module) -> bool:
         return True
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     attention = {"full_attention", "sliding_attention", "chunked_attention"}
+    attention |= {"indexed_attention"} if chooses_keys(config.get_text_config()) else set()
     return getattr(model, "_supports_attention_backend", False) and set(layer_types) <= attention
 
 
@@ -223,17 +226,19 @@ def packed_attention(model: nn.Module) -> Iterator[Callable[[torch.Tensor], None
 
 
 def _replace(model: Any) -> Callable[[], None]:
-    """Set our attention in the model's configuration and those inside it, and pack layers with a state. Returns a
-    function that restores the original settings."""
+    """Set our attention in the model's configuration and those inside it, pack layers with a state, and let sparse
+    attention attend to all keys. Returns a function that restores the original settings."""
     config = model.config
     configs, mixers = _with_inner(config), [module for module in model.modules() if keeps_state(module)]
     for mixer in mixers:
         if not isinstance(vars(mixer).get("forward"), _PackedForward):
             mixer.forward = _PackedForward(mixer, vars(mixer).get("forward"))
+    NoChoice.begin(model)
     _replaced.update((id(c), c._attn_implementation) for c in configs if c._attn_implementation != ATTENTION_NAME)
     config._attn_implementation = ATTENTION_NAME
 
     def restore() -> None:
+        NoChoice.end(model)
         for each in configs:  # Outer ones are first, because setting one sets those inside it.
             if id(each) in _replaced:
                 each._attn_implementation = _replaced.pop(id(each))

@@ -1,6 +1,6 @@
 """Ranks other than 0 of `grpo`: train on their shares, and take the decisions of rank 0."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,6 +11,7 @@ from torch import nn
 from inflight.core.errors import InflightError
 from inflight.core.spans import span
 from inflight.training.config import GRPOConfig
+from inflight.training.data.demonstrations import Demonstration, next_demonstrations
 from inflight.training.data.shares import decode_share
 from inflight.training.evaluation import Evaluation
 from inflight.training.ranks.group import RankGroup, naming_lost_ranks
@@ -55,6 +56,7 @@ class Follower:
     add_teacher: AddTeacher | None
     run: HasProgress | None
     evaluation: Evaluation | None
+    demonstrations: Iterator[Sequence[Demonstration]] | None
     gradient: StepGradient = field(init=False)
     has_batch: bool = field(init=False, default=False)
 
@@ -113,8 +115,9 @@ class Follower:
 
     def _step(self) -> None:
         """Take the optimizer step, if something is in the loss of the batch, and publish."""
+        given = next_demonstrations(self.demonstrations)
         if self.has_batch:
-            take_step(self.gradient, self.lr_scheduler, self.config)
+            take_step(self.gradient, self.lr_scheduler, self.config, given)
         self.gradient, self.has_batch = self._empty_gradient(), False
         with self.group.together():
             check_finite(self.model, trainable=True)

@@ -107,7 +107,7 @@ def test_steps_that_replace_groups_take_more():
             lead.take(4 - (index + 1) // 2)
         lead.begin(now)
         now += 1.0
-    assert lead._batch == 8
+    assert lead.law.batch == 8
     lead.ask(now)
     assert lead.allowed(now) + lead.in_flight >= 8
 
@@ -414,8 +414,8 @@ def drive_in_parts(lead, draw_s, *, group_s, rest_s, steps):
 def test_the_time_of_parts_is_time_of_the_step_and_no_wait(ahead):
     random, lead = Random(0), LeadController(4, ahead=ahead)
     waits = drive_in_parts(lead, lambda: random.uniform(0.1, 3.0), group_s=0.3, rest_s=0.1, steps=12)
-    assert [step.wait_s for step in lead._steps] == pytest.approx(waits)
-    assert [step.train_s for step in lead._steps][1:] == pytest.approx([4 * 0.3 + 0.1] * 11)
+    assert [step.wait_s for step in lead.law.steps] == pytest.approx(waits)
+    assert [step.train_s for step in lead.law.steps][1:] == pytest.approx([4 * 0.3 + 0.1] * 11)
     weights = [0.9**age for age in range(11)][::-1]
     mean_wait_s = sum(w * wait for w, wait in zip(weights, waits[1:], strict=True)) / sum(weights)
     assert lead.state.wait_share == pytest.approx(mean_wait_s / (mean_wait_s + 1.3))

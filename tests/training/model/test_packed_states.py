@@ -1,4 +1,4 @@
-"""Packed sequences in layers with a state are scored like whole sequences, one at a time."""
+"""Packed sequences in layers with a state, or with sparse attention, are scored like whole sequences, one at a time."""
 
 import numpy as np
 import pytest
@@ -14,14 +14,19 @@ from inflight.training.model.packed_states import mix
 
 PADDED = ("mamba2",)
 """Its model hands no keyword arguments to its layers."""
+SPARSE = ("deepseek_v32", "glm_moe_dsa-shared", "axk2", "dots3_note_text", "hy_v4")
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    return [] if name == "lfm2" else [pytest.mark.medium if name in OF_EACH_KIND else pytest.mark.slow]
+    return (
+        []
+        if name in ("lfm2", "glm_moe_dsa-shared")
+        else [pytest.mark.medium if name in OF_EACH_KIND else pytest.mark.slow]
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in FAMILIES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in FAMILIES + SPARSE])
 def test_scores_and_gradients_are_those_of_the_sequences(name, checkpointing):
     batch = make_batch()
     reference, model = model_of(name), model_of(name).train()

@@ -17,11 +17,11 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from inflight.core.errors import UnsupportedModelError
 from inflight.engine.cache.kinds import ChunkStates, LayerKind, LayerShape, StateTensor
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.attention.backend import ForwardBatch
 from inflight.engine.model.attention.latent import LatentHeads
+from inflight.model_checks.indexers import NoChoice, sparse_attention
 from inflight.model_checks.masks import BOTH_SIDES, mask_note, noted
 
 ATTENTION_NAME = "inflight"
@@ -117,6 +117,24 @@ def keep_latents(module: nn.Module) -> None:
     module.expand_kv = MethodType(expand_kv, module)  # type: ignore[assignment]
 
 
+_ALL_KEYS = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+"""The note of `mask_note` for full attention."""
+
+
+def attend_to_all_keys(model: nn.Module) -> None:
+    """Let sparse attention in a model, and in its deep copies, attend to all keys during passes. Its code needs a mask,
+    of which it hands a part to its indexer."""
+    NoChoice.begin(model)
+    for module in sparse_attention(model):
+        module.register_forward_pre_hook(_note_all_keys, with_kwargs=True)
+
+
+def _note_all_keys(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if isinstance(_current.get(), _Pass):
+        options = {**options, "attention_mask": _ALL_KEYS}
+    return args, options
+
+
 @torch.inference_mode()
 def record_calls(model: PreTrainedModel) -> list[Call]:
     """Run the model over two tokens, and return the calls of its layers in their order. Raises UnsupportedModelError
@@ -179,8 +197,7 @@ def attend(
         return value.new_zeros(1, query.shape[2], query.shape[1], value_dim), None
     if current is None:
         raise RuntimeError("the engine's attention runs inside run_packed")
-    if attention_mask is not None:
-        raise UnsupportedModelError(f"{type(module).__name__} hands a mask of its own to its attention")
+    noted(attention_mask, type(module).__name__)  # raises for a mask of the model's own
     layer = current.calls
     current.calls += 1
     memory = current.memory

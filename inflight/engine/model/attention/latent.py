@@ -25,10 +25,13 @@ class LatentHeads(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
         """Return the heads of an attention module of Transformers that expands latents by `expand_kv`. None for other
-        modules, and if the projection is not a plain Linear without bias, such as a quantized one."""
+        modules, for heads with sinks, and if the projection is not a plain Linear without bias, such as a quantized
+        one."""
         attention: Any = module
         product = getattr(module, "kv_b_proj", None)
-        if not hasattr(module, "expand_kv") or type(product) is not nn.Linear or product.bias is not None:
+        if not hasattr(module, "expand_kv") or hasattr(module, "sinks"):
+            return None
+        if type(product) is not nn.Linear or product.bias is not None:
             return None
         per_head = product.weight.unflatten(0, (-1, attention.qk_nope_head_dim + attention.v_head_dim))
         return cls(*per_head.split((attention.qk_nope_head_dim, attention.v_head_dim), 1))
