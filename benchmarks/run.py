@@ -70,6 +70,7 @@ SCRIPTS = {
     "fuzz": ["fuzz"],
     "coverage": ["coverage_of_models"],
     "kinds": ["model_kinds"],
+    "contention": ["contention"],
     "demo_real": ["demo_real"],
 }
 DEMOS = {"demo": ("inflight", "sync"), "demo_vllm": ("vllm",)}

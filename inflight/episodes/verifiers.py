@@ -65,8 +65,8 @@ def _reward(session: Session, traces: Sequence[Any], replies: dict[str, Sequence
     for trace in traces:
         if not trace.agent.trainable:
             raise InflightError(
-                f"agent {trace.agent.name!r} is not trainable, and the policy has drawn for it; give it a client of "
-                "its own (AgentConfig.client)"
+                f"agent {trace.agent.name!r} is not trainable, and the policy has drawn for it; give it another "
+                "client (AgentConfig.client)"
             )
         if not trace.rewards:
             raise InflightError(

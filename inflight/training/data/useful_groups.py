@@ -9,7 +9,7 @@ _ENOUGH = 0.96
 _LEAST_STEPS = 5
 _AVERAGED_STEPS = 32
 _REMEMBERED_STEPS = 64
-"""The waits with a number of groups are forgotten after so many steps without it."""
+"""After this many steps without a number of groups, its waits are forgotten."""
 
 
 @dataclass(slots=True)
