@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from harness import small_llama
 from transformers.utils.logging import disable_progress_bar
 
 import inflight
@@ -64,28 +64,9 @@ def uniform(examples: list[Example], seed: int) -> Iterator[Example]:
         yield from (examples[index] for index in generator.permutation(len(examples)))
 
 
-def make_model(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=SYMBOLS + 1 + len(KINDS),
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=32,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-    )
-
-
 def train(engine: inflight.Engine, order: str, seed: int) -> dict[str, Any]:
     """Train once, and return the figures of the run."""
-    model = make_model(seed).train()
+    model = small_llama(SYMBOLS + 1 + len(KINDS), seed).train()
     examples, held_out = make_prompts(seed)
     prompts = inflight.Curriculum(examples, seed=seed) if order == "curriculum" else uniform(examples, seed)
     config = inflight.GRPOConfig(
@@ -117,7 +98,7 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for seed in SEEDS:
         with TemporaryDirectory() as directory:
-            make_model(seed).save_pretrained(directory)
+            small_llama(SYMBOLS + 1 + len(KINDS), seed).save_pretrained(directory)
             with inflight.launch(
                 directory, device="cpu", dtype="float32", max_sequences=128, max_context=16, threads=1, slots=3
             ) as engine:

@@ -10,8 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from inflight.tools.environment import write_result
 
@@ -21,6 +23,26 @@ def finish(name: str, result: dict[str, Any]) -> None:
     and print it as the last line."""
     write_result(Path(sys.argv[1] if len(sys.argv) > 1 else f"benchmarks/results/cpu/{name}.json"), result)
     print(json.dumps(result))
+
+
+def small_llama(vocab_size: int, seed: int) -> LlamaForCausalLM:
+    """Make a model with random weights for tasks of up to 32 tokens, without special tokens."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=32,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+    )
 
 
 def median_ratio(seconds: Sequence[float], others: Sequence[float]) -> float:

@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness import small_llama
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import inflight
@@ -71,22 +72,7 @@ class Task:
         return fmean(float(a == b) for a, b in zip(rollout.token_ids.tolist(), right, strict=True))
 
     def model(self, seed: int) -> LlamaForCausalLM:
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=self.symbols + 2,
-                hidden_size=48,
-                intermediate_size=96,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=4,
-                max_position_embeddings=32,
-                tie_word_embeddings=False,
-                bos_token_id=None,
-                eos_token_id=None,
-                pad_token_id=None,
-            )
-        )
+        return small_llama(self.symbols + 2, seed)
 
 
 TASKS = {

@@ -101,8 +101,8 @@ class RecordedRun:
         return float(curve[-1, 2]) if len(curve) else None
 
     def reached(self, reward: float) -> tuple[int, float] | None:
-        """Return the step and the seconds after which the mean reward of ten steps was at least this high; None if it
-        never was."""
+        """Return the first step, and its seconds, at which the mean of the last ten rewards was at least `reward`; None
+        if it never was."""
         curve = self.curve("reward")
         high = curve[curve[:, 2] >= reward]
         return (int(high[0, 0]), float(high[0, 1])) if len(high) else None

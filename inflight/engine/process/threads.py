@@ -90,7 +90,7 @@ class PassThreads:
         if self._tried_from is not None:
             self._judge(window, self._tried_from)
             return
-        num_busy = round(self._count * (self._most * window.wall_s / window.cpu_s - 1))
+        num_busy = round(self._count * (self._most * window.wall_s / max(window.cpu_s, 1e-9) - 1))
         fewer = max(1, self._most - num_busy)
         for direction, count in ((-1, min(self._count, fewer)), (+1, min(self._count + 1, self._most))):
             if count != self._count and self._since_s[direction] >= self._retry_s[direction]:
@@ -101,15 +101,14 @@ class PassThreads:
     def _judge(self, window: _Window, tried_from: int) -> None:
         direction, self._tried_from = 1 if self._count > tried_from else -1, None
         self._since_s[direction] = 0.0
-        if not window.has_rows_of(self._before):
-            self._use(tried_from)
-        elif window.speed >= _FASTER[direction] * self._before.speed:
+        is_comparable = window.has_rows_of(self._before)
+        if is_comparable and window.speed >= _FASTER[direction] * self._before.speed:
             self._retry_s = {direction: 0.0, -direction: _FIRST_RETRY_S}
             self._since_s[-direction] = 0.0
-        else:
-            longer_s = max(_FIRST_RETRY_S, min(_LAST_RETRY_S, 2 * self._retry_s[direction]))
-            self._retry_s[direction] = max(longer_s, window.wall_s / _TRIAL_SHARE)
-            self._use(tried_from)
+            return
+        longer_s = (2 if is_comparable else 1) * self._retry_s[direction]
+        self._retry_s[direction] = max(min(_LAST_RETRY_S, longer_s), window.wall_s / _TRIAL_SHARE)
+        self._use(tried_from)
 
     def _use(self, count: int) -> None:
         logger.debug("passes use %d of %d threads", count, self._most)

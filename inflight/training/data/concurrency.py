@@ -4,7 +4,7 @@ from math import log2
 
 from inflight.core.frames import FrameHeader
 
-_BUCKETS_PER_OCTAVE = 2
+BUCKETS_PER_OCTAVE = 2
 _ENOUGH = 0.98
 """Rows are useful until the speed is this share of the highest one."""
 _LEAST_PASSES = 20
@@ -32,7 +32,7 @@ class Concurrency:
         self._last[header.engine_id] = header.step, header.time_ns, num_rows - len(header.finishes)
         if header.step != last_step + 1 or num_left < 1 or not num_rows:
             return
-        bucket = _bucket(num_rows)
+        bucket = bucket_of(num_rows)
         self._seen_at[bucket] = self._num_frames
         self._num_passes[bucket] = count = min(self._num_passes.get(bucket, 0) + 1, _AVERAGED_PASSES)
         token_ns, mean_ns = (header.time_ns - last_ns) / num_rows, self._token_ns.get(bucket, 0.0)
@@ -56,13 +56,14 @@ class Concurrency:
         enough = min(bucket for bucket, speed in speeds.items() if speed >= _ENOUGH * fastest)
         if enough == max(speeds):
             enough += 1
-        return min(most, _rows(enough))
+        return min(most, largest_of(enough))
 
 
-def _bucket(num_rows: int) -> int:
-    return round(_BUCKETS_PER_OCTAVE * log2(num_rows))
+def bucket_of(number: int) -> int:
+    """Return the bucket of a number of at least 1."""
+    return round(BUCKETS_PER_OCTAVE * log2(number))
 
 
-def _rows(bucket: int) -> int:
-    """Return the largest number of rows of a bucket."""
-    return int(2 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE))
+def largest_of(bucket: int) -> int:
+    """Return the largest number of a bucket."""
+    return int(2 ** ((bucket + 0.5) / BUCKETS_PER_OCTAVE))

@@ -20,10 +20,11 @@ PRIOR = 0.5
 class Curriculum:
     """Endless prompts for `grpo` and `stream.batches(prompts=…)`: draws prompts of medium pass rate more often.
 
-    A reward from 0 to 1 counts as a fraction of a pass. The pass rate p of a prompt has a Beta posterior of the passes
-    and failures in its groups. Each new group multiplies the earlier counts by `keep`, because the policy changes (Qu
-    et al., arXiv 2507.04632). Each draw takes a prompt that is not in flight. The probability is proportional to the
-    posterior mean of p (1 − p) (Foster et al., arXiv 2502.12272), and equal in a share `explore` of the draws.
+    A reward between 0 and 1 counts as this share of a pass. The pass rate p of a prompt has a Beta posterior of the
+    passes and failures in its groups. Each new group multiplies the earlier counts by `keep`, because the policy
+    changes (Qu et al., arXiv 2507.04632). Each draw takes a prompt that is not in flight. The probability is
+    proportional to the posterior mean of p (1 − p) (Foster et al., arXiv 2502.12272), and equal in a share `explore` of
+    the draws.
 
     The mean reward of a step is the mean over the drawn prompts, which rewards choose: compare runs by an `Evaluation`.
     The draws depend only on `seed` and on the groups observed before.
@@ -39,7 +40,7 @@ class Curriculum:
         seed: int = 0,
     ):
         """prompts: each a prompt for `engine.submit` or an `Example`; a list, or a `datasets.Dataset`. explore, keep:
-        from 0 to 1. rewards: of a failure and of a pass; rewards beyond them count as them. Raises ValueError for no
+        from 0 to 1. rewards: of a failure and of a pass; others are clipped to this range. Raises ValueError for no
         prompts, and for numbers outside their ranges."""
         if not len(prompts):
             raise ValueError("a curriculum needs at least one prompt")

@@ -1,9 +1,9 @@
 """The number of groups in flight beyond which the trainer does not wait less."""
 
 from dataclasses import dataclass
-from math import log2
 
-_BUCKETS_PER_OCTAVE = 2
+from inflight.training.data.concurrency import BUCKETS_PER_OCTAVE, bucket_of, largest_of
+
 _ENOUGH = 0.96
 """Groups are useful until the steps per second are this share of the highest ones."""
 _LEAST_STEPS = 5
@@ -40,7 +40,7 @@ class UsefulGroups:
     def step(self, number: int, wait_s: float) -> None:
         """Note the wait of a step, and the number of groups in flight when its last group started."""
         self._num_steps += 1
-        waits = self._waits.setdefault(_bucket(number), _Waits())
+        waits = self._waits.setdefault(bucket_of(number), _Waits())
         waits.last_step = self._num_steps
         waits.add(wait_s)
         for bucket in [b for b, w in self._waits.items() if w.last_step <= self._num_steps - _REMEMBERED_STEPS]:
@@ -56,11 +56,7 @@ class UsefulGroups:
         fastest_s = min(known.values())
         enough = min(bucket for bucket, step_s in known.items() if _ENOUGH * step_s <= fastest_s)
         if enough == max(known):
-            enough += _BUCKETS_PER_OCTAVE
-        elif enough - 1 not in known and enough > _bucket(self._least):
+            enough += BUCKETS_PER_OCTAVE
+        elif enough - 1 not in known and enough > bucket_of(self._least):
             enough -= 1
-        return int(2 ** ((enough + 0.5) / _BUCKETS_PER_OCTAVE))
-
-
-def _bucket(number: int) -> int:
-    return round(_BUCKETS_PER_OCTAVE * log2(max(1, number)))
+        return largest_of(enough)
