@@ -2,7 +2,7 @@
 
 A trainer that computes on the first groups of a step does not wait for the others meanwhile. Each part of a step has a
 `needed` of its own: its last group is needed at a + p, where p is the time of the parts before it. The largest is the
-`needed` of the step. The time of all parts counts as time of the step, as if the trainer had begun that much earlier.
+`needed` of the step. The time of all parts is a part of the step's time, as if the trainer had begun earlier.
 
 All times are in seconds of any clock that only moves forward. Nothing here reads a clock or waits.
 """
