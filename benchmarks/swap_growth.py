@@ -50,7 +50,7 @@ SIZES = {
     "rehearsal": [Size((128, 4, 4096), 3), Size("tiny", 10, "float32", 5)],
 }
 SEQUENCES = {"cpu": 4, "cuda": 64, "rehearsal": 2}
-TOKENS = {"cpu": 160, "cuda": 1024, "rehearsal": 160}
+TOKENS = {"cpu": 160, "cuda": 1024, "rehearsal": 512}
 WINDOWS = 25
 """Windows of publishes one after another, at most."""
 

@@ -389,14 +389,18 @@ def test_a_sleeping_engine_gives_its_memory_back_and_goes_on_afterwards(make_eng
     assert not engine.idle
 
 
-def test_experts_are_recorded_for_every_token(make_engine):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_experts_are_recorded_for_every_token(make_engine, device):
     model = make_model("qwen3-moe")
     chosen = []
     for module in model.modules():
         if type(module).__name__.endswith("Router"):
             module.register_forward_hook(lambda _, __, output: chosen.append(output[-1]))
     prompts = [Prompt([1, 2, 3, 4, 5], SamplingParams(max_tokens=8, n=3, ignore_eos=True)), *ragged_prompts(5, PARAMS)]
-    for rollout in run(make_engine("qwen3-moe", record_routed_experts=True, max_prefill_tokens=4), prompts):
+    options = {"record_routed_experts": True, "max_prefill_tokens": 4, "dtype": "float32"}
+    engine = make_engine("qwen3-moe", device=device, **options)
+    print(engine.description)
+    for rollout in run(engine, prompts):
         ids = np.concatenate([rollout.prompt_token_ids, rollout.token_ids])[:-1]
         chosen.clear()
         model(torch.from_numpy(ids).long()[None])

@@ -78,6 +78,26 @@ def check_family(family: Family) -> Result:
         return Result(family.name, engine, _check_trainer(model, names, truth))
 
 
+def check_engine(family: Family, device: str) -> Outcome:
+    """Compare the engine on this device with Transformers on the CPU."""
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as directory:
+        warnings.simplefilter("ignore")
+        model = make_model(family)
+        model.save_pretrained(directory)
+        return _check_engine(directory, model, _names_of(model.config), device)
+
+
+def check_trainer(family: Family, device: str) -> Outcome:
+    """Compare the packed log-probabilities of the trainer on this device with Transformers on the CPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = make_model(family)
+        trained, rollouts = copy.deepcopy(model).to(device).train(), long_rollouts()
+        logprobs = token_logprobs(trained, pack(rollouts, [1.0] * len(rollouts)))
+        logprobs.sum().backward()
+        return _judge(model, logprobs.detach().cpu(), rollouts, trained)
+
+
 def _config(family: Family) -> PretrainedConfig:
     """A small configuration, or the one by default where none is found; a model is not made of that."""
     try:
@@ -169,9 +189,9 @@ def _prompts(max_context: int) -> tuple[list[Prompt], list[int]]:
 
 
 @contextmanager
-def _engine(directory: str, dtype: str) -> Iterator[Engine]:
+def _engine(directory: str, dtype: str, device: str = "cpu") -> Iterator[Engine]:
     options = EngineOptions(
-        model=directory, device="cpu", dtype=dtype, max_sequences=12, max_prefill_tokens=16, kv_cache_tokens=2048
+        model=directory, device=device, dtype=dtype, max_sequences=12, max_prefill_tokens=16, kv_cache_tokens=2048
     )
     engine = Engine(options)
     try:
@@ -180,9 +200,9 @@ def _engine(directory: str, dtype: str) -> Iterator[Engine]:
         engine.close()
 
 
-def _generate(directory: str, dtype: str) -> tuple[list[Rollout], str | None]:
+def _generate(directory: str, dtype: str, device: str) -> tuple[list[Rollout], str | None]:
     """What the engine draws, and why it runs unfused, if it does."""
-    with _engine(directory, dtype) as engine:
+    with _engine(directory, dtype, device) as engine:
         prompts, arrivals = _prompts(engine.options.max_context)
         rollouts = run(engine, prompts, arrivals=arrivals)
         return rollouts, engine.runner.unfused_reason
@@ -197,11 +217,11 @@ def _check_config(directory: str, names: set[str]) -> Outcome:
     return Outcome(NOT_BUILT, "its configuration is accepted")
 
 
-def _check_engine(directory: str, model: PreTrainedModel | None, names: set[str]) -> Outcome:
+def _check_engine(directory: str, model: PreTrainedModel | None, names: set[str], device: str = "cpu") -> Outcome:
     reasons: list[str | None] = []
     for dtype, check in (("float32", _wrong_in_fp32), ("bfloat16", _wrong_in_bf16)):
         try:
-            rollouts, unfused = _generate(directory, dtype)
+            rollouts, unfused = _generate(directory, dtype, device)
         except Exception as error:
             outcome = _refusal(error, (ModelLoadError,), names)
             if outcome.good and reasons:
@@ -312,7 +332,7 @@ def _check_trainer(model: PreTrainedModel, names: set[str], truth: PreTrainedMod
     try:
         logprobs = token_logprobs(model.train(), batch)
         logprobs.sum().backward()
-        outcome = _judge(truth, logprobs.detach(), rollouts)
+        outcome = _judge(truth, logprobs.detach(), rollouts, model)
     except Exception as error:
         outcome = _refusal(error, (InflightError, ValueError), names)
     model.eval()
@@ -342,17 +362,20 @@ def _same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def _judge(model: PreTrainedModel | None, logprobs: torch.Tensor, rollouts: list[Rollout]) -> Outcome:
-    if model is None:
+def _judge(
+    truth: PreTrainedModel | None, logprobs: torch.Tensor, rollouts: list[Rollout], trained: PreTrainedModel
+) -> Outcome:
+    """Compare log-probabilities with the truth, and clear the gradients of the model that computed them."""
+    if truth is None:
         return Outcome(WRONG, "scores, but is no model in which tokens see those before them and nothing else")
-    expected = np.concatenate([_picked(_of_drawn(model, r), r) for r in rollouts])
+    expected = np.concatenate([_picked(_of_drawn(truth, r), r) for r in rollouts])
     worst = np.abs(logprobs.numpy() - expected).max()
-    if not worst <= FP32_BOUND and not worst <= _bound(model, rollouts):
+    if not worst <= FP32_BOUND and not worst <= _bound(truth, rollouts):
         return Outcome(WRONG, f"log-probabilities are off by up to {worst:.2g} nats")
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in trained.parameters() if p.grad is not None]
     if not gradients or not all(bool(g.isfinite().all()) for g in gradients):
         return Outcome(WRONG, "gradients are not finite" if gradients else "there are no gradients")
-    model.zero_grad(set_to_none=True)
+    trained.zero_grad(set_to_none=True)
     return Outcome(RIGHT)
 
 
