@@ -12,7 +12,7 @@ HYBRIDS = (
     "granitemoehybrid",
 )  # fmt: skip
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "longcat_flash")
-OTHERS = ("gpt_oss", "gemma3_text", "gemma4_text", "llama4_text", "qwen3_moe", "qwen3_vl", "mpt", "cohere2")
+OTHERS = ("gpt_oss", "gemma3_text", "gemma4_text", "llama4_text", "qwen3_moe", "qwen3_vl", "gpt2", "cohere2")
 FAMILIES = [pytest.param(f, id=f.name) for f in all_families() if f.name in (*HYBRIDS, *LATENT, *OTHERS)]
 
 
