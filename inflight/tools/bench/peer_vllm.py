@@ -12,6 +12,8 @@ from typing import Any
 from inflight.tools.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_requests, serve
 
 LEAST_KV_CACHE_BYTES = 2 << 30
+FREE_SHARE = 0.9
+"""Share of the free memory of a GPU that vLLM may use at most."""
 PAUSE_BETWEEN_S = 0.3
 """Seconds between two pauses. Sequences continue in this time."""
 
@@ -96,13 +98,19 @@ def load_swap(setup: Setup) -> tuple[Hello, Generate]:
 
 def engine_arguments(setup: Setup) -> dict[str, Any]:
     """Return the arguments of vLLM. Raises RuntimeError if vLLM runs on another device."""
+    import torch
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     if current_platform.device_type != setup.device:
         raise RuntimeError(f"this vLLM runs on {current_platform.device_type}, and {setup.device} was asked for")
     blocks_tokens = setup.max_context + 256  # whole blocks of up to 128 tokens, and one to spare
     kv_cache_bytes = setup.max_sequences * blocks_tokens * setup.kv_bytes_per_token
-    return {
+    arguments: dict[str, Any] = {}
+    if setup.device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        # vLLM refuses to start if less than this share is free. Our engine runs at the same time.
+        arguments["gpu_memory_utilization"] = FREE_SHARE * free / total
+    return arguments | {
         "model": setup.model,
         "dtype": setup.dtype,
         "seed": setup.seed,
