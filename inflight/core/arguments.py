@@ -2,11 +2,16 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache, wraps
+from itertools import chain
 from numbers import Integral, Real
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType, NoneType, SimpleNamespace, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from msgspec import Struct
 
 Called = TypeVar("Called", bound=Any)
 NO_OTHERS: Mapping[str, str] = MappingProxyType({})
@@ -53,21 +58,20 @@ def named(others: Mapping[str, str] = NO_OTHERS) -> Callable[[Called], Called]:
         what = called.__name__ if is_class else called.__qualname__.rpartition(".")[2]
         parameters = inspect.signature(function).parameters.values()
         known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "self"]
+        by_place = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         assert set(others.values()) <= set(known), others
 
         @cache
         def kinds() -> dict[str, Any]:
-            try:
-                return get_type_hints(called if is_class else function)
-            except NameError:  # some names are imported for type checkers only
-                return {}
+            return {name: kind for name, kind in _hints(function).items() if name != "return"}
 
         @wraps(function)
         def checked(*args: Any, **given: Any) -> Any:
             check_names(what, given, known, others)
-            for name, kind in kinds().items() if given else ():
-                if name in given:
-                    check_type(f"{what}.{name}" if is_class else f"{name} of {what}", given[name], kind)
+            placed = zip(by_place, args, strict=False)
+            for name, value in chain(placed, given.items()):
+                if (kind := kinds().get(name)) is not None:
+                    check_type(f"{what}.{name}" if is_class else f"{name} of {what}", value, kind)
             return function(*args, **given)
 
         if is_class:
@@ -76,6 +80,18 @@ def named(others: Mapping[str, str] = NO_OTHERS) -> Callable[[Called], Called]:
         return checked  # pyright: ignore[reportReturnType]
 
     return decorate
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of a function's parameters, without those whose names are imported for type checkers only."""
+    try:
+        return get_type_hints(function)
+    except NameError:
+        hints = {}
+        for name, kind in function.__annotations__.items():
+            with suppress(NameError):
+                hints |= get_type_hints(SimpleNamespace(__annotations__={name: kind}), function.__globals__)
+        return hints
 
 
 @cache
@@ -99,15 +115,23 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, (tuple, list)) and all(_fits(item, parts[0]) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(_fits(k, parts[0]) and _fits(v, parts[1]) for k, v in value.items())
-    return True
+    if origin is Literal:
+        return isinstance(value, tuple({type(part) for part in parts}))
+    if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, Struct)):
+        return isinstance(value, kind)
+    return callable(value) if origin is Callable else True
 
 
 def _described(kind: Any) -> str:
     parts = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(_described, parts))
+        return " or ".join(dict.fromkeys(map(_described, parts)))
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, parts))}"
+    if get_origin(kind) is Callable:
+        return "a function"
     if get_origin(kind) is tuple:
-        return f"a tuple of {_PLURALS.get(parts[0], parts[0])}"
+        return f"a tuple of {_PLURALS.get(parts[0], _described(parts[0]))}"
     if get_origin(kind) is dict:
         return f"a dict from {_PLURALS.get(parts[0], parts[0])} to {_PLURALS.get(parts[1], 'any values')}"
     return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))

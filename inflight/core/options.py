@@ -187,7 +187,7 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     (docs/training.md#several-ranks)."""
 
     def __post_init__(self) -> None:
-        if self.journal is not None:
+        if isinstance(self.journal, os.PathLike):
             msgspec.structs.force_setattr(self, "journal", os.fspath(self.journal))
         self.check_types()
         for name, choices in _CHOICES.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol, Self, get_args
 
+from inflight.core.arguments import named
 from inflight.core.errors import LoggerError
 from inflight.core.extras import needing
 from inflight.core.files import file_errors, replacing
@@ -34,6 +35,7 @@ class ClosedAtEnd(ABC):
         self.close()
 
 
+@named()
 class JsonLines(ClosedAtEnd):
     """Appends an object to a file for each call, at once: {"step": …, "reward": …, …}. The last evaluation of `grpo`
     has a separate line under the last step. Raises LoggerError if the file cannot be written."""
@@ -70,6 +72,7 @@ class JsonLines(ClosedAtEnd):
             self._file.close()
 
 
+@named()
 class TensorBoard(ClosedAtEnd):
     """Writes scalars for TensorBoard (`pip install tensorboard`) into a directory."""
 
@@ -103,6 +106,7 @@ class _LibraryRun(ClosedAtEnd):
         self._run.finish()
 
 
+@named()
 class WandB(_LibraryRun):
     """Logs to a new run of Weights & Biases (`pip install wandb`).
 
@@ -124,6 +128,7 @@ class WandB(_LibraryRun):
         self._run = wandb.init(project=project, name=name, mode=mode, dir=where, config=dict(config or {}))
 
 
+@named()
 class Trackio(_LibraryRun):
     """Logs to a new run of trackio (`pip install trackio`) on this machine; `trackio show` shows it.
 
@@ -135,6 +140,7 @@ class Trackio(_LibraryRun):
         self._run = trackio.init(project=project, name=name, config=dict(config or {}))
 
 
+@named()
 class PrometheusLogger(ClosedAtEnd):
     """Serves the newest numbers of a run at `GET /metrics` for Prometheus: `inflight_trainer_step`, and
     `inflight_trainer_number` with the label `name`, such as "reward" or "staleness/token_age_ms".
@@ -171,6 +177,7 @@ class PrometheusLogger(ClosedAtEnd):
 LoggerName = Literal["jsonl", "tensorboard", "wandb", "trackio"]
 
 
+@named()
 def open_logger(
     name: LoggerName,
     directory: str | Path,

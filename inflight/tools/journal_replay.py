@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from inflight.core.arguments import named
 from inflight.engine.model.loading import load_tokenizer
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.held_groups import Group
@@ -68,6 +69,7 @@ class Replay(RolloutStream):
         self._meter.trainer_version = max(self._meter.trainer_version, newest)
 
 
+@named()
 def replay(
     directory: str | Path, *, model: str | None = None, keep: Keep | None = None, skip_damage: bool = False
 ) -> Replay:

@@ -8,7 +8,7 @@ from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams
 from inflight.training.data.advantages import OF_EACH_GROUP, Advantages, is_per_group, resolve_advantages
 from inflight.training.data.lead_state import check_ahead
-from inflight.training.data.staleness_filter import StalenessRule, check_rules
+from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.objective.objective import Objective, resolve
 from inflight.training.schedules import Schedule, resolve_schedule
 
@@ -110,7 +110,6 @@ class GRPOConfig:
             )
         if not (isfinite(self.demonstration_weight) and self.demonstration_weight > 0):
             raise ValueError(f"demonstration_weight must be finite and above 0, got {self.demonstration_weight}")
-        check_rules(self.staleness)
         check_ahead(self.ahead)
         if self.groups_in_flight and self.groups_in_flight < self.groups_per_step:
             raise ValueError(

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from inflight.core.arguments import named
 from inflight.core.errors import NonFiniteLossError, NonFiniteWeightsError
 from inflight.core.spans import span
 from inflight.training.config import GRPOConfig
@@ -204,6 +205,7 @@ def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
                 parameter.grad.mul_(factor)
 
 
+@named()
 def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.0) -> float:
     """Scale the gradients of the optimizer's parameters down to `max_grad_norm` if their norm is larger (0: leave them
     as they are), take a step and zero them. Returns the norm before scaling.

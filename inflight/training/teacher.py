@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.scoring import GroupScorer, Score
@@ -25,6 +26,7 @@ AddTeacher = Callable[[PackedBatch], PackedBatch]
 """Returns a batch with the columns of a teacher."""
 
 
+@named()
 @torch.no_grad()
 def with_teacher(teacher: nn.Module, batch: PackedBatch, *, top_k: int = 0, autocast: bool = True) -> PackedBatch:
     """Return the batch with the columns of a teacher, for an objective with a `teacher_weight`. The teacher is scored

@@ -3,6 +3,8 @@
 import copy
 import inspect
 import pickle
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -55,6 +57,53 @@ from inflight.training.data.rollout_stream import RolloutStream
     ],
 )
 def test_what_is_refused_and_how(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+RECORDS = {"EpisodeEnd", "LossStats", "PackedBatch", "Rollout", "ScoredGroups", "Session", "TeacherScores", "span"}
+"""Public names whose objects inflight makes, or that run for each pass."""
+PLAIN = (int, float, str, bool)
+
+
+def plain_parameters():
+    """Return (name, parameter) of each public class or function, for parameters of numbers, strings and booleans."""
+    found = []
+    for name in sorted(set(inflight.__all__) - RECORDS):
+        called = getattr(inflight, name)
+        if not inspect.isfunction(called) and (not isinstance(called, type) or issubclass(called, Exception)):
+            continue
+        for parameter in inspect.signature(called).parameters.values():
+            kind = parameter.annotation
+            if isinstance(kind, str):  # imported for type checkers only
+                continue
+            parts = get_args(kind) if get_origin(kind) in (Union, UnionType, Literal) else (kind,)
+            if all(part in (*PLAIN, NoneType) or isinstance(part, PLAIN) for part in parts):
+                found.append(pytest.param(name, parameter.name, id=f"{name}-{parameter.name}"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "parameter"), plain_parameters())
+def test_a_value_of_another_type_is_named(name, parameter):
+    """Every public class and function names the parameter, whatever else is missing."""
+    called, others = getattr(inflight, name), {"model": "tiny"} if name in ("EngineOptions", "launch") else {}
+    with pytest.raises(TypeError, match=rf"\b{parameter}\b.* must be .*, got <object object"):
+        called(**{**others, parameter: object()})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: inflight.pass_at_k_advantages("2"), r"k of pass_at_k_advantages must be an integer, got '2' \(str\)"),
+        (lambda: inflight.pass_at_k_advantages(1.5), "k of pass_at_k_advantages must be an integer, got 1.5"),
+        (lambda: inflight.Scorer(3), r"Scorer.score must be a function, got 3 \(int\)"),
+        (lambda: inflight.Scorer(len, workers="4"), "Scorer.workers must be an integer, got '4'"),
+        (lambda: inflight.GRPOConfig(schedule=7), "GRPOConfig.schedule must be a string or Schedule, got 7"),
+        (lambda: inflight.GRPOConfig(staleness=({},)), "staleness must be a tuple of StalenessRule, got"),
+        (lambda: inflight.GRPOConfig(sampling=None), "GRPOConfig.sampling must be .*SamplingParams.*, got None"),
+    ],
+)
+def test_places_functions_and_options_are_checked_too(make, message):
     with pytest.raises(TypeError, match=message):
         make()
 

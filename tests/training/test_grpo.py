@@ -137,7 +137,6 @@ def test_a_model_that_is_not_finite_is_refused_before_anything_is_drawn(engine):
         ({"probe_every": -1}, "probe_every must be at least 0"),
         ({"micro_batch_tokens": -1}, "micro_batch_tokens must be at least 0"),
         ({"micro_batch_tokens": 100}, r"must hold a prompt and an answer of sampling.max_tokens \(256\)"),
-        ({"staleness": ({"max_version_lag": 1},)}, "staleness is a tuple of StalenessRule"),
         ({"objective": "hope"}, "unknown objective 'hope'"),
         ({"advantages": "hope"}, "unknown advantages 'hope'; choose grpo"),
         ({"advantages": "maxrl", "reward_kl_weight": 0.1}, "reward_kl_weight makes rewards negative"),

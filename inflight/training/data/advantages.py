@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from inflight.core.arguments import named
 from inflight.core.by_name import resolve_by_name
 from inflight.core.rollout import Rollout, Turn, samples_of
 
@@ -25,6 +26,7 @@ Advantages = Callable[[Sequence[Sequence[Rollout]]], Sequence[float | np.ndarray
 all of its tokens, or f32[tokens]."""
 
 
+@named()
 def group_advantages(rewards: GroupRewards, *, scale: bool = True, ddof: int = 0, eps: float = 1e-4) -> list[float]:
     """Return (r − mean of its group) / (standard deviation of its group + eps) (Shao et al., DeepSeekMath, arXiv
     2402.03300, §4.1). scale: False leaves the division out (Dr. GRPO, arXiv 2503.20783). ddof: the standard deviation
@@ -84,6 +86,7 @@ OF_EACH_GROUP = frozenset({"grpo", "dr_grpo", "rloo", "maxrl"})
 """Names of the advantages that do not depend on the other groups of a batch."""
 
 
+@named()
 def per_group(advantages: Advantages) -> Advantages:
     """Mark a function for `advantages=`: the advantages of a group do not depend on the other groups, so that
     `GRPOConfig(train_as_they_finish=True)` accepts it. Returns the function. Also a decorator."""
@@ -123,6 +126,7 @@ def of_rewards(function: RewardAdvantages) -> Advantages:
     return advantages
 
 
+@named()
 def turn_advantages(advantages: str | RewardAdvantages = "rloo", *, discount: float = 1.0) -> Advantages:
     """Return a function for `advantages=` that compares the turns of episodes. discount: γ.
 
@@ -166,6 +170,7 @@ def turn_advantages(advantages: str | RewardAdvantages = "rloo", *, discount: fl
     return per_group(compare) if is_per_group(advantages) else compare
 
 
+@named()
 def pass_at_k_advantages(k: int) -> Advantages:
     """Return a function for `advantages=` whose expectation is the gradient of the mean of the largest reward of k
     samples: of pass@k, if rewards are 0 and 1 (Walder & Karkhanis, arXiv 2505.15201).
@@ -200,6 +205,7 @@ def _pass_at_k(r: np.ndarray, *, k: int) -> np.ndarray:
     return np.array([k * shares @ np.maximum(own - of, 0) for own, of in zip(r, others, strict=True)])
 
 
+@named()
 def gdpo_advantages(weights: Mapping[str, float] | None = None, *, eps: float = 1e-4) -> Advantages:
     """Return a function for `advantages=` that compares each reward of `Rewards` separately (GDPO, Liu et al., arXiv
     2601.05242): A = Σ_j w_j (r_j − mean of its group) / (standard deviation of its group + eps), and then
@@ -266,6 +272,7 @@ def spared_advantages(groups: Sequence[Sequence[Rollout]]) -> list[float]:
     return [found[id(rollout)] for group in groups for rollout in group]
 
 
+@named()
 def policy_advantages(advantages: str | RewardAdvantages = "rloo") -> Advantages:
     """Return a function for `advantages=` for episodes of several policies, each an adapter.
 

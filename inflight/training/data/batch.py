@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from inflight.core.arguments import named
 from inflight.core.rollout import Rollout, samples_of
 from inflight.training.model.replay import routed_experts_column
 from inflight.training.model.sampling_mask import PackedSamplingMask, pack_banned, pack_masks
@@ -216,6 +217,7 @@ def _cost(unit: Sequence[int], lengths: Sequence[int]) -> float:
     return sum(lengths[s] + lengths[s] ** 2 * _QUADRATIC for s in unit)
 
 
+@named()
 def pack(
     rollouts: Sequence[Rollout],
     advantages: Sequence[float | np.ndarray],

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from inflight.core.arguments import named
 from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
@@ -14,6 +15,7 @@ Demonstration = tuple[ArrayLike, ArrayLike]
 """Token ids of a prompt and of its answer, i[P] and i[T]. The answer ends with its stop token."""
 
 
+@named()
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
     """Pack demonstrations: `policy_loss(model, batch, objective="none")` is the negative log-likelihood of the answers,
     with every token of an answer in the loss, averaged by the objective's aggregation. Each is one group.

@@ -109,8 +109,6 @@ class Scorer(GroupScorer):
         rate: a limit of calls per second and at the same time. A call waits for it for at most `timeout_s`, and this
         time is not a part of the call.
         Raises ValueError for numbers out of range and for a function that other processes cannot import."""
-        if not callable(score):
-            raise TypeError(f"score must be a function of a rollout, got {score!r}")
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         if not timeout_s > 0:

@@ -72,6 +72,7 @@ class Teacher:
             )
 
 
+@named()
 class TeacherScorer(GroupScorer):
     """Scores the tokens of groups by a teacher, and computes their rewards at the same time.
 

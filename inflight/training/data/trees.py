@@ -12,6 +12,7 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
+from inflight.core.arguments import named
 from inflight.core.rollout import Rollout, Turn
 from inflight.training.data.advantages import Advantages, per_group
 
@@ -34,6 +35,7 @@ class _Node:
         return [*(self.parent.path if self.parent is not None else []), self]
 
 
+@named()
 def tree_advantages(kind: str = "rloo") -> Advantages:
     """Return a function for `advantages=` that credits the tokens of a tree, f32[tokens] for each rollout. L(t) is the
     set of leaves below token t, n(t) their number, and V(t) the mean of their returns.

@@ -14,6 +14,7 @@ from inflight_kernels import selective_logprobs
 from torch import nn
 from transformers import PretrainedConfig
 
+from inflight.core.arguments import named
 from inflight.core.errors import UnsupportedModelError
 from inflight.model_checks.twin import first_line
 from inflight.training.data.batch import PackedBatch
@@ -39,11 +40,13 @@ class TokenScores(NamedTuple):
     """i64[n, k], these tokens."""
 
 
+@named()
 def token_logprobs(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
     """Return log-probabilities f32[n] of the drawn tokens, with gradient; see `score_tokens`."""
     return score_tokens(model, batch).logprobs
 
 
+@named()
 def score_tokens(
     model: nn.Module, batch: PackedBatch, *, entropy: bool = False, at: torch.Tensor | int | None = None
 ) -> TokenScores:

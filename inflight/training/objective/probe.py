@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from inflight.core.arguments import named
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.statistics import RatioStats
@@ -27,6 +28,7 @@ class RatioCauses:
     total: RatioStats
 
 
+@named()
 class VersionProbe:
     """Remembers the trainer's weights of the last `keep` versions, on the CPU, and computes samples under them.
 
