@@ -269,7 +269,7 @@ def test_what_is_no_reward_is_named(wire, score, message):
 def test_settings_that_cannot_be(arguments, message):
     with pytest.raises(ValueError, match=message):
         Scorer(by_group, **arguments)
-    with pytest.raises(TypeError, match="Scorer.score must be a function, got 3"):
+    with pytest.raises(TypeError, match=r"Scorer\.score must be a function, got 3"):
         Scorer(3)
     with pytest.raises(ValueError, match="processes must be at least 0, got -1"):
         Scorer(by_group, processes=-1)
