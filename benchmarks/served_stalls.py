@@ -2,12 +2,12 @@
 
     python benchmarks/served_stalls.py [FILE] [UPDATES]
 
-Both servers have a process of their own and one thread for forward passes. They get the same load, one after another,
-twice in turn: RATE streamed requests per second at the same random times, and a checkpoint to load every second. vLLM
-is paused (mode "keep") around its update. `stall_ms`: per update, the longest time without a token for any client
-between the call and its answer. `quiet_ms`: the same in the half second before the call. Percentiles leave out the
-first updates of a server. `engine_stall_ms`: our engine's own measure. 100 UPDATES of each server take four minutes.
-vLLM is that of `make peers`.
+Each server is a separate process with one thread for forward passes. The servers get the same load alternately, in two
+rounds: RATE streamed requests per second at the same random times, and a checkpoint to load every second. vLLM is
+paused (mode "keep") around its update. `stall_ms`: per update, the longest time without a token for any client between
+the call and its answer. `quiet_ms`: the same in the half second before the call. Percentiles leave out the first
+updates of a server. `engine_stall_ms`: our engine's own measure. 100 UPDATES of each server take four minutes on an
+idle machine. `make peers` installs vLLM.
 """
 
 import asyncio
