@@ -66,7 +66,7 @@ SCRIPTS = {
     "swap": ["swap_growth"],
     "loss": ["correction_bias", "objective_lags"],
     "learning": ["curriculum"],
-    "serve": ["serve"],
+    "serve": ["serve", "served_stalls"],
     "fuzz": ["fuzz"],
     "coverage": ["coverage_of_models"],
     "kinds": ["model_kinds"],

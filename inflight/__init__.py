@@ -42,6 +42,7 @@ _HOME = {
         "inflight.training.grpo": "grpo",
         "inflight.training.recording": "RunRecorder",
         "inflight.training.model.forward": "score_tokens token_logprobs",
+        "inflight.training.objective.adaptive_entropy": "AdaptiveEntropy",
         "inflight.training.objective.loss": "policy_loss",
         "inflight.training.objective.objective": "Objective",
         "inflight.training.objective.probe": "VersionProbe",
@@ -118,6 +119,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.training.model.forward import token_logprobs as token_logprobs
     from inflight.training.model.replay import replay_routed_experts as replay_routed_experts
     from inflight.training.model.values import value_model as value_model
+    from inflight.training.objective.adaptive_entropy import AdaptiveEntropy as AdaptiveEntropy
     from inflight.training.objective.loss import policy_loss as policy_loss
     from inflight.training.objective.objective import Objective as Objective
     from inflight.training.objective.probe import VersionProbe as VersionProbe

@@ -30,6 +30,7 @@ from inflight.training.data.scoring import GroupScorer, Score
 from inflight.training.data.teacher_scoring import TeacherScorer
 from inflight.training.evaluation import Evaluation, EvaluationResult
 from inflight.training.model.forward import bf16_on_gpu
+from inflight.training.objective.adaptive_entropy import AdaptiveEntropy
 from inflight.training.objective.objective import resolve
 from inflight.training.objective.probe import VersionProbe
 from inflight.training.ranks.follower import Follower
@@ -133,7 +134,10 @@ def grpo(
             check_supported(model, config)
         check_finite(model)
     ranks: Leader | None = None
-    step = 0 if run is None else run.progress.get("grpo", {}).get("step", 0)
+    saved = {} if run is None else run.progress.get("grpo", {})
+    step, state, weight = saved.get("step", 0), saved.get("entropy_weight"), resolve(config.objective).entropy_weight
+    if isinstance(weight, AdaptiveEntropy) and state:
+        weight.load_state_dict(state)
     of_steps = None if demonstrations is None else islice(demonstrations, step, None)
     if group is not None:
         group.check_alike(model, plain_fields(config) | {"step": step})
@@ -238,6 +242,8 @@ class GRPOProgress(msgspec.Struct, frozen=True):
     """Ids of the groups of an evaluation in progress."""
     examples: dict[str, Any] | None = None
     """State of examples that observe rewards."""
+    entropy_weight: dict[str, Any] | None = None
+    """State of an `AdaptiveEntropy`."""
 
 
 @dataclass(slots=True)
@@ -363,6 +369,7 @@ class _Trainer:
             stats=update.stats,
             grad_norm=update.grad_norm,
             nll=update.nll,
+            entropy_weight=update.entropy_weight,
             num_skipped=self.num_skipped,
             reward_kl=present.sum_reward_kl / len(scored.rollouts) if has_reward_kl else None,
             staleness=staleness,
@@ -399,9 +406,10 @@ class _Trainer:
         submitter, dropped = admission.submitter, asdict(self.dropped)
         # These were skipped while groups of the next step were submitted.
         dropped["num_unfit_examples"] += submitter.num_unfit
-        in_flight = sorted(submitter.in_flight)
+        in_flight, weight = sorted(submitter.in_flight), resolve(self.config.objective).entropy_weight
+        of_weight = weight.state_dict() if isinstance(weight, AdaptiveEntropy) else None
         return GRPOProgress(
-            step, submitter.num_submitted, in_flight, self.num_skipped, dropped, evaluating, submitter.state
+            step, submitter.num_submitted, in_flight, self.num_skipped, dropped, evaluating, submitter.state, of_weight
         )
 
 

@@ -56,6 +56,8 @@ class StepReport:
     """The step's rollouts, with text, rewards and metadata."""
     evaluations: tuple[EvaluationResult, ...] = ()
     """Evaluations of earlier versions that have ended since the step before."""
+    entropy_weight: float | None = None
+    """Weight of the entropy bonus in the step, if it is an `AdaptiveEntropy`."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -118,4 +120,4 @@ class StepReport:
 
 
 _NUMBERS = ("step", "version", "reward", "reward_std", "reward_kl", "num_tokens", "mean_length", "truncated")
-_NUMBERS += ("grad_norm", "nll", "num_groups", "num_skipped")
+_NUMBERS += ("grad_norm", "nll", "num_groups", "num_skipped", "entropy_weight")

@@ -15,6 +15,7 @@ from inflight.core.spans import span
 from inflight.training.config import GRPOConfig
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import bf16_on_gpu, token_logprobs
+from inflight.training.objective.adaptive_entropy import AdaptiveEntropy
 from inflight.training.objective.aggregation import StepTotals, divisor
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import PRESETS, Objective, resolve
@@ -38,6 +39,8 @@ class Update:
     """Steps that were not taken because their loss or gradient was not finite."""
     nll: float | None = None
     """Negative log-likelihood of the demonstrations in the first step, if there were any."""
+    entropy_weight: float | None = None
+    """Weight of the entropy bonus in these steps, if it is an `AdaptiveEntropy`."""
 
 
 def train_step(
@@ -153,6 +156,10 @@ class StepGradient:
             if index == 0:
                 stats = self._stats if self._ranks is None else self._ranks.sum_stats(self._stats)
                 update.stats, update.nll = replace(stats, loss=stats.loss * scale), nll
+        if isinstance(weight := self._objective.entropy_weight, AdaptiveEntropy):
+            update.entropy_weight = float(weight)
+            if update.stats is not None and update.stats.num_tokens and update.stats.entropy is not None:
+                weight.observe(update.stats.entropy)
         return update
 
     def _add(self, part: PackedBatch, weight: float) -> None:

@@ -32,6 +32,12 @@ def by_objective(name: str, aggregation: Any = "token", **options: Any) -> Setti
     return {"objective": objective, "reference": Bigram(1) if objective.kl_weight else None, **options}
 
 
+def adaptive_entropy(**options: Any) -> Settings:
+    """A target between the mean entropies per token of the steps, so that the weight rises, falls and rests at 0."""
+    weight = inflight.AdaptiveEntropy(target=1.995, delta=0.02, max_weight=0.1, coefficient=0.05)
+    return {"objective": Objective(entropy_weight=weight), "steps": 6, **options}
+
+
 class ValueTable(nn.Module):
     """The value of a state is the entry of its last token."""
 
@@ -73,6 +79,10 @@ CASES: dict[str, Callable[[], Settings]] = {
     **{f"by {kind}": lambda kind=kind: by_objective("ppo_clip", kind) for kind in AGGREGATIONS},
     **{f"parts by {kind}": lambda kind=kind: by_objective("ppo_clip", kind, **PARTS) for kind in AGGREGATIONS},
     **{name: lambda name=name: by_objective(name, "group") for name in NAMES},
+    "adaptive entropy": lambda: adaptive_entropy(),
+    "adaptive entropy of micro-batches": lambda: adaptive_entropy(micro_batch_tokens=30, updates_per_batch=2),
+    "adaptive entropy in parts": lambda: adaptive_entropy(**PARTS),
+    "adaptive entropy of one group": lambda: adaptive_entropy(groups_per_step=1),
     "micro-batches": lambda: by_objective("kl and entropy", "sequence", micro_batch_tokens=30),
     "masked": lambda: {"mask_truncated": True},
     "rules": lambda: {"staleness": RULES},
@@ -116,6 +126,7 @@ CASES: dict[str, Callable[[], Settings]] = {
 }
 WRAPPED = ("by group", "parts by token", "micro-batches", "three updates", "a KL in the reward of parts")
 WRAPPED += ("demonstrations by group", "demonstrations in parts")
+WRAPPED += ("adaptive entropy of micro-batches",)
 WRAPPED += ("a proximal policy", "one group", "nothing to learn", "a loss that is not finite")
 WRAPPED += ("a loss that is not finite in parts", "a gradient that is not finite")
 

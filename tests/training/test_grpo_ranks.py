@@ -86,6 +86,9 @@ def test_the_cases_are_what_they_claim(of_ranks):
     def last(name: str) -> dict[str, float]:
         return results[name, "plain"]["numbers"][-1]
 
+    weights = [numbers["entropy_weight"] for numbers in results["adaptive entropy", "plain"]["numbers"]]
+    assert 0 in weights
+    assert len(set(weights)) == 3
     assert last("masked")["dropped/num_truncated_rollouts"] > 0
     assert last("rules")["dropped/num_stale_rollouts"] > 0
     assert last("rules")["dropped/num_masked_tokens"] > 0

@@ -89,8 +89,8 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
             drift = objective.drift_weight * (weights * (leaf - tokens.behavior).square()).sum()
             value, gradient = value + drift.detach(), gradient + torch.autograd.grad(drift, leaf)[0]
     loss = _KnownGradient.apply(logprobs, value, gradient)
-    if objective.entropy_weight and entropies is not None:
-        loss = loss - objective.entropy_weight * (weights * entropies).sum()
+    if (entropy_weight := float(objective.entropy_weight)) and entropies is not None:
+        loss = loss - entropy_weight * (weights * entropies).sum()
     if objective.teacher_top_k and of_top is not None:
         divergences = top_k_kl(objective.teacher_kl, of_top, _of_teacher(batch, TOP_LOGPROBS)[rows])
         loss = loss + objective.teacher_weight * (weights * divergences).sum()

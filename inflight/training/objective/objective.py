@@ -16,6 +16,7 @@ from inflight.core.arguments import named
 from inflight.core.by_name import resolve_by_name
 from inflight.training.objective import corrections, surrogates
 from inflight.training.objective import trust_regions as regions
+from inflight.training.objective.adaptive_entropy import AdaptiveEntropy
 from inflight.training.objective.aggregation import Aggregation
 from inflight.training.objective.bounds import Clips, TokenFunction, clips, is_ranking, open_form, reads_entropies
 from inflight.training.objective.distillation import TeacherKL
@@ -68,8 +69,8 @@ class Objective:
     """δ, the weight of (log ρ)², ρ = π_θ / π_b, of every token, also of tokens that a trust region leaves out. It pulls
     π_θ back to the policy that drew the token, and needs no reference policy. prime-rl's default is 1e-3 (`kl_tau`,
     after Kimi K2.5, arXiv 2602.02276)."""
-    entropy_weight: float = 0.0
-    """η, the weight of the entropy of the distributions that tokens are drawn from."""
+    entropy_weight: float | AdaptiveEntropy = 0.0
+    """η, the weight of the entropy of the distributions that tokens are drawn from, or an `AdaptiveEntropy`."""
 
     def __post_init__(self) -> None:
         none, where = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
