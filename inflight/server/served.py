@@ -14,9 +14,9 @@ from inflight.chat.readers import ReplyReaders
 from inflight.chat.text import TextDecoder
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
+from inflight.fleet.engine import Engine
 from inflight.server.adapters import Adapter, Adapters
 from inflight.server.broadcasts import Broadcasts
-from inflight.fleet.engine import Engine
 from inflight.server.generation import Bell, Generation
 from inflight.server.metrics import Metrics
 from inflight.server.options import ServerOptions
