@@ -19,7 +19,7 @@ from inflight.engine.cache.blocks import Entry
 from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.loop.engine import Engine
-from inflight.integrations.vllm_backend.build import check_options
+from inflight.integrations.vllm_backend.arguments import check_options
 
 
 @pytest.fixture
