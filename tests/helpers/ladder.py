@@ -31,9 +31,9 @@ FUSED_LATENT = (
     WIDE.name, "deepseek_v3-yarn", "deepseek_v3", "deepseek_v3-uninterleaved",
     "deepseek_v3-published-moonlight", "deepseek_v2",
     "deepseek_v2-published-lite", "glm4_moe_lite", "minicpm3", "youtu", "axk1", "kimi_k25",
-    "deepseek_v32", "deepseek_v32-published", "glm_moe_dsa", "glm_moe_dsa-shared",
+    "deepseek_v32", "deepseek_v32-published", "glm_moe_dsa", "glm_moe_dsa-shared", "kimi_linear",
 )  # fmt: skip
-UNFUSED_LATENT = ("longcat_flash", "kimi_linear", "bailing_hybrid", "axk2", "mistral_large4")
+UNFUSED_LATENT = ("longcat_flash", "bailing_hybrid", "axk2", "mistral_large4")
 """Two attention layers in a layer; layers with a state; a gate after attention; the last two have sparse attention."""
 TOYS = {
     "hybrid": ("linear_attention", "full_attention", "linear_attention"),
