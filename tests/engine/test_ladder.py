@@ -1,4 +1,4 @@
-"""Models with each kind of layer state compute in the engine what they compute in a whole forward pass.
+"""The log-probabilities that an engine records equal a whole forward pass, for each kind of layer state.
 
 The rungs: whole, chunked, alone and batched, preempted, forked, from the prefix cache, swapped in flight, asleep, with
 adapters, and after the death of an engine. `ladder.py` has the kinds of models."""
