@@ -5,7 +5,7 @@ tokens. `extend` makes the tokens between them and the next answer: the rest of 
 new messages, and the beginning of the next answer.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -39,9 +39,8 @@ class Answer:
 class Conversation:
     """Converts messages to token ids with one tokenizer and its chat template. One thread uses it at a time."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int] = ()):
-        """stop_ids: tokens that end an answer, in addition to the tokenizer's own. Raises InvalidRequestError if the
-        tokenizer has no chat template."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        """Raise InvalidRequestError if the tokenizer has no chat template."""
         self._renderer = Renderer(tokenizer)
         own_marks = f"{known_calls(tokenizer)} {thinking_marks(tokenizer)}".replace("\\", "")
         self._encoder = Encoder(tokenizer, own_marks)
@@ -52,7 +51,7 @@ class Conversation:
         vocabulary = tokenizer.get_vocab()
         named = {vocabulary[name] for name in _STOPS if name in vocabulary}
         own = {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if isinstance(token, int)}
-        self._stops = frozenset(stop_ids) | named | own
+        self._stops = frozenset(named | own)
 
     def begin(
         self,

@@ -1,37 +1,27 @@
 """Runs episodes next to training, and returns them as groups of rollouts."""
 
 import asyncio
-import copy
-import inspect
 import logging
 import math
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
-import msgspec
-import numpy as np
-
-from inflight.chat.conversation import Conversation
 from inflight.core.arguments import named
 from inflight.core.errors import InflightError
-from inflight.core.extras import needing
 from inflight.core.failures import Failures, reason_of
 from inflight.core.messages import Prompt
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.core.workers import Workers, is_async
+from inflight.core.workers import is_async
 from inflight.engine.loop.sequence import sample_seed
-from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.group import EpisodeGroup
 from inflight.episodes.limits import TIMEOUTS, EpisodeEnd, Limits
-from inflight.episodes.saved_turns import EPISODE, SavedTurns
-from inflight.episodes.session import Place, Session, Watch
+from inflight.episodes.session import Session
 from inflight.episodes.settling import Reward, finish_reason, settle
-from inflight.episodes.watching import TurnBell
+from inflight.episodes.turns import Turns
 from inflight.fleet.engine import Engine
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.data.rollout_stream import RolloutStream
@@ -98,9 +88,8 @@ class Episodes:
                 f"{prefix_across_versions} and {max_running}"
             )
         self.engine, self.limits = engine, limits or Limits()
-        self._rollout, self.adapter, self._across = rollout, adapter, prefix_across_versions
+        self._rollout = rollout
         self._min_share, self._max_running = min_share, max_running
-        self.workers = Workers("call")
         self.counts: Counter[str] = Counter()
         """Number of episodes by the reason of their end ("completed", "max_turns", "error: ValueError", …); of
         "completed: no reward", "attempts", "turns", "drawn tokens", "prompt tokens", "reused prompt tokens",
@@ -109,14 +98,11 @@ class Episodes:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time that episodes spent in "turns", "calls", "waits" for rate limits, and "rendering", added up over
         episodes."""
-        self.num_running = self.num_calling = 0
-        """Numbers of episodes, and of calls of tools, in progress."""
+        self.turns = Turns(engine, adapter, prefix_across_versions, self.counts)
+        """Draws the turns."""
+        self.num_running = 0
+        """Number of episodes in progress."""
         self._rewards: deque[float] = deque(maxlen=_RECENT)
-        self._conversation: Conversation | None = None
-        self._bell: TurnBell | None = None
-        self._saved = SavedTurns()
-        self._agents: Any = None
-        """The AgentServer, from the first endpoint on."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -192,7 +178,7 @@ class Episodes:
         for index, row in enumerate(rows):
             given = dict(metadata[index]) if metadata else {}
             task = {"row": row, "metadata": given}
-            record = self.stream.ledger.open(Prompt([], params, task), reserved=not train)
+            record = self.stream.ledger.episodes.open(Prompt([], params, task), reserved=not train)
             loop.call_soon_threadsafe(self._start, EpisodeGroup.of(record))
             ids.append(record.group_id)
         return ids
@@ -208,10 +194,10 @@ class Episodes:
         ledger = self.stream.ledger
         with ledger.table.lock:
             records = list(ledger.table.records.values())
-        self._saved.add_drawing(records)
-        for record in ledger.open_groups:
+        self.turns.saved.add_drawing(records)
+        for record in ledger.episodes.in_progress:
             if record.group_id not in self._groups:
-                self._saved.add_drawn(record.rollouts)
+                self.turns.saved.add_drawn(record.rollouts)
                 loop.call_soon_threadsafe(self._start, EpisodeGroup.of(record))
                 started.append(record.group_id)
         return started
@@ -242,114 +228,18 @@ class Episodes:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- for sessions -------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return copy.deepcopy(self.engine.tokenizer)  # A tokenizer is not safe to use from several threads.
-
-    @property
-    def conversation(self) -> Conversation:
-        """Renders chat messages. Raises InflightError if the model has no chat template."""
-        if self._conversation is None:
-            if self._tokenizer is None:
-                raise InflightError("the model has no tokenizer: draw turns with session.complete(token_ids)")
-            self._conversation = Conversation(self._tokenizer)
-        return self._conversation
-
-    def count(self, what: str) -> None:
-        """Add 1 to one of the `counts`."""
-        self.counts[what] += 1
+    # ---- the event loop -----------------------------------------------------------------------------------------
 
     def _activity(self) -> dict[str, Any]:
         """Return the fields of an event `Episodes`."""
         rewards = list(self._rewards)
         return {
             "num_running": self.num_running,
-            "num_calling": self.num_calling,
+            "num_calling": self.turns.num_calling,
             "counts": dict(self.counts),
             "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.copy().items()},
             "reward": sum(rewards) / len(rewards) if rewards else None,
         }
-
-    def text(self, token_ids: np.ndarray, params: SamplingParams) -> str:
-        """Decode tokens, without a tokenizer to ""."""
-        if self._tokenizer is None:
-            return ""
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=params.skip_special_tokens)
-
-    async def draw(
-        self,
-        token_ids: list[int],
-        params: SamplingParams,
-        place: Place,
-        num_routed: int,
-        watch: Watch | None,
-        every: int,
-        adapter: str | None,
-    ) -> Rollout:
-        """Return the turn after these tokens, without its prompt and with the experts of its new tokens. A turn of a
-        saved run is not drawn again: its tokens are returned, or an engine continues it."""
-        saved = self._saved.take(place)
-        if isinstance(saved, Rollout):
-            self.count("turns drawn before")
-            return saved
-        if (group_id := saved) is not None:
-            self.count("turns continued")
-        else:
-            if params.prefix_across_versions is None:
-                params = msgspec.structs.replace(params, prefix_across_versions=self._across)
-            metadata = [{EPISODE: list(place)}]
-            [group_id] = await self.engine.asubmit([token_ids], params, metadata=metadata, adapter=adapter)
-        try:
-            turn = await self._collect(group_id, watch, every)
-        except BaseException:
-            self.engine.abandon([group_id])
-            raise
-        self.counts["turns"] += 1
-        self.counts["drawn tokens"] += len(turn.token_ids)
-        self.counts["prompt tokens"] += len(token_ids)
-        self.counts["reused prompt tokens"] += turn.prefix_tokens
-        experts = None if turn.routed_experts is None else turn.routed_experts[num_routed:]
-        # Prompts of all turns of a long conversation would take memory that grows with its square.
-        prompt = turn.prompt_token_ids[:0]
-        turn = replace(turn, prompt_token_ids=prompt, routed_experts=experts, prompt="")
-        if turn.finish_reason in ("stop", "length", "stopped"):
-            noted = replace(turn, group_id=place.group_id, sample=place.sample, metadata={EPISODE: list(place)})
-            self.stream.ledger.note_turn(noted)
-        return turn
-
-    async def _collect(self, group_id: int, watch: Watch | None, every: int) -> Rollout:
-        """Return a turn when it has ended. watch: as in `Session.chat`."""
-        if watch is None:
-            [[turn]] = await self.stream.acollect([group_id])
-            return turn
-        if self._bell is None:
-            self._bell = TurnBell(self.stream.ledger)
-        final, stopped = asyncio.ensure_future(self.stream.acollect([group_id])), False
-        try:
-            async for part in self._bell.parts(group_id, final, max(1, every)):
-                verdict: Any = watch(part)
-                stopped = (await verdict) if inspect.isawaitable(verdict) else verdict
-                if stopped:
-                    self.count("turns stopped")
-                    cancelled = self.workers.start(partial(self.engine.cancel, request_ids=[part.request_id]))
-                    await asyncio.wrap_future(cancelled)
-                    break
-            [[turn]] = await final
-        finally:
-            final.cancel()
-        return replace(turn, finish_reason="stopped") if stopped and turn.finish_reason == "cancelled" else turn
-
-    async def endpoint(self, session: Session, *, rewards: bool) -> Endpoint:
-        """Return an address at which agents use a session. The first call starts the server. Raises ListenError, and
-        MissingPackageError without the extra `serve`."""
-        kind = await asyncio.to_thread(_agent_server)  # The import takes longer than a turn.
-        if self._agents is None:
-            self._agents = kind()
-        return self._agents.open(session, rewards=rewards)
-
-    # ---- the event loop -----------------------------------------------------------------------------------------
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -375,7 +265,7 @@ class Episodes:
             logger.error("group %d of episodes has failed", group.id, exc_info=task.exception())
         reason = "error" if failed else "cancelled"
         # A task that was cancelled before it began has filled nothing. Otherwise this does nothing.
-        self.stream.ledger.fill(group.id, [group.nothing(sample, reason) for sample in range(group.params.n)])
+        self.stream.ledger.episodes.fill(group.id, [group.nothing(sample, reason) for sample in range(group.params.n)])
 
     def _cancel(self, group_ids: set[int] | None) -> None:
         for group_id, task in self._groups.items():
@@ -388,8 +278,8 @@ class Episodes:
         self._cancel(None)
         if self._groups:
             await asyncio.wait(self._groups.values(), timeout=_CLOSE_S)
-        if self._agents is not None:
-            await self._agents.close()
+        if self.turns.agents is not None:
+            await self.turns.agents.close()
         asyncio.get_running_loop().stop()
 
     async def _run_group(self, group: EpisodeGroup) -> None:
@@ -406,19 +296,19 @@ class Episodes:
         num_scored = sum(episode[0].reward is not None for episode in episodes)
         rollouts = [rollout for episode in episodes for rollout in episode]
         if 0 < num_scored < math.ceil(self._min_share * group.params.n):
-            self.count("groups with too few episodes")
+            self.counts["groups with too few episodes"] += 1
             for rollout in rollouts:
                 rollout.reward, rollout.finish_reason = None, "cancelled"
-        if unclaimed := self._saved.forget(group.id):
+        if unclaimed := self.turns.saved.forget(group.id):
             self.engine.abandon(unclaimed)
-        self.stream.ledger.fill(group.id, rollouts)
+        self.stream.ledger.episodes.fill(group.id, rollouts)
 
     def _result(self, group: EpisodeGroup, sample: int, task: "asyncio.Future[list[Rollout]]") -> list[Rollout]:
         """Return the rollouts of an episode. The trainer waits for its group, so that it always gets one."""
         if not task.done() or task.cancelled():
             return [group.nothing(sample, "cancelled")]
         if (error := task.exception()) is not None:
-            self.count("error: internal")
+            self.counts["error: internal"] += 1
             logger.error("an episode could not be recorded", exc_info=error)
             return [group.nothing(sample, "error")]
         return task.result()
@@ -429,9 +319,9 @@ class Episodes:
         attempts: Counter[type[Exception]] = Counter()
         async with self._places:
             while True:
-                self.count("attempts")
+                self.counts["attempts"] += 1
                 session = Session(
-                    self,
+                    self.turns,
                     group.params,
                     self.limits,
                     metadata=group.metadata,
@@ -448,10 +338,10 @@ class Episodes:
                 for stage, seconds in session.seconds.items():
                     self.seconds[stage] += seconds
                 if error is not None and self._failures.allow_retry(error, attempts):
-                    self.stream.ledger.forget_turns(group.id, sample)
+                    self.stream.ledger.episodes.forget_turns(group.id, sample)
                     continue
                 reward, parts, reason = settle(session, value, reason, self.limits, self._failures)
-                self.count(reason)
+                self.counts[reason] += 1
                 if reward is not None:
                     self._rewards.append(reward)
                 elif reason == "completed":
@@ -466,7 +356,7 @@ class Episodes:
                 "a rollout function returned None and has set no reward, so that its episode is not trained; return a "
                 "number, or call session.reward"
             )
-        self.count(_NO_REWARD)
+        self.counts[_NO_REWARD] += 1
 
     async def _attempt(self, session: Session, row: Any) -> tuple[str, Reward, Exception | None]:
         """Run the rollout function once. Returns the reason of its end, its result, and its exception."""
@@ -501,7 +391,7 @@ class Episodes:
         task.cancel()
         await asyncio.wait([task], timeout=self.limits.cleanup_s)
         if not task.done():
-            self.count("episodes left behind")
+            self.counts["episodes left behind"] += 1
             logger.warning(
                 "an episode of group %d did not end within %g s after its cancellation; its group continues without it",
                 session.group_id,
@@ -509,12 +399,6 @@ class Episodes:
             )
         elif not task.cancelled():
             task.exception()  # else asyncio logs that nobody has read it
-
-
-def _agent_server() -> Any:
-    with needing("serve", "the endpoint of a session"):
-        from inflight.episodes.agent_server import AgentServer
-    return AgentServer
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -1,13 +1,24 @@
 """Turns of a saved run. Its episodes get them again without drawing them."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from inflight.core.rollout import Rollout
-from inflight.episodes.session import Place
 from inflight.stream.group_table import GroupRecord
 
 EPISODE = "inflight.episode"
 """Key of the place of a turn in the metadata of its group."""
+
+
+class Place(NamedTuple):
+    """The place of a turn in a run."""
+
+    group_id: int
+    sample: int
+    number: int
+    """Number of the turn among the turns of its episode, in the order of their requests."""
+    digest: str
+    """Digest of all tokens before the turn."""
 
 
 class SavedTurns:

@@ -5,34 +5,31 @@ import inspect
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from random import Random
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
-from inflight.chat.conversation import Conversation
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, PromptTooLongError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.core.workers import Workers, is_async
+from inflight.core.workers import is_async
 from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd, Limits
+from inflight.episodes.saved_turns import Place
 from inflight.episodes.segment import Message, Segment, comparable, digests_of
 from inflight.episodes.tools import Tool, schemas_of
+from inflight.episodes.turns import Turns, Watch
 from inflight.training.data.advantages import WEIGHT
 
 logger = logging.getLogger(__name__)
-
-Watch = Callable[[Rollout], bool | None] | Callable[[Rollout], Awaitable[bool | None]]
-"""A function of an unfinished turn that returns True to end it."""
 
 
 class Mark(NamedTuple):
@@ -43,41 +40,6 @@ class Mark(NamedTuple):
     """Number of tokens up to here."""
     is_reply: bool
     """True after a drawn turn, False before it."""
-
-
-class Place(NamedTuple):
-    """The place of a turn in a run."""
-
-    group_id: int
-    sample: int
-    number: int
-    """Number of the turn among the turns of its episode, in the order of their requests."""
-    digest: str
-    """Digest of all tokens before the turn."""
-
-
-class Host(Protocol):
-    """The part of `Episodes` that sessions use."""
-
-    workers: Workers
-    adapter: str | None
-    num_calling: int
-
-    @property
-    def conversation(self) -> Conversation: ...
-    def count(self, what: str) -> None: ...
-    def text(self, token_ids: np.ndarray, params: SamplingParams) -> str: ...
-    async def draw(
-        self,
-        token_ids: list[int],
-        params: SamplingParams,
-        place: "Place",
-        num_routed: int,
-        watch: Watch | None,
-        every: int,
-        adapter: str | None,
-    ) -> Rollout: ...
-    async def endpoint(self, session: "Session", *, rewards: bool) -> Endpoint: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +85,7 @@ class Session:
 
     def __init__(
         self,
-        host: Host,
+        turns: Turns,
         params: SamplingParams,
         limits: Limits,
         *,
@@ -133,7 +95,7 @@ class Session:
         seed: int,
     ):
         """seed: of the episode; the draws of each turn depend on it and on the number of the turn."""
-        self._host, self._limits, self._seed = host, limits, seed
+        self._turns, self._limits, self._seed = turns, limits, seed
         self.params = params
         """Sampling parameters of every turn."""
         self.metadata = dict(metadata)
@@ -183,7 +145,7 @@ class Session:
         self._check_open()
         if not messages or messages[-1].get("role") == "assistant":
             raise ValueError("messages must end with a message that the policy answers, of a user or a tool")
-        schemas, adapter = schemas_of(tools), self._host.adapter if adapter is None else adapter
+        schemas, adapter = schemas_of(tools), self._turns.adapter if adapter is None else adapter
         digests = digests_of(comparable(messages), (schemas, template_kwargs, adapter))
         began = perf_counter()
         segment, given = self._continue_messages(messages, digests, schemas, template_kwargs, adapter)
@@ -193,7 +155,7 @@ class Session:
         self._marks.setdefault(digests[-1], Mark(segment, num_prompt, False))
         turn = await self._draw(segment, max_tokens, watch, every)
         began = perf_counter()
-        answer = self._host.conversation.read(segment.token_ids[:num_prompt], turn.token_ids.tolist(), schemas)
+        answer = self._turns.conversation.read(segment.token_ids[:num_prompt], turn.token_ids.tolist(), schemas)
         self.seconds["rendering"] += perf_counter() - began
         [replied] = digests_of(comparable([answer.message]), digests[-1])
         self._marks.setdefault(replied, Mark(segment, len(segment.token_ids), True))
@@ -222,7 +184,7 @@ class Session:
         there. The other arguments are as in `chat`. Raises EpisodeEnd."""
         self._check_open()
         token_ids = [int(token) for token in token_ids]
-        segment, given = self._continue_tokens(token_ids, self._host.adapter if adapter is None else adapter)
+        segment, given = self._continue_tokens(token_ids, self._turns.adapter if adapter is None else adapter)
         segment.give(given)
         turn = await self._draw(segment, max_tokens, watch, every)
         place = segment, segment.num_turns - 1
@@ -233,7 +195,7 @@ class Session:
         are calls of `chat`. rewards: requests can also set rewards. An agent that runs code of the policy could then
         set its own. It needs the extra `serve`. Raises EpisodeEnd."""
         self._check_open()
-        return await self._host.endpoint(self, rewards=rewards)
+        return await self._turns.endpoint(self, rewards=rewards)
 
     # ---- rewards ------------------------------------------------------------------------------------------------
 
@@ -277,13 +239,13 @@ class Session:
         if rate is not None:
             self.seconds["waits"] += await rate.take(timeout_s)
         began, call = perf_counter(), None
-        self._host.num_calling += 1
+        self._turns.num_calling += 1
         try:
             call = self._start(function, *arguments, **keywords)
             # A call that ignores its cancellation is left behind.
             await asyncio.wait([call], timeout=timeout_s)
             if not call.done():
-                self._host.count("calls that timed out")
+                self._turns.counts["calls that timed out"] += 1
                 name = getattr(function, "__name__", type(function).__name__)
                 raise TimeoutError(f"{name} did not return within {timeout_s:g} s")
             return call.result()
@@ -292,7 +254,7 @@ class Session:
                 call.cancel()
             if rate is not None:
                 rate.give_back()
-            self._host.num_calling -= 1
+            self._turns.num_calling -= 1
             self.seconds["calls"] += perf_counter() - began
 
     async def clean_up(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -304,7 +266,7 @@ class Session:
         await asyncio.wait([call], timeout=self._limits.cleanup_s)
         if not call.done():
             call.cancel()
-            self._host.count("calls that timed out")
+            self._turns.counts["calls that timed out"] += 1
             logger.warning("%s did not return within %g s, and is left behind", name, self._limits.cleanup_s)
         elif (error := call.exception()) is not None:
             logger.warning("%s has failed at the end of an episode: %s: %s", name, type(error).__name__, error)
@@ -378,8 +340,8 @@ class Session:
         ]
         for rollout in rollouts:
             rollout.reward, rollout.rewards = reward, dict(parts)
-            rollout.prompt = self._host.text(rollout.prompt_token_ids, self.params)
-            rollout.text = self._host.text(rollout.token_ids, self.params)
+            rollout.prompt = self._turns.text(rollout.prompt_token_ids, self.params)
+            rollout.text = self._turns.text(rollout.token_ids, self.params)
         return rollouts
 
     # ---- helpers ------------------------------------------------------------------------------------------------
@@ -388,7 +350,7 @@ class Session:
         """Call a function as a task, or in a thread if it is not async."""
         if is_async(function):
             return asyncio.ensure_future(function(*arguments, **keywords))
-        return asyncio.wrap_future(self._host.workers.start(partial(function, *arguments, **keywords)))
+        return asyncio.wrap_future(self._turns.workers.start(partial(function, *arguments, **keywords)))
 
     def _check_open(self) -> None:
         if self.ended is not None:
@@ -408,7 +370,7 @@ class Session:
     ) -> tuple[Segment, list[int]]:
         """Return the segment that these messages continue, and the given tokens to append to it. digests: of each
         beginning of the conversation."""
-        conversation = self._host.conversation
+        conversation = self._turns.conversation
         count = next((n for n in range(len(digests), 0, -1) if digests[n - 1] in self._marks), 0)
         if count:
             mark = self._marks[digests[count - 1]]
@@ -466,7 +428,7 @@ class Session:
         segment.is_busy, began_ns = True, now_ns()
         try:
             async with asyncio.timeout(limits.turn_s):
-                turn = await self._host.draw(
+                turn = await self._turns.draw(
                     segment.token_ids, params, place, segment.num_routed, watch, every, segment.adapter
                 )
         except TimeoutError as error:

@@ -4,12 +4,11 @@ from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
-from inflight.core.messages import Prompt
-from inflight.core.rollout import Rollout
 from inflight.stream.assignments import Assignments
 from inflight.stream.frame_intake import FrameIntake
 from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
 from inflight.stream.held_groups import Group
+from inflight.stream.open_groups import OpenGroups
 from inflight.stream.training_queue import TrainingQueue
 from inflight.stream.wire import Held
 
@@ -30,6 +29,7 @@ class Ledger:
         """Finished groups for training."""
         self.frames = FrameIntake(self.table, self.queue)
         self.engines = Assignments(self.table, self.queue)
+        self.episodes = OpenGroups(self.table, self.queue, self.engines)
 
     @property
     def nbytes(self) -> int:
@@ -83,43 +83,6 @@ class Ledger:
             record.owner = Owner.CALLER if reserved else Owner.TRAINING
         self.frames.forget_lost_groups()
         return [record for record in unoffered if record.is_finished]
-
-    def open(self, prompt: Prompt, *, reserved: bool) -> GroupRecord:
-        """Make the record of a group of episodes, whose rollouts the caller passes to `fill`. Its prompt has a seed."""
-        with self.table.lock:
-            record = self.engines.begin(prompt, None)
-            record.state, record.owner = State.OPEN, Owner.CALLER if reserved else Owner.TRAINING
-            return record
-
-    def note_turn(self, turn: Rollout) -> None:
-        """Note a turn of an episode in progress, for `snapshot`. Its group_id and its sample are the episode's."""
-        with self.table.lock:
-            record = self.table.records.get(turn.group_id)
-            if record is not None and record.state is State.OPEN:
-                record.rollouts.append(turn)
-
-    def forget_turns(self, group_id: int, sample: int) -> None:
-        """Forget the noted turns of an episode, which begins again."""
-        with self.table.lock:
-            record = self.table.records.get(group_id)
-            if record is not None and record.state is State.OPEN:
-                record.rollouts = [turn for turn in record.rollouts if turn.sample != sample]
-
-    @property
-    def open_groups(self) -> list[GroupRecord]:
-        """Groups of episodes in progress."""
-        with self.table.lock:
-            return [record for record in self.table.records.values() if record.state is State.OPEN]
-
-    def fill(self, group_id: int, rollouts: Group) -> bool:
-        """End a group of episodes with these rollouts, at least one. Returns False if the group was discarded."""
-        with self.table.lock:
-            record = self.table.records.get(group_id)
-            if record is None or record.state is not State.OPEN:
-                return False
-            offered = self.table.finish([rollouts])
-        self.queue.offer(offered)
-        return True
 
     def reserve(self, group_ids: Collection[int]) -> None:
         """Keep these groups for callers that name them."""

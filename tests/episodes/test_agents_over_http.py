@@ -48,7 +48,7 @@ def post(endpoint, body, token=None):
 def collect(engine, rollout, *, params=PARAMS, limits=None, rows=(None,), draw=None):
     episodes = inflight.Episodes(engine, rollout, limits=limits)
     if draw is not None:
-        episodes.draw = draw(episodes.draw)
+        episodes.turns.draw = draw(episodes.turns.draw)
     with episodes:
         groups = engine.stream.collect(episodes.submit(rows, params, train=False), timeout_s=60)
     errors = {reason: count for reason, count in episodes.counts.items() if reason.startswith("error")}
@@ -310,7 +310,7 @@ def test_the_end_of_an_episode_cancels_its_requests(chat_engine):
         return 1.0
 
     episodes = inflight.Episodes(chat_engine, leaves_its_agent)
-    episodes.draw = never(None)
+    episodes.turns.draw = never(None)
     with episodes:
         chat_engine.stream.collect(episodes.submit([None], PARAMS, train=False), timeout_s=60)
         deadline_s = time.monotonic() + 30
@@ -329,7 +329,7 @@ def test_closing_ends_the_server_within_its_bound(chat_engine):
             await client.chat.completions.create(model="any", messages=[USER])
 
     episodes = inflight.Episodes(chat_engine, waits)
-    episodes.draw = never(None)
+    episodes.turns.draw = never(None)
     ids = episodes.submit([None], PARAMS, train=False)
     while episodes.counts["attempts"] == 0 or not endpoints:
         time.sleep(0.01)

@@ -32,7 +32,7 @@ def pretended(monkeypatch):
 def collect(engine, env, *, rows=ROWS, params=PARAMS, draw=None, **options):
     episodes = inflight.Episodes(engine, verifiers_rollout(env), **options)
     if draw is not None:
-        episodes.draw = draw(episodes.draw)
+        episodes.turns.draw = draw(episodes.turns.draw)
     with episodes:
         groups = engine.stream.collect(episodes.submit(rows, params, train=False), timeout_s=240)
     return groups, episodes

@@ -8,7 +8,7 @@ CALL = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b":2}}
 
 
 def scripted(tokenizer, *texts):
-    """Return a stand-in for `Episodes.draw` that draws these texts."""
+    """Return a stand-in for `Turns.draw` that draws these texts."""
     left = iter(texts)
 
     def of(draw):

@@ -16,7 +16,8 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.sequence import Sequence
 from inflight.engine.process.process import state_of
-from inflight.integrations.vllm_backend.build import _check_version, _memory_share, check_options, start
+from inflight.integrations.vllm_backend.arguments import _memory_share, check_options
+from inflight.integrations.vllm_backend.build import _check_version, start
 from inflight.integrations.vllm_backend.columns import ASKED, ColumnRecorder, asked
 from inflight.integrations.vllm_backend.sampling import request_arguments
 from inflight.integrations.vllm_backend.worker import StagedWeights, by_checkpoint_names

@@ -41,13 +41,12 @@ now, or raises InflightError to refuse the message."""
 class ControlSocket:
     """Messages of any number of clients, each with the address of its sender. Only `wake` is safe in other threads."""
 
-    def __init__(self, endpoint: str, *, max_clients: int = 1024, context: zmq.Context | None = None):
-        """context: ZeroMQ's context, if it is not the context of the process."""
+    def __init__(self, endpoint: str, *, max_clients: int = 1024):
         self._max_clients = max_clients
         self._clients: set[bytes] = set()
         """Addresses of clients, some of which might have ended."""
         self._checked_ns = 0
-        self._socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.sndhwm, self._socket.rcvhwm, self._socket.maxmsgsize = _MAX_UNSENT, _MAX_UNREAD, _MAX_WIRE_BYTES
         self._socket.router_mandatory = True  # Sending to a client that has ended fails, so that its end is noticed.
         self._socket.linger = 2000

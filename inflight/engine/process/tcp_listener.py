@@ -29,12 +29,11 @@ class TcpListener:
     thread of its authenticator during the handshake, before any client data reaches this process. If that thread does
     not answer, no client is admitted."""
 
-    def __init__(self, secret: bytes, lets_in: Callable[[bytes], bool], context: zmq.Context | None = None):
+    def __init__(self, secret: bytes, lets_in: Callable[[bytes], bool]):
         """secret: the key of this end. lets_in: returns True if the holder of a public key is allowed to connect; it is
-        called in a separate thread. context: the context of the sockets, with one listener per context; None: the
-        context of the process."""
+        called in a separate thread."""
         self._secret, self._lets_in = secret, lets_in
-        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator = ThreadAuthenticator()
         self._authenticator.start()
         self._authenticator.configure_curve_callback(_DOMAIN, self)
 

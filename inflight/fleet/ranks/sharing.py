@@ -97,13 +97,13 @@ class RankSharing:
         """Yield rank 0's share of each batch, and keep the shares of the other ranks for them. Ends on all ranks at
         once. Raises RankLostError, and the errors of `batches`, which the other ranks raise too."""
         while True:
-            self._wait_until_taken()
+            self.settle()
             try:
                 self.wait_for_rollouts()
                 batch = next(batches, None)
                 if batch is None:
                     self._offer("end")
-                    self._wait_until_taken()
+                    self.settle()
                     return
                 own, *others = split(batch, self.size, last_reward=stream.last_reward, dropped=stream.dropped)
                 self.send(BATCH, [encode_share(share) for share in others])
@@ -115,7 +115,7 @@ class RankSharing:
     def send(self, what: str, shares: Sequence[bytes] | bytes) -> None:
         """Give each other rank its share, or all of them the same one, once they have taken the previous one. what: the
         content. Raises RankLostError."""
-        self._wait_until_taken()
+        self.settle()
         place = f"share/{self._number + 1}"
         if isinstance(shares, bytes):
             self._common = f"{place}/all", len(shares)
@@ -124,10 +124,6 @@ class RankSharing:
             for rank, share in enumerate(shares, start=1):
                 self._store.put(f"{place}/{rank}", share)
         self._offer("share", what=what, is_common=self._common is not None)
-
-    def settle(self) -> None:
-        """Wait until every rank has taken the newest share. Raises RankLostError."""
-        self._wait_until_taken()
 
     def wait_for_rollouts(self) -> None:
         """Let the other ranks wait for the next share without a bound, since generation has none."""
@@ -167,8 +163,8 @@ class RankSharing:
         self._store.set(f"batch/{self._number}", msgspec.msgpack.encode(Offer(kind, error, what, is_common)))
         self._set_state(NOTHING_ASKED)
 
-    def _wait_until_taken(self) -> None:
-        """Return when every rank has taken the newest batch. Raises RankLostError."""
+    def settle(self) -> None:
+        """Wait until every rank has taken the newest share. Raises RankLostError."""
         if self._number == self._taken:
             self.check()
             return

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import torch
@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import (
     BackendError,
-    DeviceMemoryError,
     FileWriteError,
     InflightError,
     ModelLoadError,
@@ -31,20 +30,20 @@ from inflight.core.errors import (
 from inflight.core.files import file_errors
 from inflight.core.layout import Alias, WeightLayout
 from inflight.core.options import EngineOptions
-from inflight.core.sampling import MAX_TOP_LOGPROBS
 from inflight.engine.loop.own_columns import load_columns
 from inflight.engine.loop.sequence import Sequence
-from inflight.engine.model.adapters import PROJECTIONS, SLOTS, adapter_layout
+from inflight.engine.model.adapters import SLOTS, adapter_layout
 from inflight.engine.model.aliases import aliases_of, ignored_aliases
 from inflight.engine.model.checkpoints import auto_class, compare_checkpoint
-from inflight.engine.model.device import memory_left, resolve_device
+from inflight.engine.model.device import resolve_device
 from inflight.engine.model.loading import context_limit, eos_token_ids, load_tokenizer, read_config, resolve_dtype
 from inflight.engine.model.shapes import SHAPES
 from inflight.integrations.vllm_backend import worker
 from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits, parameters_without_memory
+from inflight.integrations.vllm_backend.arguments import arguments_of, check_options, set_environment
 from inflight.integrations.vllm_backend.columns import UNRECORDED
 from inflight.integrations.vllm_backend.staged_slots import StagedSlots
-from inflight.integrations.vllm_backend.worker import Attached, Attachment, SharedSlots, StagedWeights, UpdatePath
+from inflight.integrations.vllm_backend.worker import Attached, Attachment, SharedSlots, UpdatePath
 from inflight.model_checks.twin import first_line
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import layout_of, slot_views
@@ -52,55 +51,12 @@ from inflight.weights.towers import drop_towers
 
 logger = logging.getLogger("inflight.engine")
 
-_BLOCK_TOKENS = 128
-"""Maximum number of tokens of vLLM's blocks by default."""
 _RPC_S = 120.0
 """Maximum time for workers to answer."""
 _OLDEST, _NEWEST = (0, 26), (0, 32)
 """The oldest version of vLLM that is supported, and the newest one that was tested."""
-_WORKSPACE_BYTES = 2 << 30
-"""Memory of a GPU for vLLM's CUDA context, its activations and its workspaces, in bytes."""
 _CHECK_STEPS = 1000
 """Maximum number of steps for the prompts of the check at the start."""
-_SAME = {
-    "dtype": "dtype",
-    "seed": "seed",
-    "max_num_seqs": "max_sequences",
-    "max_model_len": "max_context",
-    "enable_prefix_caching": "prefix_caching",
-    "trust_remote_code": "trust_remote_code",
-}
-"""Maps options of vLLM to options of ours with the same value."""
-_OURS = _SAME | {
-    "model": "model",
-    "max_num_batched_tokens": "max_prefill_tokens",
-    "kv_cache_memory_bytes": "kv_cache_tokens",
-    "enforce_eager": "cuda_graphs",
-    "enable_lora": "lora_rank",
-    "max_lora_rank": "lora_rank",
-    "max_loras": "adapters",
-    "max_cpu_loras": "adapters",
-}
-"""Maps options of vLLM that we set to the options of ours that determine them."""
-_FIXED: dict[str, tuple[Any, str]] = {
-    "logprobs_mode": (
-        "processed_logprobs",
-        "the recorded log-probability is that of the distribution that was sampled from",
-    ),
-    "async_scheduling": (False, "a token would be told of one step after the weights that drew it"),
-    "pipeline_parallel_size": (None, "several steps would be under way when weights change"),
-    "data_parallel_size": (None, "launch([EngineOptions(…), …]) makes several engines"),
-    "speculative_config": (None, "it is not tried with weights that change"),
-    "worker_extension_cls": (f"{StagedWeights.__module__}.StagedWeights", "inflight has one of its own"),
-    "lora_modules": (None, "adapters are those of the options lora_rank and adapters, and are published"),
-    "enable_sleep_mode": (None, "sleep() frees the KV cache without it"),
-    "load_format": (None, "weights are loaded as vLLM does by default, and published from then on"),
-    "skip_tokenizer_init": (True, "text is read outside of vLLM"),
-    "tokenizer": (None, "text is read outside of vLLM"),
-    "generation_config": ("vllm", "sampling is as SamplingParams say"),
-    "max_logprobs": (MAX_TOP_LOGPROBS, "SamplingParams.top_logprobs has its own bound"),
-}
-"""Options of vLLM that cannot be chosen: the value, or None for the default, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,34 +119,11 @@ class Started:
         )
 
 
-def check_options(options: EngineOptions) -> None:
-    """Raise BackendError for options that vLLM, or our use of it, does not support."""
-    default = EngineOptions(options.model)
-    refused = {
-        "slots": options.slots < 2 and "vLLM holds one copy of the weights, versions arrive in others: slots=2 or more",
-        "schedule_order": options.schedule_order != default.schedule_order and "vLLM has its own order",
-        "kv_on_swap": options.kv_on_swap != "keep" and "running sequences keep their keys and values",
-        "prefix_across_versions": options.prefix_across_versions and "each version has a prefix cache of its own",
-        "record_routed_experts": options.record_routed_experts and "experts are recorded by the inflight backend alone",
-        "attention": options.attention != "auto" and 'vLLM chooses by itself, or by vllm={"attention_backend": …}',
-        "layer_kinds": options.layer_kinds and "vLLM has its own kinds of layers",
-        "fused": not options.fused and "vLLM runs models as it does",
-    }
-    for name, why in refused.items():
-        if why:
-            raise BackendError(f'{name}={getattr(options, name)!r} cannot be had with backend="vllm": {why}')
-    for name in options.vllm:
-        if name in _OURS:
-            raise BackendError(f'vllm={{"{name}": …}} is said by the option {_OURS[name]!r}')
-        if name in _FIXED:
-            raise BackendError(f'vllm={{"{name}": …}} cannot be chosen: {_FIXED[name][1]}')
-
-
 def start(options: EngineOptions) -> Started:
     """Load the model into vLLM. Raises BackendError if vLLM is not installed here or does not take an option, and
     ModelLoadError or UnsupportedModelError."""
     check_options(options)
-    _set_environment(options)
+    set_environment(options)
     try:
         import vllm  # pyright: ignore[reportMissingImports]
         from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
@@ -239,7 +172,7 @@ def start(options: EngineOptions) -> Started:
         path = _checkpoint(options, config, dtype, Path(directory))
         try:
             engine = LLMEngine.from_engine_args(
-                EngineArgs(**_arguments(options, path, text, dtype, device, weights.layout.total_bytes)),
+                EngineArgs(**arguments_of(options, path, text, dtype, device, weights.layout.total_bytes)),
                 enable_multiprocessing=False,
             )
             workers = _attach(engine.engine_core, options, aliases, vocab_size, weights, adapters)
@@ -412,96 +345,6 @@ def _check_version(version: str) -> None:
         raise BackendError(f"this is vLLM {version}, and backend='vllm' needs {oldest} or newer (tested: to {newest})")
     if found > _NEWEST:
         logger.warning("vLLM %s was not tested with inflight, which was tested with %s to %s", version, oldest, newest)
-
-
-def _arguments(
-    options: EngineOptions,
-    path: str,
-    text: PretrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    weight_bytes: int,
-) -> dict[str, Any]:
-    """Return the arguments for starting vLLM. weight_bytes: size of the weights."""
-    arguments: dict[str, Any] = {theirs: getattr(options, ours) for theirs, ours in _SAME.items()}
-    arguments |= {name: value for name, (value, _) in _FIXED.items() if value is not None}
-    arguments |= {"model": path, "enforce_eager": not options.cuda_graphs, "disable_log_stats": True}
-    if options.max_prefill_tokens:
-        arguments["max_num_batched_tokens"] = options.max_prefill_tokens + options.max_sequences
-    if device.type == "cuda":
-        arguments["gpu_memory_utilization"] = _memory_share(options, weight_bytes, *torch.cuda.mem_get_info(device))
-    if options.kv_cache_tokens or device.type == "cpu":
-        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(options, text, dtype, device)
-    if options.lora_rank:
-        # On a CPU, rows without an adapter read the last place. It contains zeros.
-        places = len(options.adapters) + (device.type == "cpu")
-        arguments |= {
-            "enable_lora": True,
-            "max_loras": places,
-            "max_cpu_loras": places,
-            "max_lora_rank": _rank_of_vllm(options.lora_rank),
-            "lora_target_modules": PROJECTIONS,
-        }
-    return arguments | options.vllm
-
-
-def _memory_share(options: EngineOptions, weight_bytes: int, free: int, total: int) -> float:
-    """Return the share of a GPU's memory for vLLM's weights and its KV cache. vLLM refuses to start if less is free.
-
-    The next version of the weights is prepared in memory outside of this share. Of the remaining memory the KV cache
-    gets kv_cache_fraction. free, total: bytes, after the slots were made. Raises DeviceMemoryError.
-    """
-    left = free - 2 * weight_bytes - _WORKSPACE_BYTES
-    if left <= 0:
-        raise DeviceMemoryError(
-            f"vLLM needs {2 * weight_bytes / 2**20:,.0f} MiB for its weights and the next version of them, and "
-            f"{_WORKSPACE_BYTES / 2**20:,.0f} MiB for its work; {free / 2**20:,.0f} MiB are left"
-        )
-    return (weight_bytes + _WORKSPACE_BYTES + options.kv_cache_fraction * left) / total
-
-
-def _rank_of_vllm(rank: int) -> int:
-    """Return the smallest rank that vLLM supports and that is not below this one."""
-    from vllm.config.lora import MaxLoRARanks  # pyright: ignore[reportMissingImports]
-
-    return min(its for its in get_args(MaxLoRARanks) if its >= rank)
-
-
-def _kv_cache_bytes(options: EngineOptions, text: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes in each worker for the keys and values of the requested number of tokens, or of all sequences at
-    their longest, within the available memory. Raises DeviceMemoryError."""
-    queries = getattr(text, "num_attention_heads", None) or 1  # any number for a model without attention
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // queries
-    heads = getattr(text, "num_key_value_heads", None) or queries
-    workers = options.vllm.get("tensor_parallel_size", 1)
-    per_token = 2 * text.num_hidden_layers * -(-heads // workers) * head_dim * dtype.itemsize
-    context = -(-options.max_context // _BLOCK_TOKENS) * _BLOCK_TOKENS
-    least = (context + _BLOCK_TOKENS) * per_token
-    wanted = (options.kv_cache_tokens or options.max_sequences * context) * per_token + _BLOCK_TOKENS * per_token
-    room = int(memory_left(device) * options.kv_cache_fraction) // workers
-    if room < least:
-        raise DeviceMemoryError(
-            f"the KV cache of one sequence takes {least / 2**20:,.0f} MiB and {room / 2**20:,.0f} MiB are left for it; "
-            "lower max_context or raise kv_cache_fraction"
-        )
-    return max(least, min(wanted, room))
-
-
-def _set_environment(options: EngineOptions) -> None:
-    """Set the environment variables that vLLM reads, and the variables with which its processes find inflight."""
-    # Its engine core runs in this process, and takes a step on each of our calls.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if options.vllm.get("tensor_parallel_size", 1) > 1:
-        # Otherwise it asks for a NUMA node for each worker.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    if not options.cuda_graphs:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of its sampler are still compiled
-    if options.threads:
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    if os.path.isdir(options.model) or options.model in SHAPES:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # all files are local
 
 
 def _checkpoint(options: EngineOptions, config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> str:

@@ -29,7 +29,9 @@ from inflight.core.rollout import Rollout, Turn
 from inflight.core.sampling import SamplingParams
 from inflight.engine.model.device import resolve_device
 from inflight.episodes.episodes import Episodes, RolloutFunction
-from inflight.episodes.session import Place, Session
+from inflight.episodes.saved_turns import Place
+from inflight.episodes.session import Session
+from inflight.episodes.turns import Turns
 from inflight.fleet.engine import Engine
 from inflight.fleet.launching import launch
 from inflight.tools.bench.options import EpisodesOptions
@@ -64,6 +66,12 @@ class _Recorded(Episodes):
     def __init__(self, engine: Engine, rollout: RolloutFunction, *, max_running: int):
         super().__init__(engine, rollout, max_running=max_running, prefix_across_versions=ACROSS)
         self.requests: dict[int, Requests] = defaultdict(list)
+        self.turns = _RecordedTurns(engine, None, ACROSS, self.counts)
+        self.turns.requests = self.requests
+
+
+class _RecordedTurns(Turns):
+    requests: dict[int, Requests]
 
     async def draw(self, token_ids: list[int], params: SamplingParams, place: Place, *others: Any) -> Rollout:
         self.requests[place.group_id].append((list(token_ids), params))

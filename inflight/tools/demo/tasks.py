@@ -45,11 +45,11 @@ class Task:
             yield from order
 
 
-def file_task(path: Path, *, max_tokens: int, held_out: int = 256) -> Task:
+def file_task(path: Path, *, max_tokens: int) -> Task:
     """Read a JSON-lines file, each line {"prompt": …, "answer": …}; an answer scores 1 if it is equal, stripped, else
     0.
 
-    The last lines, `held_out` of them but at most a quarter, are held out. Raises TaskError, naming the line.
+    The last 256 lines, but at most a quarter, are held out. Raises TaskError, naming the line.
     """
     examples = []
     with file_errors(TaskError, f"cannot read {path}"):
@@ -66,7 +66,7 @@ def file_task(path: Path, *, max_tokens: int, held_out: int = 256) -> Task:
             ) from error
     if len(examples) < 8:
         raise TaskError(f"{path} has {len(examples)} examples; at least 8 are needed")
-    cut = len(examples) - min(held_out, len(examples) // 4)
+    cut = len(examples) - min(256, len(examples) // 4)
 
     def score(text: str, example: Example) -> float:
         return float(text.strip() == example.metadata["answer"].strip())
@@ -74,7 +74,7 @@ def file_task(path: Path, *, max_tokens: int, held_out: int = 256) -> Task:
     return Task(path.name, examples[:cut], examples[cut:], score, max_tokens)
 
 
-def gym_task(name: str, *, seed: int, max_tokens: int | None = None, size: int = 20_000, held_out: int = 512) -> Task:
+def gym_task(name: str, *, seed: int, max_tokens: int | None = None) -> Task:
     """Make a reasoning-gym task (Stojanovski et al. 2025, arXiv 2505.24760) at its default difficulty.
 
     An answer scores 1 if the task's own verifier gives it exactly 1.0, else 0. Partial credit is not used, because
@@ -86,12 +86,12 @@ def gym_task(name: str, *, seed: int, max_tokens: int | None = None, size: int =
     except ImportError as error:
         raise TaskError(f"tasks need reasoning-gym: {install_hint('demo')}") from error
     try:
-        train = reasoning_gym.create_dataset(name, size=size, seed=1 + 10_000_000 * seed)
-        test = reasoning_gym.create_dataset(name, size=2 * held_out, seed=900_000_000)
+        train = reasoning_gym.create_dataset(name, size=20_000, seed=1 + 10_000_000 * seed)
+        test = reasoning_gym.create_dataset(name, size=2 * _HELD_OUT, seed=900_000_000)
     except (ValueError, KeyError, TypeError) as error:
         raise TaskError(f"reasoning-gym cannot make task {name!r}: {error}") from error
     write_prompt, default_tokens = _FORMATS.get(name, (_question, 64))
-    test_entries = _by_prompt(test, write_prompt, held_out)
+    test_entries = _by_prompt(test, write_prompt, _HELD_OUT)
     taken = {prompt.lower() for prompt in test_entries}
     train_entries = {p: e for p, e in _by_prompt(train, write_prompt).items() if p.lower() not in taken}
     entries = train_entries | test_entries
@@ -121,6 +121,7 @@ def _question(entry: Any) -> str:
     return entry["question"].strip() + "\n"
 
 
+_HELD_OUT = 512
 _FORMATS: dict[str, tuple[Callable[[Any], str], int]] = {
     "spell_backward": (lambda entry: f"{entry['metadata']['word']} -> ", 12)
 }

@@ -2,12 +2,13 @@
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 
 from inflight.core.errors import ScoreError
+from inflight.core.rollout import Rollout
 from inflight.stream.group_table import GroupRecord
 from inflight.stream.held_groups import Group
 from inflight.stream.ledger import Ledger
@@ -164,19 +165,18 @@ class GroupScoring:
             rewards = scoring.scorer.start(members, prepare=lambda _: self._prepare(group))
             rewards.add_done_callback(partial(self._end, scoring, members))
         else:  # The group has no members to score and only waits for its turn.
-            self._make_ready(scoring)
+            self._end(scoring)
 
-    def _end(self, scoring: _Scoring, members: Group, rewards: "Future[list[Reward]]") -> None:
-        with self._lock:
-            scoring.error = CancelledError() if rewards.cancelled() else rewards.exception()
-            if scoring.is_last and scoring.error is None:
-                for rollout, reward in zip(members, rewards.result(), strict=True):
-                    rollout.reward = reward
-        self._make_ready(scoring)
-
-    def _make_ready(self, scoring: _Scoring) -> None:
+    def _end(
+        self, scoring: _Scoring, members: Sequence[Rollout] = (), rewards: "Future[list[Reward]] | None" = None
+    ) -> None:
         """Mark this scoring as ended, and pass on its group and the groups whose turn follows."""
         with self._lock:
+            if rewards is not None:
+                scoring.error = CancelledError() if rewards.cancelled() else rewards.exception()
+                if scoring.is_last and scoring.error is None:
+                    for rollout, reward in zip(members, rewards.result(), strict=True):
+                        rollout.reward = reward
             scoring.done = True
             self._busy.discard(scoring)
         if not self._in_order:

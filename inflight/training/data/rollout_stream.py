@@ -235,9 +235,10 @@ class RolloutStream:
             None if prompts is None else self._submitter(prompts, params, rollouts, ahead, episodes or self.engine)
         )
         batches = self._whole_batches(rollouts, score, staleness, advantages, submitter)
-        for batch in batches if self.sharing is None else self.sharing.shares(batches, self):
-            batch.observers = self.observers
-            yield batch
+        with nullcontext() if submitter is None else submitter.in_background():
+            for batch in batches if self.sharing is None else self.sharing.shares(batches, self):
+                batch.observers = self.observers
+                yield batch
 
     def _whole_batches(
         self,
@@ -252,17 +253,6 @@ class RolloutStream:
         check_rules(staleness)
         resolve_advantages(advantages)
         scorer = None if score is None else self._scoring.score_with(score)
-        with nullcontext() if submitter is None else submitter.in_background():
-            yield from self._scored_batches(rollouts, scorer, staleness, advantages, submitter)
-
-    def _scored_batches(
-        self,
-        rollouts: int,
-        scorer: GroupScorer | None,
-        staleness: Sequence[StalenessRule],
-        advantages: str | Advantages,
-        submitter: Submitter | None,
-    ) -> Iterator[PackedBatch]:
         more, num_batches, num_greedy, left_out = True, 0, 0, Dropped()
         while more:
             taken: list[GroupRecord] = []
@@ -280,7 +270,8 @@ class RolloutStream:
                         more = False
                         break
                     if isinstance(answer, Future):
-                        _wait_for_rollouts(answer, self.sharing)
+                        with span("wait for rollouts"):
+                            _wait_while_ranks_live(answer, self.sharing)
                         continue
                     # A greedy group has no importance ratio, and was not meant for training.
                     if answer.rollouts[0].params.greedy:
@@ -385,13 +376,8 @@ class RolloutStream:
                 yield from map(self.texts.fill_in, found.values())
 
 
-def _wait_for_rollouts(answer: "Future[None]", sharing: Sharing | None) -> None:
-    """Wait as long as generation takes. A thread checks that the engine is alive, and `sharing` that the ranks are."""
-    with span("wait for rollouts"):
-        _wait_while_ranks_live(answer, sharing)
-
-
 def _wait_while_ranks_live(answer: "Future[None]", sharing: Sharing | None) -> None:
+    """Wait as long as generation takes. A thread checks that the engine is alive, and `sharing` that the ranks are."""
     while sharing is not None and not wait([answer], timeout=_CHECK_S).done:
         sharing.check()
     answer.result()

@@ -178,7 +178,10 @@ class Scorer(GroupScorer):
         if self._batched:
             rewards = await self._score(self._function, group, lambda values: _rewards(values, len(group)))
             return [math.nan] * len(group) if rewards is None else rewards
-        known = await self._score_in_turn(group) if self._is_quick() else []
+        # Passing a quick call to a thread would cost more than the call itself.
+        may_be_quick = not self._is_async and self._rate is None and len(self._seconds) == _REMEMBERED
+        is_quick = may_be_quick and median(self._seconds) < _QUICK_S
+        known = await self._score_in_turn(group) if is_quick else []
         calls = (self._score(self._timed, r, _reward, known[i : i + 1]) for i, r in enumerate(group))
         return [math.nan if reward is None else reward[0] for reward in await asyncio.gather(*calls)]
 
@@ -209,15 +212,6 @@ class Scorer(GroupScorer):
                 self._failures.last = None
                 return rewards
 
-    def _is_quick(self) -> bool:
-        """Return True if, judged by the last calls, passing a call to a thread would cost more than the call itself."""
-        return (
-            not self._is_async
-            and self._rate is None
-            and len(self._seconds) == _REMEMBERED
-            and median(self._seconds) < _QUICK_S
-        )
-
     async def _score_in_turn(self, group: Group) -> list[Any]:
         """Call the function for one rollout after another in one thread, up to the first call that fails. Returns the
         results, and then its exception."""
@@ -239,25 +233,22 @@ class Scorer(GroupScorer):
         takes too long."""
         assert self._places is not None
         async with self._places:
-            if self._rate is None:
-                return await self._bounded(function, argument)
-            await self._rate.take(self._timeout_s)
+            if self._rate is not None:
+                await self._rate.take(self._timeout_s)
             try:
-                return await self._bounded(function, argument)
+                if self._is_async:
+                    call = asyncio.ensure_future(self.score(argument))
+                else:
+                    call = asyncio.wrap_future(self._workers.start(function, argument))
+                # Processes measure the time themselves.
+                done, _ = await asyncio.wait([call], timeout=None if self._processes else self._timeout_s)
+                if done:
+                    return call.result()
+                call.cancel()
+                raise TimeoutError(f"a score took longer than {self._timeout_s:g} s")
             finally:
-                self._rate.give_back()
-
-    async def _bounded(self, function: Callable[..., Any], argument: Rollout | list[Rollout]) -> Any:
-        if self._is_async:
-            call = asyncio.ensure_future(self.score(argument))
-        else:
-            call = asyncio.wrap_future(self._workers.start(function, argument))
-        # Processes measure the time themselves.
-        done, _ = await asyncio.wait([call], timeout=None if self._processes else self._timeout_s)
-        if done:
-            return call.result()
-        call.cancel()
-        raise TimeoutError(f"a score took longer than {self._timeout_s:g} s")
+                if self._rate is not None:
+                    self._rate.give_back()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -1,0 +1,140 @@
+"""Draws the turns of episodes from an engine."""
+
+import asyncio
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from inflight.chat.conversation import Conversation
+from inflight.core.errors import InflightError
+from inflight.core.extras import needing
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.core.workers import Workers
+from inflight.episodes.endpoint import Endpoint
+from inflight.episodes.saved_turns import EPISODE, Place, SavedTurns
+from inflight.episodes.watching import TurnBell
+from inflight.fleet.engine import Engine
+
+if TYPE_CHECKING:
+    from inflight.episodes.session import Session
+
+Watch = Callable[[Rollout], bool | None] | Callable[[Rollout], Awaitable[bool | None]]
+"""A function of an unfinished turn that returns True to end it."""
+
+
+class Turns:
+    """The part of `Episodes` that sessions use: draws their turns, and reads and writes their messages."""
+
+    def __init__(self, engine: Engine, adapter: str | None, prefix_across_versions: int, counts: Counter[str]):
+        """counts: as `Episodes.counts`. The other arguments are as for `Episodes`."""
+        self._engine, self.adapter, self._across, self.counts = engine, adapter, prefix_across_versions, counts
+        self.workers = Workers("call")
+        self.num_calling = 0
+        """Number of calls of tools in progress."""
+        self.saved = SavedTurns()
+        """Turns of a saved run."""
+        self.agents: Any = None
+        """The AgentServer, from the first endpoint on."""
+        self._bell: TurnBell | None = None
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return copy.deepcopy(self._engine.tokenizer)  # A tokenizer is not safe to use from several threads.
+
+    @cached_property
+    def conversation(self) -> Conversation:
+        """Renders chat messages. Raises InflightError if the model has no chat template."""
+        if self._tokenizer is None:
+            raise InflightError("the model has no tokenizer: draw turns with session.complete(token_ids)")
+        return Conversation(self._tokenizer)
+
+    def text(self, token_ids: np.ndarray, params: SamplingParams) -> str:
+        """Decode tokens, without a tokenizer to ""."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=params.skip_special_tokens)
+
+    async def draw(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        place: Place,
+        num_routed: int,
+        watch: Watch | None,
+        every: int,
+        adapter: str | None,
+    ) -> Rollout:
+        """Return the turn after these tokens, without its prompt and with the experts of its new tokens. A turn of a
+        saved run is not drawn again: its tokens are returned, or an engine continues it."""
+        saved = self.saved.take(place)
+        if isinstance(saved, Rollout):
+            self.counts["turns drawn before"] += 1
+            return saved
+        if (group_id := saved) is not None:
+            self.counts["turns continued"] += 1
+        else:
+            if params.prefix_across_versions is None:
+                params = msgspec.structs.replace(params, prefix_across_versions=self._across)
+            metadata = [{EPISODE: list(place)}]
+            [group_id] = await self._engine.asubmit([token_ids], params, metadata=metadata, adapter=adapter)
+        try:
+            turn = await self._collect(group_id, watch, every)
+        except BaseException:
+            self._engine.abandon([group_id])
+            raise
+        self.counts["turns"] += 1
+        self.counts["drawn tokens"] += len(turn.token_ids)
+        self.counts["prompt tokens"] += len(token_ids)
+        self.counts["reused prompt tokens"] += turn.prefix_tokens
+        experts = None if turn.routed_experts is None else turn.routed_experts[num_routed:]
+        # Prompts of all turns of a long conversation would take memory that grows with its square.
+        prompt = turn.prompt_token_ids[:0]
+        turn = replace(turn, prompt_token_ids=prompt, routed_experts=experts, prompt="")
+        if turn.finish_reason in ("stop", "length", "stopped"):
+            noted = replace(turn, group_id=place.group_id, sample=place.sample, metadata={EPISODE: list(place)})
+            self._engine.stream.ledger.episodes.note_turn(noted)
+        return turn
+
+    async def _collect(self, group_id: int, watch: Watch | None, every: int) -> Rollout:
+        """Return a turn when it has ended. watch: as in `Session.chat`."""
+        if watch is None:
+            [[turn]] = await self._engine.stream.acollect([group_id])
+            return turn
+        if self._bell is None:
+            self._bell = TurnBell(self._engine.stream.ledger)
+        final, stopped = asyncio.ensure_future(self._engine.stream.acollect([group_id])), False
+        try:
+            async for part in self._bell.parts(group_id, final, max(1, every)):
+                verdict: Any = watch(part)
+                stopped = (await verdict) if inspect.isawaitable(verdict) else verdict
+                if stopped:
+                    self.counts["turns stopped"] += 1
+                    cancelled = self.workers.start(partial(self._engine.cancel, request_ids=[part.request_id]))
+                    await asyncio.wrap_future(cancelled)
+                    break
+            [[turn]] = await final
+        finally:
+            final.cancel()
+        return replace(turn, finish_reason="stopped") if stopped and turn.finish_reason == "cancelled" else turn
+
+    async def endpoint(self, session: "Session", *, rewards: bool) -> Endpoint:
+        """Return an address at which agents use a session. The first call starts the server. Raises ListenError, and
+        MissingPackageError without the extra `serve`."""
+        kind = await asyncio.to_thread(_agent_server)  # The import takes longer than a turn.
+        if self.agents is None:
+            self.agents = kind()
+        return self.agents.open(session, rewards=rewards)
+
+
+def _agent_server() -> Any:
+    with needing("serve", "the endpoint of a session"):
+        from inflight.episodes.agent_server import AgentServer
+    return AgentServer

@@ -1,0 +1,172 @@
+"""Our options as arguments of vLLM: which of them it takes, its memory, and its environment variables."""
+
+import os
+from typing import Any, get_args
+
+import torch
+from transformers import PretrainedConfig
+
+from inflight.core.errors import BackendError, DeviceMemoryError
+from inflight.core.options import EngineOptions
+from inflight.core.sampling import MAX_TOP_LOGPROBS
+from inflight.engine.model.adapters import PROJECTIONS
+from inflight.engine.model.device import memory_left
+from inflight.engine.model.shapes import SHAPES
+from inflight.integrations.vllm_backend.worker import StagedWeights
+
+_BLOCK_TOKENS = 128
+"""Maximum number of tokens of vLLM's blocks by default."""
+_WORKSPACE_BYTES = 2 << 30
+"""Memory of a GPU for vLLM's CUDA context, its activations and its workspaces, in bytes."""
+_SAME = {
+    "dtype": "dtype",
+    "seed": "seed",
+    "max_num_seqs": "max_sequences",
+    "max_model_len": "max_context",
+    "enable_prefix_caching": "prefix_caching",
+    "trust_remote_code": "trust_remote_code",
+}
+"""Maps options of vLLM to options of ours with the same value."""
+_OURS = _SAME | {
+    "model": "model",
+    "max_num_batched_tokens": "max_prefill_tokens",
+    "kv_cache_memory_bytes": "kv_cache_tokens",
+    "enforce_eager": "cuda_graphs",
+    "enable_lora": "lora_rank",
+    "max_lora_rank": "lora_rank",
+    "max_loras": "adapters",
+    "max_cpu_loras": "adapters",
+}
+"""Maps options of vLLM that we set to the options of ours that determine them."""
+_FIXED: dict[str, tuple[Any, str]] = {
+    "logprobs_mode": (
+        "processed_logprobs",
+        "the recorded log-probability is that of the distribution that was sampled from",
+    ),
+    "async_scheduling": (False, "a token would be told of one step after the weights that drew it"),
+    "pipeline_parallel_size": (None, "several steps would be under way when weights change"),
+    "data_parallel_size": (None, "launch([EngineOptions(…), …]) makes several engines"),
+    "speculative_config": (None, "it is not tried with weights that change"),
+    "worker_extension_cls": (f"{StagedWeights.__module__}.StagedWeights", "inflight has one of its own"),
+    "lora_modules": (None, "adapters are those of the options lora_rank and adapters, and are published"),
+    "enable_sleep_mode": (None, "sleep() frees the KV cache without it"),
+    "load_format": (None, "weights are loaded as vLLM does by default, and published from then on"),
+    "skip_tokenizer_init": (True, "text is read outside of vLLM"),
+    "tokenizer": (None, "text is read outside of vLLM"),
+    "generation_config": ("vllm", "sampling is as SamplingParams say"),
+    "max_logprobs": (MAX_TOP_LOGPROBS, "SamplingParams.top_logprobs has its own bound"),
+}
+"""Options of vLLM that cannot be chosen: the value, or None for the default, and the reason."""
+
+
+def check_options(options: EngineOptions) -> None:
+    """Raise BackendError for options that vLLM, or our use of it, does not support."""
+    default = EngineOptions(options.model)
+    refused = {
+        "slots": options.slots < 2 and "vLLM holds one copy of the weights, versions arrive in others: slots=2 or more",
+        "schedule_order": options.schedule_order != default.schedule_order and "vLLM has its own order",
+        "kv_on_swap": options.kv_on_swap != "keep" and "running sequences keep their keys and values",
+        "prefix_across_versions": options.prefix_across_versions and "each version has a prefix cache of its own",
+        "record_routed_experts": options.record_routed_experts and "experts are recorded by the inflight backend alone",
+        "attention": options.attention != "auto" and 'vLLM chooses by itself, or by vllm={"attention_backend": …}',
+        "layer_kinds": options.layer_kinds and "vLLM has its own kinds of layers",
+        "fused": not options.fused and "vLLM runs models as it does",
+    }
+    for name, why in refused.items():
+        if why:
+            raise BackendError(f'{name}={getattr(options, name)!r} cannot be had with backend="vllm": {why}')
+    for name in options.vllm:
+        if name in _OURS:
+            raise BackendError(f'vllm={{"{name}": …}} is said by the option {_OURS[name]!r}')
+        if name in _FIXED:
+            raise BackendError(f'vllm={{"{name}": …}} cannot be chosen: {_FIXED[name][1]}')
+
+
+def arguments_of(
+    options: EngineOptions,
+    path: str,
+    text: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_bytes: int,
+) -> dict[str, Any]:
+    """Return the arguments for starting vLLM. weight_bytes: size of the weights."""
+    arguments: dict[str, Any] = {theirs: getattr(options, ours) for theirs, ours in _SAME.items()}
+    arguments |= {name: value for name, (value, _) in _FIXED.items() if value is not None}
+    arguments |= {"model": path, "enforce_eager": not options.cuda_graphs, "disable_log_stats": True}
+    if options.max_prefill_tokens:
+        arguments["max_num_batched_tokens"] = options.max_prefill_tokens + options.max_sequences
+    if device.type == "cuda":
+        arguments["gpu_memory_utilization"] = _memory_share(options, weight_bytes, *torch.cuda.mem_get_info(device))
+    if options.kv_cache_tokens or device.type == "cpu":
+        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(options, text, dtype, device)
+    if options.lora_rank:
+        # On a CPU, rows without an adapter read the last place. It contains zeros.
+        places = len(options.adapters) + (device.type == "cpu")
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": places,
+            "max_cpu_loras": places,
+            "max_lora_rank": _rank_of_vllm(options.lora_rank),
+            "lora_target_modules": PROJECTIONS,
+        }
+    return arguments | options.vllm
+
+
+def _memory_share(options: EngineOptions, weight_bytes: int, free: int, total: int) -> float:
+    """Return the share of a GPU's memory for vLLM's weights and its KV cache. vLLM refuses to start if less is free.
+
+    The next version of the weights is prepared in memory outside of this share. Of the remaining memory the KV cache
+    gets kv_cache_fraction. free, total: bytes, after the slots were made. Raises DeviceMemoryError.
+    """
+    left = free - 2 * weight_bytes - _WORKSPACE_BYTES
+    if left <= 0:
+        raise DeviceMemoryError(
+            f"vLLM needs {2 * weight_bytes / 2**20:,.0f} MiB for its weights and the next version of them, and "
+            f"{_WORKSPACE_BYTES / 2**20:,.0f} MiB for its work; {free / 2**20:,.0f} MiB are left"
+        )
+    return (weight_bytes + _WORKSPACE_BYTES + options.kv_cache_fraction * left) / total
+
+
+def _rank_of_vllm(rank: int) -> int:
+    """Return the smallest rank that vLLM supports and that is not below this one."""
+    from vllm.config.lora import MaxLoRARanks  # pyright: ignore[reportMissingImports]
+
+    return min(its for its in get_args(MaxLoRARanks) if its >= rank)
+
+
+def _kv_cache_bytes(options: EngineOptions, text: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes in each worker for the keys and values of the requested number of tokens, or of all sequences at
+    their longest, within the available memory. Raises DeviceMemoryError."""
+    queries = getattr(text, "num_attention_heads", None) or 1  # any number for a model without attention
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // queries
+    heads = getattr(text, "num_key_value_heads", None) or queries
+    workers = options.vllm.get("tensor_parallel_size", 1)
+    per_token = 2 * text.num_hidden_layers * -(-heads // workers) * head_dim * dtype.itemsize
+    context = -(-options.max_context // _BLOCK_TOKENS) * _BLOCK_TOKENS
+    least = (context + _BLOCK_TOKENS) * per_token
+    wanted = (options.kv_cache_tokens or options.max_sequences * context) * per_token + _BLOCK_TOKENS * per_token
+    room = int(memory_left(device) * options.kv_cache_fraction) // workers
+    if room < least:
+        raise DeviceMemoryError(
+            f"the KV cache of one sequence takes {least / 2**20:,.0f} MiB and {room / 2**20:,.0f} MiB are left for it; "
+            "lower max_context or raise kv_cache_fraction"
+        )
+    return max(least, min(wanted, room))
+
+
+def set_environment(options: EngineOptions) -> None:
+    """Set the environment variables that vLLM reads, and the variables with which its processes find inflight."""
+    # Its engine core runs in this process, and takes a step on each of our calls.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if options.vllm.get("tensor_parallel_size", 1) > 1:
+        # Otherwise it asks for a NUMA node for each worker.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if not options.cuda_graphs:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of its sampler are still compiled
+    if options.threads:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    if os.path.isdir(options.model) or options.model in SHAPES:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # all files are local
