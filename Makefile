@@ -169,12 +169,14 @@ peers: $(PEERS_STAMP)
 	touch $@
 
 # Needs no GPU, but nvcc of CUDA 13: compiles FlashInfer's kernels (minutes) and unpacks packages into .gpu-bundle.
+# With VLLM=1 it also packs vLLM into .gpu-vllm.
 gpu-bundle: setup
 	$(BIN)/python benchmarks/gpu/bundle.py
+	$(if $(VLLM),$(BIN)/python benchmarks/gpu/vllm_pack.py)
 
 # No set-up: on a GPU machine without a network the packages are there already.
 gpu-check:
 	@$(GPU_PYTHON) benchmarks/gpu/check.py
 
 clean:
-	rm -rf .venv .venv-peers .venv-clients .gpu-bundle build dist *.egg-info
+	rm -rf .venv .venv-peers .venv-clients .gpu-bundle .gpu-vllm build dist *.egg-info

@@ -91,6 +91,8 @@ def fatbins(library: bytes) -> Iterator[Fatbin]:
         while where < start + num_bytes:
             kind, _, header_bytes, payload_bytes = struct.unpack_from("<HHIQ", library, where)
             (arch,) = struct.unpack_from("<I", library, where + 28)
+            if header_bytes < 32:
+                raise ValueError(f"the fatbin at byte {at} is not of a known format: no entry starts at byte {where}")
             end = where + header_bytes + payload_bytes
             entries.append(Entry(library[where:end], arch, kind == 2))
             where = end
