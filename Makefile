@@ -36,6 +36,7 @@ help:
 	@echo 'make chaos      kill, stop and starve trainer and engine for ten minutes, and check that nothing is lost'
 	@echo 'make peers      install vLLM, for inflight bench throughput --peer vllm (minutes)'
 	@echo 'make gpu-bundle what gpu-check needs on a GPU host without a network, made here (needs nvcc): docs/gpu.md'
+	@echo '                VLLM=1 adds vLLM, to compare with it there'
 	@echo 'make gpu-check  tests marked gpu and GPU benchmarks on this machine, no installs'
 
 setup: $(STAMP)
