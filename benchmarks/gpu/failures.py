@@ -1,6 +1,7 @@
 """Pytest plugin that writes each failed test and its reason to the log at once.
 
-Pytest's own summary comes last, and is lost if `make gpu-check` ends a part at its limit. `check.py` prints these lines.
+Pytest writes its own summary at the end. It is lost if `make gpu-check` ends a part at its limit. `check.py` prints
+these lines.
 
     python -m pytest -p benchmarks.gpu.failures
 """

@@ -97,7 +97,8 @@ def gpu_parts() -> list[Part]:
             "vllm-swap",
             450,
             [
-                f"{BENCH} swap {on_vllm} --sequences 64 --publishes 50 --busy-publishes 50 --json {{out}}/vllm-swap.json",
+                f"{BENCH} swap {on_vllm} --sequences 64 --publishes 50 --busy-publishes 50 "
+                "--json {out}/vllm-swap.json",
             ],
             by_default=False,
             vllm=True,

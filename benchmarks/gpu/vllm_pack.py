@@ -1,6 +1,6 @@
 """`make gpu-bundle VLLM=1`: vLLM for a Hopper GPU host without a network, in one file of about 30 MB.
 
-    OUT/vllm.tar.xz     vLLM and what it imports beyond the host's packages and `.gpu-bundle`, for Python 3.12
+    OUT/vllm.tar.xz     vLLM and its imports for Python 3.12, except the host's packages and `.gpu-bundle`
 
 It runs dense models in bf16. Wheels have 700 MB, mostly code for other GPUs and number formats. This script drops that
 code inside vLLM's libraries, too. It needs a package index and 2 GB of disk, and no GPU. See docs/gpu.md.
@@ -27,18 +27,20 @@ ARCHIVE = "vllm.tar.xz"
 ARCH = 90
 """The compute capability of Hopper."""
 
-PACKAGES = """
-vllm==0.26.0 annotated-types==0.8.0 astor==0.8.1 blake3==1.0.11 cachetools==8.0.0 cbor2==6.2.1 compressed-tensors==0.17.0
-depyf==0.20.0 dill==0.4.1 docstring-parser==0.18.0 fastapi==0.136.3 httpcore2==2.16.2 httpx2==2.16.2 ijson==3.6.0
-interegular==0.3.3 jiter==0.19.0 jsonschema==4.26.0 jsonschema-specifications==2025.9.1 lark==1.2.2 llguidance==1.7.6
-lm-format-enforcer==0.11.3 loguru==0.7.3 mistral-common==1.13.1 openai==3.52.0 openai-harmony==0.0.8
-opentelemetry-api==1.45.2 opentelemetry-sdk==1.45.2 opentelemetry-semantic-conventions==0.66b2 outlines-core==0.2.14
-partial-json-parser==0.2.1.1.post7 pybase64==1.5.1 pycountry==26.2.16 pydantic==2.14.3 pydantic-core==2.50.4
-pydantic-extra-types==2.11.1 pydantic-settings==2.16.3 python-dotenv==1.2.4 python-json-logger==4.2.0 referencing==0.37.0
-rpds-py==2026.9.1 setproctitle==1.3.8 sniffio==1.3.1 starlette==1.10.0 torch-c-dlpack-ext==0.1.5 truststore==0.10.5
-typing-inspection==0.4.5 uvicorn==0.54.0 watchfiles==1.3.0 xgrammar==0.2.7
-""".split()
-"""vLLM and its imports. FlashInfer, pyzmq and msgspec are in `.gpu-bundle`; PyTorch and Transformers are on the host."""
+PACKAGES = [
+    "vllm==0.26.0", "annotated-types==0.8.0", "astor==0.8.1", "blake3==1.0.11", "cachetools==8.0.0", "cbor2==6.2.1",
+    "compressed-tensors==0.17.0", "depyf==0.20.0", "dill==0.4.1", "docstring-parser==0.18.0", "fastapi==0.136.3",
+    "httpcore2==2.16.2", "httpx2==2.16.2", "ijson==3.6.0", "interegular==0.3.3", "jiter==0.19.0", "jsonschema==4.26.0",
+    "jsonschema-specifications==2025.9.1", "lark==1.2.2", "llguidance==1.7.6", "lm-format-enforcer==0.11.3",
+    "loguru==0.7.3", "mistral-common==1.13.1", "openai==3.52.0", "openai-harmony==0.0.8", "opentelemetry-api==1.45.2",
+    "opentelemetry-sdk==1.45.2", "opentelemetry-semantic-conventions==0.66b2", "outlines-core==0.2.14",
+    "partial-json-parser==0.2.1.1.post7", "pybase64==1.5.1", "pycountry==26.2.16", "pydantic==2.14.3",
+    "pydantic-core==2.50.4", "pydantic-extra-types==2.11.1", "pydantic-settings==2.16.3", "python-dotenv==1.2.4",
+    "python-json-logger==4.2.0", "referencing==0.37.0", "rpds-py==2026.9.1", "setproctitle==1.3.8", "sniffio==1.3.1",
+    "starlette==1.10.0", "torch-c-dlpack-ext==0.1.5", "truststore==0.10.5", "typing-inspection==0.4.5",
+    "uvicorn==0.54.0", "watchfiles==1.3.0", "xgrammar==0.2.7",
+]  # fmt: skip
+"""vLLM and its imports. `.gpu-bundle` has FlashInfer, pyzmq and msgspec; the host has PyTorch and Transformers."""
 LEFT_OUT = [
     "bin/*", "*.pyi", "*/__pycache__/*", "*.dist-info/sboms/*", "[!v]*/tests/*",
     "vllm/vllm-rs", "vllm/_rust_tool_parser.abi3.so", "vllm/assets/*.jpg", "vllm/benchmarks/datasets/*",
@@ -51,7 +53,7 @@ LEFT_OUT = [
 LIBRARIES = {
     "vllm/_C_stable_libtorch.abi3.so": None,
     "vllm/_moe_C_stable_libtorch.abi3.so": None,
-    # FlashAttention 3 has kernels for Hopper only: those of fp16, of fp8 and with a softcap go.
+    # All kernels of FlashAttention 3 are for Hopper. Kernels for fp16, fp8 and softcaps are dropped.
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": re.compile(
         rb"MainloopFwdSm90I\w*?(?:(?:half_t|float_e4m3_t)Ef|bfloat16_tEf\w*?Sm90ELb[01]ELb[01]ELb1E)"
     ),
@@ -104,8 +106,8 @@ def fatbins(library: bytes) -> Iterator[Fatbin]:
 
 def keep_one_arch(library: bytes, filler: bytes, unused: re.Pattern[bytes] | None, arch: int = ARCH) -> bytes:
     """Return the library with machine code of one architecture only. Addresses stay, and freed bytes are zeros, because
-    these compress to nothing. filler: an entry for another architecture. It keeps a fatbin valid that has no other entry
-    left; CUDA reports "no kernel image" if one of its kernels is called. unused: names of kernels to drop as well."""
+    these compress to nothing. filler: an entry for another architecture. It keeps a fatbin valid that has no other
+    entry left; CUDA reports "no kernel image" if one of its kernels is called. unused: names of kernels to drop as well."""
     slim = bytearray(library)
     for fatbin in fatbins(library):
         kept = [entry.data for entry in fatbin.entries if entry.is_machine_code and entry.arch == arch]

@@ -201,7 +201,9 @@ def test_every_command_takes_the_options_that_it_is_given(check, tmp_path):
 
 
 def test_tests_of_every_kind_of_model_run_on_the_gpu():
-    assert {"tests/model_checks/test_families_on_gpu.py", "tests/engine/test_flashinfer.py"} < set(files_with_gpu_tests())
+    assert {"tests/model_checks/test_families_on_gpu.py", "tests/engine/test_flashinfer.py"} < set(
+        files_with_gpu_tests()
+    )
 
 
 def test_a_gap_counts_as_held_if_it_is_less_than_a_pass_longer(check):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
-import vllm_pack  # noqa: E402
+import vllm_pack
 
 MACHINE_CODE, PTX = 2, 1
 
@@ -59,7 +59,9 @@ def test_bytes_that_only_look_like_a_fatbin_stay():
     assert codes(lookalike + fatbin(entry(90, b"code"))) == [[b"code"]]
 
 
-@pytest.mark.parametrize(("num_bytes", "reason"), [(66, "its entries end at byte 84"), (70, "no entry starts at byte 84")])
+@pytest.mark.parametrize(
+    ("num_bytes", "reason"), [(66, "its entries end at byte 84"), (70, "no entry starts at byte 84")]
+)
 def test_a_fatbin_of_another_format_is_refused(num_bytes, reason):
     broken = bytearray(fatbin(entry(90, b"code")) + bytes(99))
     struct.pack_into("<Q", broken, 8, num_bytes)
