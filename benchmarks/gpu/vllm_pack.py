@@ -106,8 +106,11 @@ def fatbins(library: bytes) -> Iterator[Fatbin]:
 
 def keep_one_arch(library: bytes, filler: bytes, unused: re.Pattern[bytes] | None, arch: int = ARCH) -> bytes:
     """Return the library with machine code of one architecture only. Addresses stay, and freed bytes are zeros, because
-    these compress to nothing. filler: an entry for another architecture. It keeps a fatbin valid that has no other
-    entry left; CUDA reports "no kernel image" if one of its kernels is called. unused: names of kernels to drop as well."""
+    these compress to nothing.
+
+    filler: an entry for another architecture. It keeps a fatbin valid that has no other entry left. CUDA reports "no
+    kernel image" if one of its kernels is called. unused: names of kernels to drop as well.
+    """
     slim = bytearray(library)
     for fatbin in fatbins(library):
         kept = [entry.data for entry in fatbin.entries if entry.is_machine_code and entry.arch == arch]
@@ -149,7 +152,7 @@ def pack(site: Path, archive: Path) -> None:
     """Pack a folder. Files of a kind are neighbours, because they compress better."""
     files = sorted((path for path in site.rglob("*") if path.is_file()), key=lambda path: (path.suffix, path))
     archive.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive, "w:xz", preset=9 | lzma.PRESET_EXTREME) as tar:
+    with tarfile.open(archive, "w:xz", preset=9 | lzma.PRESET_EXTREME) as tar:  # pyright: ignore[reportArgumentType]
         for path in files:
             tar.add(path, path.relative_to(site).as_posix())
 
