@@ -36,6 +36,7 @@ help:
 	@echo 'make chaos      kill, stop and starve trainer and engine for ten minutes, and check that nothing is lost'
 	@echo 'make peers      install vLLM, for inflight bench throughput --peer vllm (minutes)'
 	@echo 'make gpu-bundle what gpu-check needs on a GPU host without a network, made here (needs nvcc): docs/gpu.md'
+	@echo '                VLLM=1 adds vLLM, to compare with it there'
 	@echo 'make gpu-check  tests marked gpu and GPU benchmarks on this machine, no installs'
 
 setup: $(STAMP)
@@ -169,12 +170,14 @@ peers: $(PEERS_STAMP)
 	touch $@
 
 # Needs no GPU, but nvcc of CUDA 13: compiles FlashInfer's kernels (minutes) and unpacks packages into .gpu-bundle.
+# With VLLM=1 it also packs vLLM into .gpu-vllm.
 gpu-bundle: setup
 	$(BIN)/python benchmarks/gpu/bundle.py
+	$(if $(VLLM),$(BIN)/python benchmarks/gpu/vllm_pack.py)
 
 # No set-up: on a GPU machine without a network the packages are there already.
 gpu-check:
 	@$(GPU_PYTHON) benchmarks/gpu/check.py
 
 clean:
-	rm -rf .venv .venv-peers .venv-clients .gpu-bundle build dist *.egg-info
+	rm -rf .venv .venv-peers .venv-clients .gpu-bundle .gpu-vllm build dist *.egg-info

@@ -4,15 +4,15 @@ Independent parts, each with a time limit; for each a log, and JSON where it mea
 of claims, measured values and verdicts, and writes it to summary-PARTS.json. Before them a preflight: where
 an engine does not run with FlashInfer and CUDA graphs, nothing else is run.
 
-    make gpu-check PART=swap,loss    runs some of the parts; `peers`, `vllm`, `vllm-speed` and `mps` are run only when
-                                     they are named; GROUPS in parts.py end within nine minutes each
+    make gpu-check PART=swap,loss    runs some of the parts; `peers`, `vllm`, `vllm-swap`, `vllm-speed` and `mps` are
+                                     run only when they are named; GROUPS in parts.py end within nine minutes each
     RESULTS=DIRECTORY                where logs and JSON go (default benchmarks/results/NAME-OF-THE-GPU)
     OUT=DIRECTORY                    gets all that in one file as well, gpu-check-PARTS.tar.gz
     INSIST=1                         go on although the preflight says no
     GPU_PYTHON=…                     the interpreter (default .venv/bin/python if it is there, else python3)
     BUNDLE=DIRECTORY                 what `make gpu-bundle` made (default .gpu-bundle)
     INFLIGHT_COMMIT=…                the commit in the results, for a copy of a checkout
-    PEERS_PATH=DIRECTORY             where vLLM lies unpacked, for the parts `peers`, `vllm` and `vllm-speed`
+    PEERS_PATH=DIRECTORY             where vLLM lies unpacked, for the parts `peers`, `vllm`, `vllm-swap`, `vllm-speed`
 
     python benchmarks/gpu/check.py --rehearse     the same way with tiny models on a CPU, to try the scripts
 """
@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from claims import Claim, claims_of, files_of
+from failures import MARK
 from parts import Part, gpu_parts, preflight, rehearsal_parts
 from rich.console import Console
 from rich.table import Table
@@ -62,6 +63,8 @@ class Outcome:
     verdict: str
     seconds: float
     passed: bool
+    failed_tests: tuple[str, ...] = ()
+    """Names of failed tests and their reasons."""
 
 
 def main(
@@ -87,6 +90,8 @@ def main(
             (results / name).unlink(missing_ok=True)
         outcomes.append(run_part(part, results, env))
         console.print(outcomes[-1].verdict, highlight=False)
+        for failed in outcomes[-1].failed_tests:
+            console.print(f"  {failed}", highlight=False, markup=False)
         claims += claims_of(part.name, results)
         summary = {
             "parts": [asdict(outcome) for outcome in outcomes],
@@ -105,13 +110,16 @@ def main(
 
 
 def environment() -> dict[str, str]:
-    """The variables of all parts, which find the bundle, if its packages are for this Python, and this checkout."""
+    """The variables of all parts, which find the bundle, if its packages are for this Python, and this checkout. vLLM
+    draws with PyTorch, because FlashInfer would compile a sampler, whose sources the bundle lacks."""
     site = bundle() / "site"
     usable = site.is_dir() and sys.version_info[:2] == BUNDLED_PYTHON
     paths = [site if usable else None, ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
         "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
+        "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
     }
 
@@ -169,8 +177,11 @@ def run_part(part: Part, results: Path, env: dict[str, str]) -> Outcome:
     seconds = time.monotonic() - began
     if not failures:
         return Outcome(part.name, f"passed in {seconds:.0f} s", seconds, True)
-    last = next((line for line in reversed(text_of(results / f"{part.name}.log")) if line.strip()), "")
-    return Outcome(part.name, f"FAILED, {', '.join(failures)}; its log ends: {last.strip()[:300]}", seconds, False)
+    lines = text_of(results / f"{part.name}.log")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    verdict = f"FAILED, {', '.join(failures)}; its log ends: {last.strip()[:300]}"
+    failed_tests = tuple(line.removeprefix(MARK) for line in lines if line.startswith(MARK))
+    return Outcome(part.name, verdict, seconds, False, failed_tests)
 
 
 def read_command(command: str, results: Path) -> tuple[dict[str, str], list[str]]:

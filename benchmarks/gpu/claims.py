@@ -173,7 +173,7 @@ CHECKS: list[tuple[str, str, Callable[[Any], Told]]] = [
     ("throughput", "throughput-qwen3-1.7b.json", throughput),
     ("throughput", "throughput-qwen3-0.6b.json", throughput),
     ("peers", "peers.json", peers),
-    ("vllm", "vllm-swap.json", vllm_swap),
+    ("vllm-swap", "vllm-swap.json", vllm_swap),
     ("vllm-speed", "vllm-throughput.json", vllm_throughput),
     ("vllm-speed", "vllm-staleness.json", staleness),
     ("loss", "loss.json", loss),

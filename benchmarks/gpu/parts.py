@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 BENCH = "-m inflight.tools.cli bench"
 VLLM_TESTS = "tests/engine/test_backends.py"
 SWAP_TESTS = "tests/engine/test_swaps.py"
+PYTEST = "-m pytest -q -rP -p no:cacheprovider -p benchmarks.gpu.failures"
 MPS_SHARES = (50, 75, 100)
 """Percentages of the GPU's threads that a trainer may have in the search for values that are not finite."""
 REHEARSAL_LIMIT_S = 300
@@ -50,6 +51,7 @@ def gpu_parts() -> list[Part]:
         f"{BENCH} throughput --device cuda --dtype bfloat16 --sequences 256 --prompt-tokens 100-1024 --tokens 100-1024 "
         "--pairs 1 --model"
     )
+    beside_vllm = "--prompt-tokens 100-512 --tokens 100-512 --pairs 2"  # caches of 1,024 tokens, for two engines
     learning = (
         f"{BENCH} learning --device cuda --dtype bfloat16 --model base --seeds 0 --modes inflight,sync --steps 60 "
         "--demonstrations 2000 --warmup-steps 60 --warmup-learning-rate 5e-4 --learning-rate 5e-5 --json"
@@ -58,7 +60,6 @@ def gpu_parts() -> list[Part]:
     loop = "--device cuda --dtype bfloat16 --model qwen3-0.6b"
     steps = f"{BENCH} staleness {loop} --sequences 64 --tokens 256 --steps 15"
     on_vllm = "--device cuda --dtype bfloat16 --model qwen3-1.7b --backend vllm --peer vllm"
-    lengths = "--prompt-tokens 100-1024 --tokens 100-1024"
     return [
         Part("environment", 60, ["-m inflight.tools.cli doctor"]),
         Part("parity", 120, ["benchmarks/gpu/parity.py --device cuda --json {out}/parity.json"]),
@@ -81,12 +82,21 @@ def gpu_parts() -> list[Part]:
         ),
         Part("loss", 110, [f"{BENCH} {loss} --json {{out}}/loss.json"]),
         Part("learning", 230, [f"{learning} {{out}}/learning.json"]),
-        Part("peers", 450, [f"{throughput} qwen3-1.7b --peer vllm --json {{out}}/peers.json"], by_default=False),
+        # vLLM needs 90 s to start on an H200 (torch.compile, CUDA graphs), and two of these parts start it twice.
         Part(
-            "vllm",
+            "peers",
+            300,
+            [
+                f"{BENCH} throughput --device cuda --dtype bfloat16 --model qwen3-1.7b --peer vllm --sequences 256 "
+                f"{beside_vllm} --json {{out}}/peers.json"
+            ],
+            by_default=False,
+        ),
+        Part("vllm", 450, [f"{PYTEST} -m peers {VLLM_TESTS}"], by_default=False, vllm=True),
+        Part(
+            "vllm-swap",
             450,
             [
-                f"-m pytest -q -m peers -rP -p no:cacheprovider {VLLM_TESTS}",
                 f"{BENCH} swap {on_vllm} --sequences 64 --publishes 50 --busy-publishes 50 "
                 "--json {out}/vllm-swap.json",
             ],
@@ -97,7 +107,7 @@ def gpu_parts() -> list[Part]:
             "vllm-speed",
             450,
             [
-                f"{BENCH} throughput {on_vllm} --sequences 256 {lengths} --json {{out}}/vllm-throughput.json",
+                f"{BENCH} throughput {on_vllm} --sequences 256 {beside_vllm} --json {{out}}/vllm-throughput.json",
                 f"{BENCH} staleness {loop} --backend vllm --sequences 64 --steps 15 --json {{out}}/vllm-staleness.json",
             ],
             by_default=False,
@@ -153,7 +163,7 @@ def tests(selection: list[str], workers: int) -> list[str]:
     processes take turns at a GPU; the others side by side. Without pytest-xdist all run one after another."""
     options, *where = selection
     has_xdist = subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True).returncode == 0
-    pytest = f"-m pytest -q -rP -p no:cacheprovider {options}"
+    pytest = f"{PYTEST} {options}"
     few, spread = ("-n 3", f"-n {workers} --dist worksteal") if has_xdist else ("", "")
     return [f"{pytest} {few} {SWAP_TESTS}", f"{pytest} {spread} {' '.join(where)}"]
 
@@ -182,16 +192,18 @@ def rehearsal_parts() -> list[Part]:
     vllm = Part(
         "vllm",
         REHEARSAL_LIMIT_S,
-        [
-            f"-m pytest -q -m peers -n 0 -p no:cacheprovider {VLLM_TESTS} -k seed_decides",
-            f"{BENCH} swap {tiny} --peer vllm --sequences 4 --publishes 4 --busy-publishes 4 --tokens 256 "
-            "--json {out}/vllm-swap.json",
-        ],
+        [f"{PYTEST} -m peers -n 0 {VLLM_TESTS} -k seed_decides"],
         by_default=False,
         vllm=True,
+    )
+    swap = (
+        f"{BENCH} swap {tiny} --peer vllm --sequences 4 --publishes 4 --busy-publishes 4 --tokens 256 "
+        "--json {out}/vllm-swap.json"
     )
     speed = [
         f"{BENCH} throughput {tiny} --peer vllm --sequences 4 --tokens 8 --json {{out}}/vllm-throughput.json",
         f"{BENCH} staleness {tiny} --sequences 4 --tokens 8 --steps 2 --json {{out}}/vllm-staleness.json",
     ]
-    return [*parts, vllm, replace(vllm, name="vllm-speed", commands=speed)]
+    return [
+        *parts, vllm, replace(vllm, name="vllm-swap", commands=[swap]), replace(vllm, name="vllm-speed", commands=speed)
+    ]  # fmt: skip

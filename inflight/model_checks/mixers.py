@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 from torch import nn
 
 from inflight.core.errors import UnsupportedModelError
@@ -24,6 +26,8 @@ LAYER_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 _SINGLE_STEP = "mamba2_selective_state_update"
 """Transformers' function for a single token of Mamba-2."""
 _METHODS = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
+_CACHE_SINCE = "5.24"
+"""First version of Transformers whose layers name the argument `cache`."""
 
 
 def keeps_state(module: nn.Module) -> bool:
@@ -35,6 +39,27 @@ def keeps_state(module: nn.Module) -> bool:
 def _class_keeps_state(kind: type[nn.Module]) -> bool:
     parameters = inspect.signature(kind.forward).parameters.keys()
     return bool(names_in_forward(kind) & _METHODS) and {"hidden_states", "cache"} <= parameters
+
+
+def needs_newer_transformers(module: nn.Module) -> bool:
+    """Return True for a module that keeps a state in a cache as before Transformers 5.24, if that is installed."""
+    return is_older(_CACHE_SINCE) and _class_keeps_state_as_before(type(module))
+
+
+@cache
+def _class_keeps_state_as_before(kind: type[nn.Module]) -> bool:
+    parameters = inspect.signature(kind.forward).parameters.keys()
+    return bool(names_in_forward(kind) & _METHODS) and "hidden_states" in parameters and "cache" not in parameters
+
+
+def is_older(version: str) -> bool:
+    """Return True if the installed Transformers is older than this version."""
+    return Version(transformers.__version__) < Version(version)
+
+
+def newer_transformers(subject: str, version: str = _CACHE_SINCE) -> str:
+    """Return the end of an error message: the version that these layers need, and the installed one."""
+    return f"{subject} need Transformers {version} or newer; {transformers.__version__} is installed"
 
 
 @cache

@@ -12,12 +12,13 @@ from ladder import STATES
 from live_engine import live, worst_error
 from tiny_adapters import publish_adapters, with_adapters
 from tiny_models import run
+from transformers import PretrainedConfig
 
 from inflight.core.errors import LayoutMismatchError, UnsupportedModelError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.cache import transformers_states
+from inflight.engine.cache import classify, transformers_states
 from inflight.engine.loop.engine import Engine
 from inflight.model_checks import mixers
 
@@ -159,3 +160,31 @@ def test_an_adapter_of_a_layer_with_a_state_is_refused_by_name(make_family_engin
 def test_other_layers_with_a_state_are_refused_by_name(family_dir, name):
     with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
         Engine(EngineOptions(model=family_dir(name), device="cpu"))
+
+
+class MixerOfOlderTransformers(torch.nn.Linear):
+    """Reads its state from an argument with the name that Transformers 5.17 to 5.23 used."""
+
+    def forward(self, hidden_states, cache_params=None):
+        return hidden_states if cache_params is None else cache_params.update_conv_state(hidden_states, 0)
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.23.1", "5.24.0"])
+def test_layers_of_older_transformers_are_refused_with_the_version_that_they_need(version, monkeypatch):
+    monkeypatch.setattr(mixers.transformers, "__version__", version)
+    model = torch.nn.Sequential(MixerOfOlderTransformers(4, 4))
+    way_out = f"MixerOfOlderTransformers; layers with a state need Transformers 5.24 or newer; {version} is installed"
+    with pytest.raises(UnsupportedModelError) as refused:
+        classify.classify_layers(model)  # pyright: ignore[reportArgumentType]
+    assert (way_out in str(refused.value)) == (version != "5.24.0")
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.18.0"])
+def test_sparse_attention_of_older_transformers_is_refused_with_the_version_that_it_needs(version, monkeypatch):
+    monkeypatch.setattr(mixers.transformers, "__version__", version)
+    config = PretrainedConfig()
+    config.layer_types = ["deepseek_sparse_attention"]
+    way_out = "layers with sparse attention need Transformers 5.18 or newer; 5.17.0 is installed"
+    with pytest.raises(UnsupportedModelError) as refused:
+        classify.check_layer_types(config)
+    assert (way_out in str(refused.value)) == (version == "5.17.0")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))
 import claims  # noqa: E402
-from parts import GROUP_LIMIT_S, GROUPS  # noqa: E402
+from parts import GROUP_LIMIT_S, GROUPS, PYTEST, files_with_gpu_tests  # noqa: E402
 
 
 @pytest.fixture
@@ -51,6 +51,22 @@ def test_a_part_that_hangs_is_ended_and_one_that_fails_is_told_and_the_rest_runs
     assert "passed" in capsys.readouterr().out
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_reasons_of_failed_tests_are_told_of_a_part_that_is_ended_at_its_limit(check, tmp_path, capsys, workers):
+    (tmp_path / "test_some.py").write_text(
+        "import time\ndef test_wrong():\n    assert 1 + 1 == 3\ndef test_right(): pass\n"
+        "def test_hangs():\n    time.sleep(600)\n"
+    )
+    limit_s = 15
+    command = f"{PYTEST} -n {workers} -c /dev/null --rootdir {tmp_path} {tmp_path}/test_some.py"
+    assert check.main([check.Part("tests", limit_s, [command])], tmp_path, rehearsal=True) == 1
+    [told] = summary(tmp_path)["parts"]
+    assert told["verdict"].startswith(f"FAILED, over its limit of {limit_s} s")
+    assert told["failed_tests"] == ["test_some.py::test_wrong (call): assert (1 + 1) == 3"]
+    assert "  test_some.py::test_wrong (call): assert (1 + 1) == 3" in capsys.readouterr().out.splitlines()
+
+
 def test_claims_come_from_this_run_alone_and_those_that_fail_fail_the_check(check, tmp_path):
     (tmp_path / "loss.json").write_text("what an earlier run left")
     parts = [check.Part("loss", 20, ["-c pass"])]
@@ -77,7 +93,7 @@ def test_swaps_are_counted_from_the_log_of_the_tests(check, tmp_path):
 
 def test_parts_are_chosen_by_name(check):
     parts = check.gpu_parts()
-    assert {"peers", "vllm", "vllm-speed", "mps"} == {part.name for part in parts} - {
+    assert {"peers", "vllm", "vllm-swap", "vllm-speed", "mps"} == {part.name for part in parts} - {
         part.name for part in check.chosen(parts, "")
     }
     assert [part.name for part in check.chosen(parts, "loss, swap")] == ["loss", "swap"]
@@ -184,6 +200,12 @@ def test_every_command_takes_the_options_that_it_is_given(check, tmp_path):
     assert len(scripts) == 6
 
 
+def test_tests_of_every_kind_of_model_run_on_the_gpu():
+    assert {"tests/model_checks/test_families_on_gpu.py", "tests/engine/test_flashinfer.py"} < set(
+        files_with_gpu_tests()
+    )
+
+
 def test_a_gap_counts_as_held_if_it_is_less_than_a_pass_longer(check):
     def told(across, quiet):
         busy = {"gap_ms": {"across_swaps": {"p99": across}, "without": {"p50": quiet}}}
@@ -198,7 +220,8 @@ def test_the_part_of_vllm_finds_it_behind_what_the_host_has(check, tmp_path, mon
     (tmp_path / "peers" / "vllm_of_the_host.py").parent.mkdir()
     (tmp_path / "peers" / "vllm_of_the_host.py").touch()
     monkeypatch.setenv("PEERS_PATH", str(tmp_path / "peers"))
-    code = "import vllm_of_the_host, os, sys; assert os.environ['INFLIGHT_VLLM_PYTHON'] == sys.executable"
+    code = "import vllm_of_the_host, os, sys; assert os.environ['INFLIGHT_VLLM_PYTHON'] == sys.executable; "
+    code += "assert os.environ['VLLM_USE_FLASHINFER_SAMPLER'] == '0'"
     parts = [check.Part("vllm", 20, [f'-c "{code}"'], vllm=True), check.Part("other", 20, [f'-c "{code}"'])]
     assert check.main(parts, tmp_path, rehearsal=True) == 1
     assert [part["passed"] for part in summary(tmp_path)["parts"]] == [True, False]

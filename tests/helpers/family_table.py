@@ -28,7 +28,8 @@ predicts tokens. [models.md](models.md) lists the checkpoints that people train.
 computes, or refuses the model when it loads and gives the reason. The same holds for the trainer's loss.
 [structure.md](structure.md#how-a-model-is-judged) explains how a model is judged, and
 [engine.md](engine.md#which-models-run) which models run fused. Models with
-[sparse attention](engine.md#sparse-attention) run up to the length at which it leaves out keys.
+[sparse attention](engine.md#sparse-attention) run up to the length at which it leaves out keys. On older
+versions of Transformers, layers with a state (before 5.24) and sparse attention (before 5.18) are refused.
 
 ## Published checkpoints
 

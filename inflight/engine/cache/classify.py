@@ -14,12 +14,15 @@ from inflight.engine.cache.transformers_states import TRANSFORMERS_STATES
 from inflight.engine.model.attention.hook import Call, attend_to_all_keys, keep_latents, record_calls, route
 from inflight.engine.model.attention.latent import LatentHeads
 from inflight.model_checks.lengths import chooses_keys
+from inflight.model_checks.mixers import is_older, needs_newer_transformers, newer_transformers
 from inflight.model_checks.twin import first_line
 
 _PAGED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Names in the config's `layer_types` of layers with keys and values."""
 _STATELESS_TYPES = ("mlp", "moe")
 """Names of layers that mix no tokens."""
+_SPARSE_TYPE_BEFORE, _SPARSE_SINCE = "deepseek_sparse_attention", "5.18"
+"""Name of sparse attention before this version of Transformers, without the attention interface."""
 OUR_KINDS = (TRANSFORMERS_STATES,)
 """Kinds of layers with a state per sequence that need no name in `EngineOptions.layer_kinds`."""
 
@@ -58,9 +61,10 @@ def check_layer_types(config: PretrainedConfig, kinds: Sequence[LayerKind] = OUR
     bad = [f"layer {i}: {kind}" for i, kind in enumerate(layer_types) if kind not in known]
     if bad:
         shown = ", ".join(bad[:6]) + (f", and {len(bad) - 6} more" if len(bad) > 6 else "")
-        raise UnsupportedModelError(
-            f"{config.model_type} has layers that the engine cannot run ({shown}); it runs {', '.join(sorted(known))}"
-        )
+        way_out = f"it runs {', '.join(sorted(known))}"
+        if _SPARSE_TYPE_BEFORE in layer_types and is_older(_SPARSE_SINCE):
+            way_out = newer_transformers("layers with sparse attention", _SPARSE_SINCE)
+        raise UnsupportedModelError(f"{config.model_type} has layers that the engine cannot run ({shown}); {way_out}")
 
 
 @torch.inference_mode()
@@ -77,6 +81,11 @@ def classify_layers(model: PreTrainedModel, kinds: Sequence[LayerKind] = OUR_KIN
     for module in model.modules():
         if (kind := next((kind for kind in kinds if kind.detect(module)), None)) is not None:
             route(module, kind)
+        elif needs_newer_transformers(module):
+            raise UnsupportedModelError(
+                f"{name} has layers that the engine cannot run: {type(module).__name__}; "
+                + newer_transformers("layers with a state")
+            )
         elif LatentHeads.of(module) is not None:
             keep_latents(module)
     try:
