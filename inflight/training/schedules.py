@@ -117,7 +117,7 @@ class Admission:
         self.lead: LeadState = self.submitter.lead.state
         """State of the lead controller when the last groups were taken."""
         self.unreported = Dropped()
-        """Counts of what was omitted after the last step: no group was left to train on."""
+        """Counts of groups and rollouts that were omitted after the last step."""
 
     def fill(self, version: int | None = None) -> None:
         """Submit the prompts that are allowed in flight, or until the prompts end. version: the version that draws all
