@@ -227,7 +227,10 @@ def test_a_run_with_a_repetition_penalty_and_stop_strings(path, tmp_path, engine
     ("changes", "message"),
     [
         ({"use_vllm": True}, "use_vllm=True starts vLLM beside the engine"),
-        ({"tools": [print]}, "takes no tools and no environment_factory. Both work over HTTP"),
+        (
+            {"tools": [print]},
+            "takes no tools and no environment_factory. Call tools in a rollout function of EpisodeRollouts",
+        ),
         ({"args": SimpleNamespace(vllm_structured_outputs_regex="a+")}, "vllm_structured_outputs_regex is for"),
         ({"args": SimpleNamespace(use_transformers_paged=True)}, "use_transformers_paged is for"),
     ],
