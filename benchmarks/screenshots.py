@@ -4,7 +4,8 @@
 
 RUN is the directory of a run. Without it the demo runs first, into runs/watch, for some minutes. The pictures go to
 DIRECTORY (docs): watch-light.png, the upper half of the page, watch-dark.png, the lower half, watch-rollouts.png, its
-end, and watch-phone.png, the first screen of a narrow window. `make screenshots` runs this.
+end, and watch-phone.png, the first screen of a narrow window. `make screenshots` runs this. Of a run of episodes it
+takes only watch-episodes.png, the tiles and three rollouts.
 """
 
 import subprocess
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 1280, 900
 _DEMO_S = 1200
 _EDGE = 14
+_OTHERS = "header, nav, footer, .verdict, #sections, #numbers, .sample:nth-child(n + 4)"
+"""Parts of the page that the picture of episodes leaves out."""
 
 
 def main(run: Path | None, directory: Path) -> None:
@@ -36,6 +39,13 @@ def main(run: Path | None, directory: Path) -> None:
         page.goto(server.url)
         page.wait_for_selector(".sample")
         page.add_style_tag(content="nav { position: static !important; }")
+        if page.locator("#tiles").is_visible():
+            page.select_option("#theme", "light")
+            page.add_style_tag(content=f"{_OTHERS} {{ display: none !important; }} main {{ padding-top: {_EDGE}px; }}")
+            end = page.locator("#rollouts").evaluate("(one) => one.getBoundingClientRect().bottom") + _EDGE
+            take(page, directory / "watch-episodes.png", 0, end)
+            print(f"{directory}/watch-episodes.png shows {run}")
+            return
         page.check('input[value="ratio"]')
         page.select_option("#theme", "light")
         engine, rollouts = top_of(page, "#engine"), top_of(page, "#rollouts")

@@ -241,6 +241,13 @@ def test_code_is_that_of_a_file_which_a_test_runs(page, folder):
         assert is_excerpt(code, (ROOT / path).read_text()), f"{path} does not hold\n{code}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_code_that_names_its_file_is_in_it(page):
+    for path, code in excerpts(page.read_text()):
+        if re.fullmatch(r"(tests|examples)/\S+\.py", path):
+            assert is_excerpt(code, (ROOT / path).read_text()), f"{path} does not hold\n{code}"
+
+
 def test_code_that_no_test_runs_is_found():
     [(path, code)] = excerpts("```python\n# tests/test_docs.py\nreturn any(\n    1\n)\n```\n")
     assert path == "tests/test_docs.py"

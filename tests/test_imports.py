@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": {"core", "weights", "stream", "training", "fleet"},
     "integrations": {
         *("core", "kernels", "weights", "model_checks", "stream"),
-        *("engine", "training", "fleet"),
+        *("engine", "training", "fleet", "episodes"),
     },
     "tools": {
         *("core", "kernels", "weights", "stream", "observability", "server"),

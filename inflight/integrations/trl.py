@@ -77,7 +77,11 @@ class EngineRollouts:
             group_ids = self._submit(prompts, trainer)
         if self._ahead and training:
             self._submit_ahead(prompts, trainer)
-        rollouts = [rollout for group in self._engine.stream.collect(group_ids) for rollout in group]
+        return self._columns(self._engine.stream.collect(group_ids), trainer)
+
+    def _columns(self, groups: list[list[Rollout]], trainer: Any) -> dict[str, list]:
+        """Return the output for TRL of these groups."""
+        rollouts = [rollout for group in groups for rollout in group]
         check_ended(rollouts)
         return {
             "prompt_ids": [r.prompt_token_ids.tolist() for r in rollouts],
@@ -98,16 +102,19 @@ class EngineRollouts:
         stale = [*group_ids, *(group_id for _, ids in self._planned for group_id in ids)]
         self._planned.clear()
         self._upcoming = None
-        self._engine.cancel(stale)
+        self._cancel(stale)
         self._engine.stream.collect(stale)
         return None
 
+    def _cancel(self, group_ids: list[int]) -> None:
+        self._engine.cancel(group_ids)
+
     def _submit(self, prompts: list[Prompt], trainer: Any) -> list[int]:
         """Submit each run of equal prompts as a group. Returns the group ids in the order of the prompts."""
-        params = _sampling_params(trainer)
+        params = sampling_params(trainer)
         if not self._warned:
             self._warned = warn_of_bias(params)
-        adapter = _trained_adapter(self._engine, trainer.model)
+        adapter = trained_adapter(self._engine, trainer.model)
         runs = [(prompt, len(list(run))) for prompt, run in groupby(prompts)]
         texts = [prompt for prompt, _ in runs]
         kwargs = trainer.chat_template_kwargs
@@ -174,9 +181,10 @@ def _refuse_unsupported_settings(trainer: Any) -> None:
         raise InvalidRequestError("use_vllm=True starts vLLM beside the engine, which generates; leave it off")
     if getattr(trainer, "tools", None):
         raise InvalidRequestError(
-            "rollout_func gets no turns after a tool's answer, so it takes no tools and no environment_factory. Both "
-            "work over HTTP: leave rollout_func out, serve the engine (engine.serve() or `inflight serve`), and make "
-            "the trainer with use_vllm=True, vllm_mode='server' inside of inflight_server(directory) (docs/trl.md)"
+            "rollout_func gets no turns after a tool's answer, so it takes no tools and no environment_factory. Call "
+            "tools in a rollout function of EpisodeRollouts. Or use them over HTTP: leave rollout_func out, serve the "
+            "engine (engine.serve() or `inflight serve`), and make the trainer with use_vllm=True, "
+            "vllm_mode='server' inside of inflight_server(directory) (docs/trl.md)"
         )
     for name in ("use_transformers_continuous_batching", "use_transformers_paged", "vllm_structured_outputs_regex"):
         if getattr(trainer.args, name, None):
@@ -191,7 +199,7 @@ _GENERATION_KWARGS = {name: name for name in (*_STOPPING, *_FILTERS, "logit_bias
 """Maps the supported `generation_kwargs`, also under Transformers' names, to fields of `SamplingParams`."""
 
 
-def _sampling_params(trainer: Any) -> SamplingParams:
+def sampling_params(trainer: Any) -> SamplingParams:
     settings: dict[str, Any] = {name: getattr(trainer, name) for name in ("temperature", *_FILTERS)}
     settings |= {"max_tokens": trainer.max_completion_length, "stop_token_ids": trainer.eos_token_ids}
     for name, value in (trainer.args.generation_kwargs or {}).items():
@@ -256,7 +264,7 @@ def warn_of_bias(params: SamplingParams) -> bool:
     return biased
 
 
-def _trained_adapter(engine: Engine, model: Any) -> str | None:
+def trained_adapter(engine: Engine, model: Any) -> str | None:
     """Return the adapter that a PEFT model trains, if the engine has adapters: a publisher sends nothing else."""
     if engine.info.adapter_layout is None or not is_peft(model):
         return None

@@ -127,7 +127,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     prompt: str
     tokens: list[str]
-    versions: list[int]
+    versions: list[int | None]
+    """Null for tokens that the policy did not draw, such as results of tools."""
     log_ratios: list[float | None]
     """log ρ under the trainer's weights when it took the step; null for tokens outside the loss."""
     reward: float | None = None

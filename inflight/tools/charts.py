@@ -1,5 +1,6 @@
 """Line charts in SVG and tables in HTML, for pages without scripts."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -138,6 +139,12 @@ def text_of(value: Any) -> str:
         form = ",.0f" if 1e4 <= abs(value) < 1e9 else ",.4g"
         return format(value, form)
     return "–" if value is None else f"{value:,}" if is_number(value) else str(value)
+
+
+def figure_text(name: str, value: Any) -> str:
+    """Return the text of a named figure. Shares, such as "lead/wait_share", are percentages."""
+    is_share = "share" in re.split(r"[\W_]", name) and is_number(value)
+    return f"{value:.1%}" if is_share else text_of(value)
 
 
 def is_number(value: Any) -> bool:

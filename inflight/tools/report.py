@@ -23,7 +23,7 @@ from inflight.core.errors import InflightError
 from inflight.core.files import replacing
 from inflight.core.option import argument, option
 from inflight.observability.events import EVENTS_FILE, RunError
-from inflight.tools.charts import LARGEST, Band, band_of, figure_of, is_number, table_of, text_of
+from inflight.tools.charts import LARGEST, Band, band_of, figure_of, figure_text, is_number, table_of
 from inflight.tools.charts import STYLE as CHARTS_STYLE
 from inflight.tools.recorded_run import RecordedRun, read_run
 from inflight.tools.settings_report import STYLE as SETTINGS_STYLE
@@ -173,10 +173,10 @@ def comparison_of(groups: list[list[Row]]) -> str:
 def measure_cells(title: str, values: list[float | None]) -> Iterator[str]:
     """Yield the HTML of a column of the first table. Shares and lags, which can be close to 0, get no ratio."""
     if title in ("trainer waits", "version lag p50"):
-        form = ".1%" if title == "trainer waits" else "g"
-        yield from ("" if value is None else format(value, form) for value in values)
+        [name, *_] = MEASURES[title]
+        yield from ("" if value is None else figure_text(name, value) for value in values)
     else:
-        yield from cells_of({place: "" if v is None else v for place, v in enumerate(values)}, len(values))
+        yield from cells_of(title, {place: "" if v is None else v for place, v in enumerate(values)}, len(values))
 
 
 def read_json(path: Path, kind: type[Kind], open_file: Callable[..., Any] = open) -> Kind:
@@ -206,7 +206,7 @@ def values_of(value: dict[str, Any], prefix: str = "", depth: int = 0) -> Iterat
             yield from values_of(item, f"{path}.", depth + 1)
         elif isinstance(item, list):
             if len(item) <= MIN_POINTS and not any(isinstance(one, (dict, list)) for one in item):
-                yield path, ", ".join(map(text_of, item))
+                yield path, ", ".join(figure_text(path, one) for one in item)
         elif not isinstance(item, dict):
             yield path, item
 
@@ -236,22 +236,22 @@ def lines_of(value: Any) -> Iterator[tuple[str, str, str, np.ndarray]]:
 
 def html_of(kind: str, section: Section) -> Iterator[str]:
     yield f"<h2>{escape(kind)}</h2>"
-    rows = [[key, *cells_of(values, len(section.files))] for key, values in section.rows.items()]
+    rows = [[key, *cells_of(key, values, len(section.files))] for key, values in section.rows.items()]
     yield table_of(["", *section.files], rows)
     for title, records in section.lists:
         flat = [dict(values_of(record)) for record in records]
         keys = list(dict.fromkeys(key for record in flat for key in record))
-        cells = [[text_of(record.get(key, "")) for key in keys] for record in flat]
+        cells = [[figure_text(key, record.get(key, "")) for key in keys] for record in flat]
         listed = [[first, *map(escape, others)] for first, *others in cells if keys]
         yield f"<h3>{escape(title)}</h3>{table_of(keys, listed)}"
     figures = (figure_of(title, {x: lines}) for (title, x), lines in section.plots.items())
     yield f'<div class="plots">{"".join(figures)}</div>'
 
 
-def cells_of(values: dict[int, Any], count: int) -> Iterator[str]:
-    """Yield the HTML of a row. Numbers of later files get their ratio to the first file."""
+def cells_of(name: str, values: dict[int, Any], count: int) -> Iterator[str]:
+    """Yield the HTML of a row of this figure. Numbers of later files get their ratio to the first file."""
     base: Any = values.get(0)
     for place in range(count):
         value = values.get(place, "")
         differs = place and is_number(base) and is_number(value) and abs(base) > 1 / LARGEST and value != base
-        yield escape(text_of(value)) + (f" <small>× {value / base:.3g}</small>" if differs else "")
+        yield escape(figure_text(name, value)) + (f" <small>× {value / base:.3g}</small>" if differs else "")

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from statistics import fmean
 
-from inflight.tools.charts import figure_of, table_of, text_of
+from inflight.tools.charts import figure_of, figure_text, table_of, text_of
 from inflight.tools.plots import SMOOTHING_STEPS
 from inflight.tools.recorded_run import MEDIAN, RecordedRun
 from inflight.tools.settings import Setting, differences_of, settings_of
@@ -63,7 +63,7 @@ class SettingsReport:
         constant = {number: values for number in numbers if len(values := self._values(number)) == 1}
         first = [number for number in _FIRST if number in numbers]
         others = [number for number in numbers if number not in first and number not in constant and number != "step"]
-        always = ", ".join(f"{escape(number)} {text_of(*values)}" for number, values in constant.items())
+        always = ", ".join(f"{escape(number)} {figure_text(number, *values)}" for number, values in constant.items())
         parts = [
             self._table(),
             *(f"<p>{escape(note)}</p>" for note in self.notes()),
@@ -79,7 +79,7 @@ class SettingsReport:
     def lines(self) -> Iterator[str]:
         """Yield a line of text for each setting, and the notes."""
         for setting, figures in zip(self.settings, self._figures, strict=True):
-            cells = ((title, *_spread(values, len(setting.runs))) for title, values in figures.items() if values)
+            cells = ((title, *_spread(title, values, len(setting.runs))) for title, values in figures.items() if values)
             listed = "; ".join(f"{title} {mean}{f' ({rest})' * bool(rest)}" for title, mean, rest in cells)
             yield f"{setting.name}: {len(setting.runs)} run{'s' * (len(setting.runs) > 1)}; {listed}"
         yield from self.notes()
@@ -106,7 +106,7 @@ class SettingsReport:
         titles = dict.fromkeys(title for figures in self._figures for title, values in figures.items() if values)
         rows = []
         for setting, figures in zip(self.settings, self._figures, strict=True):
-            cells = (_spread(figures.get(title, []), len(setting.runs)) for title in titles)
+            cells = (_spread(title, figures.get(title, []), len(setting.runs)) for title in titles)
             small = [f"{mean} <small>{rest}</small>" if rest else mean for mean, rest in cells]
             rows.append([setting.name, str(len(setting.runs)), *small])
         return table_of(["", "runs", *titles], rows, of_cards=True)
@@ -138,7 +138,7 @@ class SettingsReport:
         rows = []
         for setting in self.settings:
             for path, result in zip(setting.runs, setting.results, strict=True):
-                figures = [text_of(result.get(figure)) for figure in MORE_MEASURES.values()]
+                figures = [figure_text(figure, result.get(figure)) for figure in MORE_MEASURES.values()]
                 rows.append([path.resolve().name, escape(setting.name), *figures])
         return table_of(["", "setting", *MORE_MEASURES], rows)
 
@@ -177,11 +177,13 @@ def _problems_of(setting: Setting) -> Iterator[str]:
         )
 
 
-def _spread(values: Sequence[float], num_runs: int) -> tuple[str, str]:
-    """Return the mean, "–" without values, and the range, with the number of runs if some have no value."""
+def _spread(title: str, values: Sequence[float], num_runs: int) -> tuple[str, str]:
+    """Return the mean of a measure ("–" without values), and its range, with the number of runs if some have none."""
     if not values:
         return "–", ""
-    low, high = text_of(min(values)), text_of(max(values))
+    low, mean, high = (
+        figure_text(MEASURES.get(title, ""), value) for value in (min(values), fmean(values), max(values))
+    )
     ends = [] if low == high else [f"{low} – {high}"]
     few = [f"{len(values)} of {num_runs} runs"] if len(values) < num_runs else []
-    return text_of(fmean(values)), ", ".join(ends + few)
+    return mean, ", ".join(ends + few)

@@ -77,6 +77,11 @@ def grpo(
     """Train for `config.steps` optimizer steps, or until the examples end. Yields a report after each step. Groups
     still in flight at the end are cancelled.
 
+    If the examples end first, the groups in flight are trained on: the last step can have fewer groups than
+    `config.groups_per_step`, and has a report like any other step. If none of these groups can be trained on, there is
+    no step and no report for them. A warning at the end names the number of steps, the reason, and the groups that
+    were omitted after the last step.
+
     The model's weights are published first, and are live before a prompt is submitted: every token is drawn by weights
     of this trainer.
 
@@ -218,6 +223,9 @@ def grpo(
                         yield report
                     if ranks is not None:
                         ranks.ask()
+            if step < config.steps:
+                trainer.dropped += admission.unreported
+                _warn_of_early_end(step, config.steps, admission)
             logger.info("left out of the batches: %s", trainer.dropped)
             last = [] if evaluation is None else _end_evaluation(evaluation, step, publisher.version, loggers)
             if ranks is not None:
@@ -419,6 +427,15 @@ def _publish_first(engine: RolloutEngine, publisher: WeightPublisher) -> None:
     version = publisher.publish()
     with telling(f"version {version}, the trainer's weights before the first step, goes live"):
         engine.wait_for_version(version, timeout_s=LIVE_S)
+
+
+def _warn_of_early_end(step: int, steps: int, admission: Admission) -> None:
+    submitter, lost = admission.submitter, str(admission.unreported)
+    reason = f"the examples have ended ({submitter.num_submitted} were submitted or skipped)"
+    if not submitter.is_over:
+        reason = "the schedule has ended, although examples are left"
+    rest = "" if lost == "nothing" else f"; omitted after the last step: {lost}"
+    logger.warning("training has ended after %d of %d steps: %s%s", step, steps, reason, rest)
 
 
 def _begin_evaluation(

@@ -28,7 +28,7 @@ from inflight.core.spans import span
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.data.lead_state import LeadState
 from inflight.training.data.rollout_stream import RolloutStream
-from inflight.training.data.scored_groups import ScoredGroups
+from inflight.training.data.scored_groups import Dropped, ScoredGroups
 from inflight.training.data.scoring import GroupScorer, Score
 from inflight.training.data.submitter import Example, PromptEngine, Submitter, as_example
 
@@ -116,6 +116,8 @@ class Admission:
         before, in the same order, and perhaps more. None: `take` only waits."""
         self.lead: LeadState = self.submitter.lead.state
         """State of the lead controller when the last groups were taken."""
+        self.unreported = Dropped()
+        """Counts of groups and rollouts that were omitted after the last step."""
 
     def fill(self, version: int | None = None) -> None:
         """Submit the prompts that are allowed in flight, or until the prompts end. version: the version that draws all
@@ -157,6 +159,8 @@ class Admission:
         self._num_taken += 1
         self.lead = submitter.begin()
         scored.dropped.num_unfit_examples, submitter.num_unfit = submitter.num_unfit, 0
+        if not scored.groups:
+            self.unreported = scored.dropped
         return scored
 
     @property

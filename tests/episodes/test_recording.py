@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tiny_models import make_model
 from waiting import wait_until
 
 import inflight
@@ -41,3 +42,18 @@ def test_a_recorder_writes_the_counts_of_episodes_while_they_wait_for_tools(engi
     assert last.counts["turns"] == 2
     assert last.seconds["calls"] > 0
     assert engine.stream.episodes == []
+
+
+def test_a_recorded_episode_has_no_version_at_given_tokens(engine, tmp_path):
+    async def rollout(session, row):
+        reply = await session.complete(row)
+        await session.complete([*row, *reply.token_ids, 7, 8])
+        return float(session.sample)
+
+    with RunRecorder(engine, tmp_path), inflight.Episodes(engine, rollout) as episodes:
+        [batch] = engine.stream.batches(rollouts=2, prompts=iter([[1, 2, 3]]), params=PARAMS, episodes=episodes)
+        inflight.policy_loss(make_model("qwen3"), batch)
+    [samples] = [event for event in events.read_events(tmp_path) if isinstance(event, events.Samples)]
+    for shown in samples.rollouts:
+        assert [version is None for version in shown.versions] == [False] * 3 + [True] * 2 + [False] * 3
+        assert [ratio is None for ratio in shown.log_ratios] == [False] * 3 + [True] * 2 + [False] * 3

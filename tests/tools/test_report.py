@@ -48,6 +48,17 @@ def test_files_of_a_benchmark_share_a_table_with_ratios_to_the_first(tmp_path):
     assert cells_of(page, "environment.machine.cores") == ["2", ""]
 
 
+def test_shares_are_percentages(tmp_path):
+    points = [{"sequences": 1, "hit_share": 0.25}]
+    result = {"bench": "a", "trainer_wait_share": {"p50": 0.055}, "cpu_share": [0.5, 1.0], "kinds": {"shared": 0.5}}
+    page = page_of([write(tmp_path / "a.json", result | {"points": points, "mps_share": "100"})], "shares")
+    assert cells_of(page, "trainer_wait_share.p50") == ["5.5%"]
+    assert cells_of(page, "cpu_share") == ["50.0%, 100.0%"]
+    assert cells_of(page, "kinds.shared") == ["0.5"]
+    assert cells_of(page, "mps_share") == ["100"]
+    assert cells_of(page, "1") == ["25.0%"]
+
+
 def test_points_percentiles_and_curves_are_drawn(tmp_path):
     points = [{"sequences": n, "tokens_per_s": 100.0 * n, "peers": {"vllm": {"ratio": n / 2}}} for n in (1, 8, 32)]
     percentiles = {"percentiles": [1.0, 50.0, 99.0], "swap_ms": [1.0, 2.0, 3.0], "short": [1.0]}

@@ -203,6 +203,16 @@ def test_the_first_table_has_quality_speed_and_staleness_of_each_setting(tmp_pat
     assert rows["fast"]["tokens/s"] == f"{text_of((4000 / 39 + 4100 / 40) / 2)} 102.5 – 102.6"
 
 
+def test_shares_are_percentages_wherever_they_are_shown(tmp_path):
+    waits = [record(tmp_path / f"a-seed{s}", [w] * 20, name="lead/wait_share") for s, w in enumerate((0.051, 0.059))]
+    out = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["report", *map(str, waits), "--out", str(out)])
+    assert "trainer waits 5.5% (5.1% – 5.9%)" in done.stdout
+    assert columns_of(out.read_text())["a"]["trainer waits"] == "5.5% 5.1% – 5.9%"
+    assert "<td>5.1%</td>" in out.read_text()  # in the table of runs
+    assert "Always the same: lead/wait_share 5.1%" in page_of(waits[:1], "one")
+
+
 def test_a_target_that_some_runs_reach(tmp_path):
     runs = [record(tmp_path / f"a-seed{s}", [top] * 20) for s, top in enumerate((0.5, 1.0, 1.0))]
     out = tmp_path / "page.html"

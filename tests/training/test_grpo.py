@@ -22,7 +22,7 @@ from inflight.training.grpo import GRPOConfig, grpo, train_step
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import Objective
-from inflight.training.schedules import Example
+from inflight.training.schedules import Example, Schedule
 
 SAMPLING = inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True)
 
@@ -389,3 +389,60 @@ def test_a_score_that_always_raises_ends_training_with_its_error(engine):
         run(engine, model, torch.optim.SGD(model.parameters(), lr=0.1), score=lambda rollout: 1 / 0)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert engine.stream.outstanding == []
+
+
+@pytest.mark.parametrize("schedule", ["inflight", "sync", "one_step_off"])
+def test_a_run_whose_examples_end_first_trains_on_all_of_them_and_warns(engine, caplog, schedule):
+    config = GRPOConfig(steps=9, groups_per_step=2, sampling=SAMPLING, schedule=schedule)
+    reports = run_over(engine, config, 5)
+    assert [len(report.groups) for report in reports] == [2, 2, 1]
+    assert early_ends(caplog) == [
+        "training has ended after 3 of 9 steps: the examples have ended (5 were submitted or skipped)"
+    ]
+
+
+def test_a_last_batch_that_cannot_be_trained_on_is_in_the_warning(engine, caplog):
+    config = GRPOConfig(steps=9, groups_per_step=2, sampling=SAMPLING, schedule="sync")
+    with caplog.at_level(logging.INFO, logger="inflight"):
+        reports = run_over(engine, config, 5, score=lambda rollout: None if rollout.prompt_token_ids[0] == 4 else 1.0)
+    assert "left out of the batches: 1 groups had no reward" in caplog.text
+    assert [len(report.groups) for report in reports] == [2, 2]
+    assert early_ends(caplog) == [
+        "training has ended after 2 of 9 steps: the examples have ended (5 were submitted or skipped); omitted after "
+        "the last step: 1 groups had no reward, 4 rollouts had no reward"
+    ]
+
+
+def test_a_run_of_all_its_steps_ends_without_a_warning(engine, caplog):
+    assert len(run_over(engine, GRPOConfig(steps=2, groups_per_step=2, sampling=SAMPLING), 4)) == 2
+    assert early_ends(caplog) == []
+
+
+def test_a_schedule_that_ends_first_is_the_reason(engine, caplog):
+    def one_step(admission):
+        admission.fill()
+        yield admission.take()
+
+    config = GRPOConfig(steps=2, groups_per_step=2, sampling=SAMPLING, schedule=Schedule(one_step))
+    assert len(run_over(engine, config, 9)) == 1
+    assert early_ends(caplog) == [
+        "training has ended after 1 of 2 steps: the schedule has ended, although examples are left"
+    ]
+
+
+def run_over(engine, config, num_examples, score=lambda rollout: float(rollout.token_ids.sum() % 3)):
+    """Reports of a run over this number of prompts."""
+    model = make_model("qwen3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with engine.publisher(model) as publisher:
+        prompts = ([index, 3] for index in range(num_examples))
+        return list(grpo(engine, publisher, model, optimizer, prompts, score, config))
+
+
+def early_ends(caplog):
+    """Warnings of a run that has ended early."""
+    return [
+        record.message
+        for record in caplog.records
+        if record.levelno == logging.WARNING and "training has ended" in record.message
+    ]

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from inflight.tools.charts import text_of
+from inflight.tools.charts import figure_text
 from inflight.tools.plots import new_table
 from inflight.tools.report import is_records, values_of
 
@@ -24,7 +24,7 @@ def show(console: Console, result: dict[str, Any], options: Any) -> None:
     for path, value in values_of(measured):
         name, _, last = path.rpartition(".")
         row, column = (name, last) if last in COLUMNS else (path, "")
-        rows.setdefault(row, {})[column] = text_of(value)
+        rows.setdefault(row, {})[column] = figure_text(path, value)
     used = [column for column in COLUMNS if any(column in row for row in rows.values())]
     shown = new_table(", ".join([f"bench {result['bench']}", *changed]), "result", *used, left="result")
     for name, row in rows.items():
@@ -35,5 +35,5 @@ def show(console: Console, result: dict[str, Any], options: Any) -> None:
             columns = [dict(values_of(record)) for record in records]
             shown = new_table("", key, *("" for _ in columns), left=key)
             for name in dict.fromkeys(name for column in columns for name in column):
-                shown.add_row(name, *(text_of(column.get(name, "")) for column in columns))
+                shown.add_row(name, *(figure_text(name, column.get(name, "")) for column in columns))
             console.print(shown)

@@ -109,6 +109,9 @@ class RolloutStream:
         self.episodes: list[Callable[[], dict[str, Any]]] = []
         """Functions that return the fields of an event `Episodes`, one of each `inflight.Episodes` in progress."""
         self._nothing_to_learn = NothingToLearn()
+        self._unsubmitted: dict[int, tuple[Iterable[Any], list[Any]]] = {}
+        """Maps the `id` of an iterator of prompts to the iterator and the prompts that were read from it and not
+        submitted when `batches` ended."""
 
     @property
     def num_tokens(self) -> int:
@@ -225,7 +228,9 @@ class RolloutStream:
         group. The age of a batch's tokens is measured when the next batch is requested.
         Raises the exceptions of `groups`, and ScoreError if `score` fails and no rollout of a batch gets a reward.
         They lose no rollout, and neither does Ctrl-C: the next call of `batches` yields the rollouts that were not in a
-        batch yet, and calls `score` again.
+        batch yet, and calls `score` again. Prompts are read from their iterator up to one batch before they are
+        submitted. The next call with the same iterator begins with the prompts that were read and not submitted. A
+        list, or another iterable that is not an iterator, begins again with each call.
         On rank 0 of a trainer of several ranks, yields this rank's share of such batches. It then also raises
         RankLostError, naming a rank that has ended or does not take its share.
         """
@@ -234,11 +239,10 @@ class RolloutStream:
         submitter = (
             None if prompts is None else self._submitter(prompts, params, rollouts, ahead, episodes or self.engine)
         )
-        batches = self._whole_batches(rollouts, score, staleness, advantages, submitter)
-        with nullcontext() if submitter is None else submitter.in_background():
-            for batch in batches if self.sharing is None else self.sharing.shares(batches, self):
-                batch.observers = self.observers
-                yield batch
+        batches = self._whole_batches(rollouts, score, staleness, advantages, submitter, prompts)
+        for batch in batches if self.sharing is None else self.sharing.shares(batches, self):
+            batch.observers = self.observers
+            yield batch
 
     def _whole_batches(
         self,
@@ -247,12 +251,29 @@ class RolloutStream:
         staleness: Sequence[StalenessRule],
         advantages: str | Advantages,
         submitter: Submitter | None,
+        prompts: Iterable[Any] | None,
     ) -> Iterator[PackedBatch]:
-        if rollouts < 1:
-            raise ValueError(f"rollouts must be at least 1, got {rollouts}")
-        check_rules(staleness)
-        resolve_advantages(advantages)
-        scorer = None if score is None else self._scoring.score_with(score)
+        try:
+            if rollouts < 1:
+                raise ValueError(f"rollouts must be at least 1, got {rollouts}")
+            check_rules(staleness)
+            resolve_advantages(advantages)
+            scorer = None if score is None else self._scoring.score_with(score)
+            with nullcontext() if submitter is None else submitter.in_background():
+                yield from self._scored_batches(rollouts, scorer, staleness, advantages, submitter)
+        finally:
+            unsubmitted = [] if submitter is None else submitter.unsubmitted
+            if unsubmitted and isinstance(prompts, Iterator):  # Other iterables begin again in the next call.
+                self._unsubmitted[id(prompts)] = prompts, unsubmitted
+
+    def _scored_batches(
+        self,
+        rollouts: int,
+        scorer: GroupScorer | None,
+        staleness: Sequence[StalenessRule],
+        advantages: str | Advantages,
+        submitter: Submitter | None,
+    ) -> Iterator[PackedBatch]:
         more, num_batches, num_greedy, left_out = True, 0, 0, Dropped()
         while more:
             taken: list[GroupRecord] = []
@@ -332,6 +353,7 @@ class RolloutStream:
         if engine is None:
             raise InflightError("this stream has no engine that receives prompts: submit them to the engine yourself")
         params = params or SamplingParams()
+        _, unsubmitted = self._unsubmitted.pop(id(prompts), (prompts, []))
         return Submitter(
             engine,
             prompts,
@@ -339,6 +361,7 @@ class RolloutStream:
             ceil(rollouts / params.n),
             ahead=ahead,
             in_flight=self.ledger.queue.outstanding,
+            unsubmitted=unsubmitted,
         )
 
     def check_scores(self, scored: ScoredGroups, least: int) -> None:

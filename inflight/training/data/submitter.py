@@ -87,10 +87,12 @@ class Submitter:
         in_flight: Collection[int] = (),
         num_submitted: int = 0,
         state: dict[str, Any] | None = None,
+        unsubmitted: Iterable[Any] = (),
     ):
         """ahead, most_groups: as in `LeadController`. most_tokens: skip examples that might exceed this with an answer,
         and raise ValueError for the first ones; 0: no bound. in_flight, num_submitted, state: of a run that is
-        continued. Skips the examples that were submitted, unless the examples observe rewards; these load `state`."""
+        continued. Skips the examples that were submitted, unless the examples observe rewards; these load `state`.
+        unsubmitted: the examples that an earlier submitter has taken from the same iterator and not submitted."""
         self._engine, self._source, self._sampling = engine, examples, sampling
         self._observe = getattr(examples, "observe", None)
         if self._observe is None:
@@ -116,7 +118,7 @@ class Submitter:
         self._any_accepted = num_submitted > 0  # They were accepted before the run was saved.
         self._taken_early: set[int] = set()
         """Groups that were taken before their submission returned."""
-        self._buffer: deque[Any] = deque()
+        self._buffer: deque[Any] = deque(unsubmitted)
         self._has_ended = False
         """The iterator of examples has ended."""
         self._changed = threading.Condition()
@@ -161,6 +163,12 @@ class Submitter:
                 break
             with self._changed:
                 self._buffer.append(example)
+
+    @property
+    def unsubmitted(self) -> list[Any]:
+        """Examples that were taken from the iterator and not submitted."""
+        with self._changed:
+            return list(self._buffer)
 
     @property
     def is_over(self) -> bool:
@@ -329,10 +337,14 @@ class Submitter:
                 taken = [self._buffer.popleft() for _ in range(number)]
                 self.lead.start(number, now)
             accepted: list[int] = []
+            numbered = deque(enumerate(map(as_example, taken), self.num_submitted))
+            self.num_submitted += number
             try:
-                accepted = self._submit_examples(list(map(as_example, taken)), version)
+                self._submit_examples(numbered, version, accepted)
             finally:
+                self.num_submitted -= len(numbered)
                 with self._changed:
+                    self._buffer.extendleft(example for _, example in reversed(numbered))
                     self.lead.withdraw(number - len(accepted))
                     self.in_flight.update(accepted)
                     self.num_accepted += len(accepted)
@@ -342,20 +354,23 @@ class Submitter:
                     self._taken_early.clear()
             return len(accepted)
 
-    def _submit_examples(self, examples: list[Example], version: int | None) -> list[int]:
-        numbered = list(enumerate(examples, self.num_submitted))
-        self.num_submitted += len(numbered)
-        fitting = self._within_bound(numbered)
+    def _submit_examples(self, numbered: deque[tuple[int, Example]], version: int | None, accepted: list[int]) -> None:
+        """Submit examples and append the ids of their groups to `accepted`. Removes each example from `numbered` that
+        is submitted, skipped or refused. The others are left if this raises."""
+        fitting = self._within_bound(list(numbered))
+        numbered.clear()
+        numbered.extend(fitting)
         try:
-            accepted = self._accept([example for _, example in fitting], version)
-        except (
-            InvalidRequestError
-        ):  # The engine refuses all prompts if one is invalid, so each is submitted separately.
-            accepted = [one for index, example in fitting for one in self._accept_alone(index, example, version)]
+            accepted += self._accept([example for _, example in fitting], version)
+            numbered.clear()
+        except InvalidRequestError:  # The engine refuses all prompts if one is invalid: submit each separately.
+            while numbered:
+                index, example = numbered[0]
+                accepted += self._accept_alone(index, example, version)
+                numbered.popleft()
             if not (accepted or self._any_accepted):
                 raise
         self._any_accepted |= bool(accepted)
-        return accepted
 
     def _accept(self, examples: list[Example], version: int | None) -> list[int]:
         if not examples:

@@ -240,7 +240,7 @@ def test_a_run_of_episodes_has_tiles_of_its_episodes(shown, tmp_path):
     tiles = [re.split(r"\n+", tile) for tile in page.locator(".tile").all_inner_texts()]
     assert {lines[0]: lines[1:] for lines in tiles[-6:]} == {
         "Episodes": ["4in progress", "6 completed"],
-        "Tools": ["2calls in progress", "0 timed out"],
+        "Tool calls": ["2in progress", "0 timed out"],
         "Episodes that failed": ["4", "3 KeyError, 1 episode_timeout"],
         "Turns": ["3per episode", "2 s drawing"],
         "Tool time": ["0.5s", "per episode"],
@@ -304,6 +304,19 @@ def test_rollouts_are_coloured_by_version_and_by_ratio(shown, tmp_path):
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     expect(page.locator(".sample .about")).to_have_text("token 2: version 1, log ρ −0.2500")
+
+
+def test_given_tokens_have_no_version_and_no_colour(shown, tmp_path):
+    rollout = Sample(prompt="p", tokens=["c", "tool", "a"], versions=[3, None, 4], log_ratios=[0.5, None, 0.25])
+    run = [*made_run(30), Samples(time=time.time(), trainer_version=4, rollouts=[rollout])]
+    EventFile(tmp_path / "run").append(run)
+    card = shown().locator(".sample").first
+    expect(card.locator(".token")).to_have_text(["c", "a"])
+    expect(card.locator(".text")).to_have_text("pctoola")
+    card.focus()
+    for _ in range(2):
+        card.press("ArrowRight")
+    expect(card.locator(".about")).to_have_text("token 3: version 4, log ρ 0.2500")
 
 
 def test_the_page_follows_a_run_that_begins_goes_on_ends_and_begins_anew(shown, tmp_path):

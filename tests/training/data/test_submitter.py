@@ -9,7 +9,7 @@ import torch
 from tiny_models import make_model
 
 import inflight
-from inflight.core.errors import InvalidRequestError
+from inflight.core.errors import InvalidRequestError, ScoreError
 from inflight.training.data.submitter import Example, Submitter
 from inflight.training.grpo import grpo
 
@@ -177,3 +177,75 @@ def test_a_paused_submitter_submits_nothing(engine):
             assert submitter.num_submitted == 4
         assert wait_for(8) == 8
     engine.stream.ledger.drop(engine.stream.outstanding)
+
+
+@pytest.mark.parametrize("ahead", ["auto", 1])
+@pytest.mark.parametrize("interrupt", ["close", "score", "submission"])
+def test_an_interrupted_stream_loses_and_repeats_no_prompt_of_its_iterator(engine, monkeypatch, ahead, interrupt):
+    submit, fails = engine.submit, [False]
+
+    def failing(*args, **options):
+        if fails[0]:
+            fails[0] = False
+            raise OSError("no route to the engine")
+        return submit(*args, **options)
+
+    def raising(rollout):
+        raise KeyError("answer")
+
+    monkeypatch.setattr(engine, "submit", failing)
+    prompts, found = iter([[index, 3] for index in range(23)]), []
+
+    def batches(score=score):
+        return engine.stream.batches(rollouts=8, score=score, prompts=prompts, params=SAMPLING, ahead=ahead)
+
+    for _ in range(2):
+        interrupted = batches()
+        found += prompts_of([next(interrupted)])
+        if interrupt == "submission":
+            fails[0] = True
+            with pytest.raises(OSError, match="no route"):
+                found += prompts_of(interrupted)
+        interrupted.close()
+        if interrupt == "score":
+            with pytest.raises(ScoreError, match="KeyError"):
+                list(batches(raising))
+    found += prompts_of(batches())
+    assert sorted(chain(*found)) == list(range(23))
+    assert not engine.stream.outstanding
+
+
+def test_prompts_that_were_read_wait_for_their_own_iterator(engine):
+    def batches(prompts):
+        return engine.stream.batches(rollouts=4, score=score, prompts=prompts, params=SAMPLING)
+
+    first, second = (iter([[index, 3] for index in numbers]) for numbers in (range(12), range(20, 26)))
+    stopped = batches(first)
+    found = prompts_of([next(stopped)])
+    stopped.close()
+    with pytest.raises(ValueError, match="unknown advantages"):
+        next(engine.stream.batches(rollouts=4, score=score, prompts=first, params=SAMPLING, advantages="none"))
+    of_second = prompts_of(batches(second))
+    assert set(range(20, 26)) <= set(chain(*of_second))  # and groups of the first, which were in flight
+    found += of_second + prompts_of(batches(first))
+    assert sorted(chain(*found)) == [*range(12), *range(20, 26)]
+
+
+@pytest.mark.parametrize("ahead", ["auto", 1])
+def test_a_list_of_prompts_begins_again_with_each_call(engine, ahead):
+    prompts = [[index, 3] for index in range(6)]
+    for _ in range(2):
+        stopped = engine.stream.batches(rollouts=4, score=score, prompts=prompts, params=SAMPLING, ahead=ahead)
+        next(stopped)
+        stopped.close()
+        engine.stream.ledger.drop(engine.stream.outstanding)
+    found = prompts_of(engine.stream.batches(rollouts=4, score=score, prompts=prompts, params=SAMPLING, ahead=ahead))
+    assert sorted(chain(*found)) == list(range(6))
+
+
+def test_a_prompt_that_the_engine_refuses_is_not_submitted_again(engine):
+    prompts = iter([[3] * 100, [1, 3], [2, 3], [4, 3]])
+    with pytest.raises(InvalidRequestError, match="prompt 0"):
+        next(engine.stream.batches(rollouts=2, score=score, prompts=prompts, params=SAMPLING, ahead="auto"))
+    found = prompts_of(engine.stream.batches(rollouts=2, score=score, prompts=prompts, params=SAMPLING))
+    assert found == [[1], [2], [4]]

@@ -419,7 +419,7 @@ function episodeTiles({ num_running, num_calling, counts, seconds, reward }) {
   const each = (number) => text(ended > 0 ? number / ended : null);
   return [
     ["Episodes", text(num_running), "in progress", `${text(counts.completed ?? 0)} completed`],
-    ["Tools", text(num_calling), "calls in progress", `${text(counts["calls that timed out"] ?? 0)} timed out`],
+    ["Tool calls", text(num_calling), "in progress", `${text(counts["calls that timed out"] ?? 0)} timed out`],
     ["Episodes that failed", text(count), "", worst.join(", ") || "no exception or timeout"],
     ["Turns", each(counts.turns ?? 0), "per episode", `${each(seconds.turns ?? 0)} s drawing`],
     ["Tool time", each(seconds.calls ?? 0), "s", "per episode"],
@@ -465,7 +465,8 @@ function cardOf(sample, rollout) {
   words.append(make("span", { class: "prompt" }, rollout.prompt));
   rollout.tokens.forEach((token, i) => {
     const shown = token === "" ? "·" : token.replace(/\n/g, "⏎\n");
-    words.append(make("span", { class: "token", "data-version": rollout.versions[i], "data-ratio": rollout.log_ratios[i] ?? "" }, shown));
+    if (rollout.versions[i] === null) return words.append(make("span", { class: "prompt" }, shown)); // It was not drawn.
+    words.append(make("span", { class: "token", "data-index": i, "data-version": rollout.versions[i], "data-ratio": rollout.log_ratios[i] ?? "" }, shown));
   });
   if (total > rollout.tokens.length) words.append(` … ${total - rollout.tokens.length} more`);
   const about = make("p", { class: "about", "aria-live": "polite" }, HINT);
@@ -476,8 +477,8 @@ function cardOf(sample, rollout) {
     tokens[at]?.classList.remove("at");
     at = index;
     if (at < 0) return (about.textContent = HINT);
-    const { version, ratio } = tokens[at].dataset;
-    about.textContent = `token ${at + 1}: version ${version}, log ρ ${ratio === "" ? "not in the loss" : Number(ratio).toFixed(4).replace("-", "−")}`;
+    const { index: place, version, ratio } = tokens[at].dataset;
+    about.textContent = `token ${Number(place) + 1}: version ${version}, log ρ ${ratio === "" ? "not in the loss" : Number(ratio).toFixed(4).replace("-", "−")}`;
   };
   words.addEventListener("pointerover", (event) => event.target.classList.contains("token") && show(tokens.indexOf(event.target)));
   card.addEventListener("pointerleave", () => show(-1));

@@ -1,0 +1,142 @@
+"""Episodes of several turns as the rollouts of TRL's GRPOTrainer (written against trl 1.16, whose `rollout_func` and
+`env_mask` are experimental).
+
+    with inflight.launch(path) as engine, inflight.Episodes(engine, rollout) as episodes:
+        trainer = GRPOTrainer(model, episode_reward, train_dataset=rows, …, rollout_func=EpisodeRollouts(episodes))
+        publisher = engine.publisher(trainer.model)
+        trainer.add_callback(PublishCallback(publisher))  # of inflight.integrations.transformers
+        trainer.train()
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from inflight.core.errors import InflightError, InvalidRequestError
+from inflight.core.rollout import Rollout, samples_of
+from inflight.episodes.episodes import Episodes
+from inflight.integrations.trl import EngineRollouts, Prompt, sampling_params, trained_adapter, warn_of_bias
+
+
+class EpisodeRollouts(EngineRollouts):
+    """A `rollout_func` for GRPOTrainer: runs one episode for each completion of the trainer.
+
+    The rollout function gets the row of the trainer's dataset, as with `inflight.grpo`. TRL passes only its prompt, so
+    that rows with equal prompts must be equal. The prompt of a completion is the first prompt of the episode. Its
+    completion has all later tokens. `env_mask` is 1 for drawn tokens and 0 for given tokens, such as results of tools;
+    given tokens have no part in TRL's loss. Drawn tokens have the log-probabilities that the engine recorded.
+
+    Sampling parameters are the trainer's own, as in `EngineRollouts`. `max_completion_length` bounds each turn, and
+    `Limits(max_tokens=…)` an episode. Reward functions receive `episode_reward` of each completion, `weight_versions`
+    (one per completion token, None for given tokens) and `finish_reason`. `episode_reward` of this module returns the
+    first of these.
+
+    TRL takes exactly one sequence per completion. An episode with several token sequences, as after a branch or a
+    changed history, is refused with InflightError. An episode without a reward is masked out and has no advantage. If
+    no episode of a batch has a reward, InflightError is raised.
+    """
+
+    def __init__(self, episodes: Episodes, *, ahead: int = 0):
+        """ahead: as in `EngineRollouts`."""
+        super().__init__(episodes.engine, ahead=ahead)
+        self._episodes = episodes
+        self._rows: dict[bool, dict[bytes, Any]] = {}
+        """Rows of the training dataset (True) and of the evaluation dataset (False) by their prompts."""
+
+    def _cancel(self, group_ids: list[int]) -> None:
+        self._episodes.cancel(group_ids)
+
+    def _submit(self, prompts: list[Prompt], trainer: Any) -> list[int]:
+        """Submit the row of each run of equal prompts as a group. Returns the group ids in the order of the prompts."""
+        params = sampling_params(trainer)
+        if not self._warned:
+            self._warned = warn_of_bias(params)
+        adapter = trained_adapter(self._engine, trainer.model)
+        if adapter != self._episodes.turns.adapter:
+            raise InvalidRequestError(
+                f"the trainer trains the adapter {adapter!r}, and episodes draw with {self._episodes.turns.adapter!r}: pass "
+                f"Episodes(…, adapter={adapter!r})"
+            )
+        runs = [(self._row(prompt, trainer), len(list(run))) for prompt, run in groupby(prompts)]
+        group_ids: list[int] = []
+        for n, same_size in groupby(runs, key=lambda run: run[1]):
+            rows = [row for row, _ in same_size]
+            group_ids += self._episodes.submit(rows, msgspec.structs.replace(params, n=n), train=False)
+        return group_ids
+
+    def _row(self, prompt: Prompt, trainer: Any) -> Any:
+        training = bool(trainer.model.training)
+        if training not in self._rows:
+            self._rows[training] = _rows_by_prompt(trainer.train_dataset if training else trainer.eval_dataset)
+        row = self._rows[training].get(_key(prompt))
+        if row is None:
+            raise InvalidRequestError(
+                f"the prompt {prompt!r} is not in the trainer's dataset, so that its episode has no row"
+            )
+        return row
+
+    def _columns(self, groups: list[list[Rollout]], trainer: Any) -> dict[str, list]:
+        samples = [sample for group in groups for sample in samples_of(group)]
+        for sample in samples:
+            if len(sample) > 1:
+                raise InflightError(
+                    f"an episode of group {sample[0].group_id} has {len(sample)} token sequences, and TRL takes one: "
+                    "the rollout function has drawn a branch or changed the history of its messages; use inflight.grpo"
+                )
+        rollouts = [rollout for [rollout] in samples]
+        if all(rollout.reward is None for rollout in rollouts):
+            raise InflightError(f"no episode of a batch has a reward; reasons: {dict(self._episodes.counts)}")
+        eos = trainer.eos_token_ids[:1]
+        drawn = [_drawn(rollout) for rollout in rollouts]
+        return {
+            # TRL needs a prompt and a completion, also of an episode that has drawn nothing.
+            "prompt_ids": [rollout.prompt_token_ids.tolist() or eos for rollout in rollouts],
+            "completion_ids": [rollout.token_ids.tolist() or eos for rollout in rollouts],
+            "logprobs": [rollout.logprobs.tolist() or [0.0] for rollout in rollouts],
+            "env_mask": [
+                [int(is_drawn and rollout.reward is not None) for is_drawn in mask] or [0]
+                for rollout, mask in zip(rollouts, drawn, strict=True)
+            ],
+            "weight_versions": [
+                [
+                    version if is_drawn else None
+                    for version, is_drawn in zip(rollout.weight_versions.tolist(), mask, strict=True)
+                ]
+                or [None]
+                for rollout, mask in zip(rollouts, drawn, strict=True)
+            ],
+            "finish_reason": [rollout.finish_reason for rollout in rollouts],
+            "episode_reward": [rollout.reward for rollout in rollouts],
+        }
+
+
+def episode_reward(episode_reward: list[float | None], **_: Any) -> list[float | None]:
+    """A reward function for GRPOTrainer: returns the rewards of episodes."""
+    return episode_reward
+
+
+def _drawn(rollout: Rollout) -> list[bool]:
+    """Return True for each drawn token of a rollout, and False for each given token."""
+    return [turn.drawn for turn in rollout.turns for _ in range(turn.begin, turn.end)]
+
+
+def _rows_by_prompt(dataset: Any) -> dict[bytes, Any]:
+    """Map the prompts of a dataset, or of a dictionary of datasets, to their rows."""
+    datasets: Sequence[Any] = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
+    rows: dict[bytes, Any] = {}
+    for each in datasets:
+        if not hasattr(each, "__len__"):
+            raise InvalidRequestError("EpisodeRollouts needs a dataset with a length, to find the row of a prompt")
+        for row in each:
+            if rows.setdefault(_key(row["prompt"]), row) != row:
+                raise InvalidRequestError(
+                    f"two rows have the prompt {row['prompt']!r} and differ; TRL passes only prompts, so that the row "
+                    "of an episode is not known: make their prompts different"
+                )
+    return rows
+
+
+def _key(prompt: Prompt) -> bytes:
+    return msgspec.json.encode(prompt, order="deterministic")
