@@ -54,9 +54,10 @@ class EpisodeRollouts(EngineRollouts):
         if not self._warned:
             self._warned = warn_of_bias(params)
         adapter = trained_adapter(self._engine, trainer.model)
-        if adapter != self._episodes.turns.adapter:
+        drawing = self._episodes.turns.adapter
+        if adapter != drawing:
             raise InvalidRequestError(
-                f"the trainer trains the adapter {adapter!r}, and episodes draw with {self._episodes.turns.adapter!r}: pass "
+                f"the trainer trains the adapter {adapter!r}, and episodes draw with {drawing!r}: pass "
                 f"Episodes(…, adapter={adapter!r})"
             )
         runs = [(self._row(prompt, trainer), len(list(run))) for prompt, run in groupby(prompts)]

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
-from inflight.fleet.engine import Engine
+from inflight.server.engine import ServedEngine
 from inflight.server.options import PLACE
 from inflight.server.responses import ApiError
 from inflight.server.updates import Updates
@@ -28,7 +28,7 @@ class Adapter:
 class Adapters:
     """Loaded adapters. A slot is free again when its adapter was unloaded and no request uses it."""
 
-    def __init__(self, engine: Engine, updates: Updates):
+    def __init__(self, engine: ServedEngine, updates: Updates):
         self._updates = updates
         self.places = list(engine.options.adapters) if engine.info.adapter_layout is not None else []
         self.rank = engine.options.lora_rank

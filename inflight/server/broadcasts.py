@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from inflight.core.errors import BroadcastError, InvalidRequestError
-from inflight.fleet.engine import Engine
+from inflight.server.engine import ServedEngine
 from inflight.server.nccl_protocol import NcclGroup, Rendezvous, TensorList
 from inflight.server.requests import read_fields
 from inflight.server.responses import ApiError
@@ -34,7 +34,7 @@ two names."""
 class Broadcasts:
     """The group of one trainer, and its update in progress. One event loop uses it."""
 
-    def __init__(self, engine: Engine, updates: Updates):
+    def __init__(self, engine: ServedEngine, updates: Updates):
         self._engine, self._updates = engine, updates
         self._group: NcclGroup | None = None
         self._num_met = 0

@@ -11,8 +11,8 @@ import time
 from inflight.core.errors import InflightError
 from inflight.core.http_thread import HttpThread, listen
 from inflight.core.waiting import Wait
-from inflight.fleet.engine import Engine
 from inflight.server.app import make_app
+from inflight.server.engine import ServedEngine
 from inflight.server.options import ServerOptions
 from inflight.server.served import Served
 
@@ -30,7 +30,9 @@ _GRACE_S = 5
 class HttpServer(HttpThread):
     """Serves an engine until it is closed. A separate thread handles the requests."""
 
-    def __init__(self, engine: Engine, options: ServerOptions | None = None, listening: socket.socket | None = None):
+    def __init__(
+        self, engine: ServedEngine, options: ServerOptions | None = None, listening: socket.socket | None = None
+    ):
         """listening: a socket that listens at host and port already. Raises ListenError if neither is possible."""
         self.options = options = options or ServerOptions()
         self._engine = engine

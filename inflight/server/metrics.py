@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from inflight.core.errors import InflightError
 from inflight.core.messages import Status
-from inflight.fleet.engine import Engine
+from inflight.server.engine import ServedEngine
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -17,7 +17,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 class Metrics:
     """Counters of one server and of its engine."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: ServedEngine):
         self._engine = engine
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("inflight_http_requests", "Requests answered.", ["path", "status"], registry=registry)

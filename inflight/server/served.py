@@ -14,9 +14,9 @@ from inflight.chat.readers import ReplyReaders
 from inflight.chat.text import TextDecoder
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
-from inflight.fleet.engine import Engine
 from inflight.server.adapters import Adapter, Adapters
 from inflight.server.broadcasts import Broadcasts
+from inflight.server.engine import ServedEngine
 from inflight.server.generation import Bell, Generation
 from inflight.server.metrics import Metrics
 from inflight.server.options import ServerOptions
@@ -31,7 +31,7 @@ _CHECK_S = 0.01
 class Served:
     """An engine and the requests of its HTTP clients. One event loop uses it."""
 
-    def __init__(self, engine: Engine, options: ServerOptions):
+    def __init__(self, engine: ServedEngine, options: ServerOptions):
         self.engine, self.options = engine, options
         names = [name for name in (options.served_model_name, engine.options.model) if name]
         self.names = list(dict.fromkeys(names)) or ["inflight"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from inflight.core.errors import WeightFileError
-from inflight.fleet.engine import Engine
+from inflight.server.engine import ServedEngine
 from inflight.weights.trainer.adapter_files import AdapterFiles
 from inflight.weights.trainer.publisher import Publisher
 from inflight.weights.trainer.state_dict_source import Weights
@@ -37,7 +37,7 @@ class Updates:
     """Publishes for a server. An update returns when its version is live. The version becomes live between two forward
     passes of the running engine."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: ServedEngine):
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inflight-server-weights")
         self._publisher: Publisher | None = None
