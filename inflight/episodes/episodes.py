@@ -11,6 +11,7 @@ from typing import Any
 
 from inflight.core.arguments import named
 from inflight.core.errors import InflightError
+from inflight.core.extras import needing
 from inflight.core.failures import Failures, reason_of
 from inflight.core.messages import Prompt
 from inflight.core.rollout import Rollout
@@ -98,7 +99,7 @@ class Episodes:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time that episodes spent in "turns", "calls", "waits" for rate limits, and "rendering", added up over
         episodes."""
-        self.turns = Turns(engine, adapter, prefix_across_versions, self.counts)
+        self.turns = Turns(engine, adapter, prefix_across_versions, self.counts, _agent_server)
         """Draws the turns."""
         self.num_running = 0
         """Number of episodes in progress."""
@@ -399,6 +400,12 @@ class Episodes:
             )
         elif not task.cancelled():
             task.exception()  # else asyncio logs that nobody has read it
+
+
+def _agent_server() -> Any:
+    with needing("serve", "the endpoint of a session"):
+        from inflight.episodes.agent_server import AgentServer
+    return AgentServer
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

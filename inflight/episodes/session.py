@@ -195,7 +195,7 @@ class Session:
         are calls of `chat`. rewards: requests can also set rewards. An agent that runs code of the policy could then
         set its own. It needs the extra `serve`. Raises EpisodeEnd."""
         self._check_open()
-        return await self._turns.endpoint(self, rewards=rewards)
+        return (await self._turns.agent_server()).open(self, rewards=rewards)
 
     # ---- rewards ------------------------------------------------------------------------------------------------
 

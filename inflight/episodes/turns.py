@@ -7,24 +7,19 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from inflight.chat.conversation import Conversation
 from inflight.core.errors import InflightError
-from inflight.core.extras import needing
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.workers import Workers
-from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.saved_turns import EPISODE, Place, SavedTurns
 from inflight.episodes.watching import TurnBell
 from inflight.fleet.engine import Engine
-
-if TYPE_CHECKING:
-    from inflight.episodes.session import Session
 
 Watch = Callable[[Rollout], bool | None] | Callable[[Rollout], Awaitable[bool | None]]
 """A function of an unfinished turn that returns True to end it."""
@@ -33,8 +28,17 @@ Watch = Callable[[Rollout], bool | None] | Callable[[Rollout], Awaitable[bool | 
 class Turns:
     """The part of `Episodes` that sessions use: draws their turns, and reads and writes their messages."""
 
-    def __init__(self, engine: Engine, adapter: str | None, prefix_across_versions: int, counts: Counter[str]):
-        """counts: as `Episodes.counts`. The other arguments are as for `Episodes`."""
+    def __init__(
+        self,
+        engine: Engine,
+        adapter: str | None,
+        prefix_across_versions: int,
+        counts: Counter[str],
+        agent_server: Callable[[], Any],
+    ):
+        """counts: as `Episodes.counts`. agent_server: imports and returns the class AgentServer. The other arguments
+        are as for `Episodes`."""
+        self._agent_server = agent_server
         self._engine, self.adapter, self._across, self.counts = engine, adapter, prefix_across_versions, counts
         self.workers = Workers("call")
         self.num_calling = 0
@@ -125,16 +129,10 @@ class Turns:
             final.cancel()
         return replace(turn, finish_reason="stopped") if stopped and turn.finish_reason == "cancelled" else turn
 
-    async def endpoint(self, session: "Session", *, rewards: bool) -> Endpoint:
-        """Return an address at which agents use a session. The first call starts the server. Raises ListenError, and
-        MissingPackageError without the extra `serve`."""
-        kind = await asyncio.to_thread(_agent_server)  # The import takes longer than a turn.
+    async def agent_server(self) -> Any:
+        """Return the AgentServer, which the first call starts. Raises ListenError, and MissingPackageError without the
+        extra `serve`."""
+        kind = await asyncio.to_thread(self._agent_server)  # The import takes longer than a turn.
         if self.agents is None:
             self.agents = kind()
-        return self.agents.open(session, rewards=rewards)
-
-
-def _agent_server() -> Any:
-    with needing("serve", "the endpoint of a session"):
-        from inflight.episodes.agent_server import AgentServer
-    return AgentServer
+        return self.agents
