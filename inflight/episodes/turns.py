@@ -38,7 +38,7 @@ class Turns:
     ):
         """counts: as `Episodes.counts`. agent_server: imports and returns the class AgentServer. The other arguments
         are as for `Episodes`."""
-        self._agent_server = agent_server
+        self.import_server = agent_server
         self._engine, self.adapter, self._across, self.counts = engine, adapter, prefix_across_versions, counts
         self.workers = Workers("call")
         self.num_calling = 0
@@ -132,7 +132,7 @@ class Turns:
     async def agent_server(self) -> Any:
         """Return the AgentServer, which the first call starts. Raises ListenError, and MissingPackageError without the
         extra `serve`."""
-        kind = await asyncio.to_thread(self._agent_server)  # The import takes longer than a turn.
+        kind = await asyncio.to_thread(self.import_server)  # The import takes longer than a turn.
         if self.agents is None:
             self.agents = kind()
         return self.agents

@@ -66,7 +66,7 @@ class _Recorded(Episodes):
     def __init__(self, engine: Engine, rollout: RolloutFunction, *, max_running: int):
         super().__init__(engine, rollout, max_running=max_running, prefix_across_versions=ACROSS)
         self.requests: dict[int, Requests] = defaultdict(list)
-        self.turns = _RecordedTurns(engine, None, ACROSS, self.counts)
+        self.turns = _RecordedTurns(engine, None, ACROSS, self.counts, self.turns.import_server)
         self.turns.requests = self.requests
 
 
