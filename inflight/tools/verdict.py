@@ -71,12 +71,15 @@ def _learning(run: RecordedRun, signal: Finding) -> Finding:
     rewards = list(run.values("reward", steps).values())
     means = [fmean(rewards[max(0, end - ENDS) : end]) for end in range(len(rewards), 0, -ENDS)]
     first, now, jump = fmean(rewards[:ENDS]), means[0], JUMP * noise_of(rewards) * sqrt(2 / ENDS)
+    recent = rewards[-WINDOW:]
+    rose = min(recent[-ENDS:]) > max(recent[:FEWEST])  # A rise that ends within the window is no line.
     facts = f"Reward: {first:.3g} at first, {max(means):.3g} at best, {now:.3g} now. "
     facts += f"Trend of {span} steps: {slope * span:+.2g} ± {ERRORS * error * span:.1g}."
     no_rise = (f"The likeliest cause: {signal.state}.", signal.change) if signal.level in ("note", "alarm") else None
     return _first_of("learning", facts, [
         (slope > ERRORS * error, "good", "learning", "", ""),
         (slope < -ERRORS * error or max(means) - now > jump, "alarm", "the reward fell", *(no_rise or _FALLS)),
+        (rose, "good", "learning", "", ""),
         (now - first > jump, "note", "flat", *(no_rise or _FLAT)),
         (True, "note", "not yet learning", *(no_rise or _NOT_YET)),
     ])  # fmt: skip

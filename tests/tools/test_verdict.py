@@ -46,6 +46,8 @@ def finding(run: RecordedRun, topic: str) -> Finding:
 
 
 FLAT = np.concatenate([np.linspace(0.1, 0.9, 30), np.full(60, 0.9)]) + noise(90)
+SOON_LEARNED = np.concatenate([np.full(8, 0.1), np.linspace(0.1, 0.95, 8), np.full(24, 0.95)]) + noise(40)
+"""A short run that ends with almost all rewards, so that no line fits it."""
 FALLEN = np.concatenate([np.full(60, 0.8), np.linspace(0.8, 0.3, 40)]) + noise(100)
 
 
@@ -54,6 +56,7 @@ FALLEN = np.concatenate([np.full(60, 0.8), np.linspace(0.8, 0.3, 40)]) + noise(1
     [
         (rising(), {}, "good", "learning", "Trend of 50 steps: +0.5"),
         (FLAT, {}, "note", "flat", "Take harder prompts."),
+        (SOON_LEARNED, {}, "good", "learning", "0.116 at first, 0.956 at best"),
         (0.3 + noise(60), {}, "note", "not yet learning", "noise hides a rise. Raise `groups_per_step`."),
         (np.full(60, 0.1), {}, "note", "not yet learning", "Trend of 50 steps: +0 ± "),
         (0.6 - 0.5 * (np.arange(80) > 60) + noise(80), {}, "alarm", "the reward fell", "at best, 0."),
