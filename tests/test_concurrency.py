@@ -59,8 +59,10 @@ def test_many_tasks_generate_on_one_engine(engine, alone):
 
 def test_groups_are_iterated_in_a_task_as_they_finish(engine, alone):
     async def work():
+        engine.pause()  # else the long one could end before the short one is submitted
         [long] = engine.submit([PROMPTS[0]], inflight.SamplingParams(max_tokens=60, ignore_eos=True), train=False)
         [short] = engine.submit([PROMPTS[1]], params(1), train=False)
+        engine.resume()
         return [group async for group in engine.stream.agroups([long, short])], long, short
 
     groups, long, short = asyncio.run(work())

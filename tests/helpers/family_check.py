@@ -200,7 +200,7 @@ def _engine(directory: str, dtype: str, device: str = "cpu") -> Iterator[Engine]
         engine.close()
 
 
-def _generate(directory: str, dtype: str, device: str) -> tuple[list[Rollout], str | None]:
+def _generate(directory: str, dtype: str, device: str = "cpu") -> tuple[list[Rollout], str | None]:
     """What the engine draws, and why it runs unfused, if it does."""
     with _engine(directory, dtype, device) as engine:
         prompts, arrivals = _prompts(engine.options.max_context)
