@@ -67,6 +67,7 @@ def test_nothing_is_lost_or_drawn_again(decided_dir, undisturbed, model, tmp_pat
         run.progress = {"step": 3, "names": ["a"]}
         run.save(tmp_path / "saved")
         random_numbers = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        saved_ns = now_ns()
     assert (tmp_path / "saved").stat().st_mode & 0o777 == 0o700
     assert [(p.name, p.stat().st_mode & 0o777) for p in (tmp_path / "saved").iterdir()] == [("run.inflight", 0o600)]
     header, arrays, random_arrays = _read(tmp_path / "saved" / "run.inflight")
