@@ -1,4 +1,4 @@
-"""Runs `inflight demo --real` with several seeds: about ten minutes each on 2 cores, and needs the model's package.
+"""Runs `inflight demo --real` with several seeds: about two minutes each on 2 cores, and needs the model's package.
 
     python benchmarks/demo_real.py [SEED …]   # 0 1 2
 
