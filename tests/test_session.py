@@ -106,11 +106,12 @@ def test_a_sleeping_engine_holds_no_blocks_and_goes_on_where_it_was(launch):
 
 @pytest.mark.medium
 def test_a_pinned_group_keeps_its_version_through_publishes(launch):
-    engine = launch(slots=3)
-    [pinned] = engine.submit([[1, 2, 3]], LONG, version=LIVE_VERSION)
-    [free] = engine.submit([[1, 2, 3]], LONG)
-    wait_for_tokens(engine, pinned, 3)
+    engine = launch(slots=3, max_context=4096)
+    lasting = inflight.SamplingParams(max_tokens=3000, seed=5, ignore_eos=True)  # longer than two publishes
     with engine.publisher(make_model("qwen3", seed=1)) as publisher:
+        [pinned] = engine.submit([[1, 2, 3]], lasting, version=LIVE_VERSION)
+        [free] = engine.submit([[1, 2, 3]], lasting)
+        wait_for_tokens(engine, free, 3)
         for version in (1, 2):
             publisher.publish()
             engine.wait_for_version(version)
