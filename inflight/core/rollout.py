@@ -165,6 +165,12 @@ class Rollout:
         return mask
 
     @property
+    def drawn_versions(self) -> list[int | None]:
+        """The weight version of each token, None for given tokens."""
+        versions = self.weight_versions.tolist()
+        return [version if is_drawn else None for version, is_drawn in zip(versions, self.drawn, strict=True)]
+
+    @property
     def num_drawn(self) -> int:
         """Number of tokens that the policy drew."""
         return len(self.token_ids) - sum(turn.end - turn.begin for turn in self.turns if not turn.drawn)

@@ -34,11 +34,11 @@ class Turns:
         adapter: str | None,
         prefix_across_versions: int,
         counts: Counter[str],
-        agent_server: Callable[[], Any],
+        import_server: Callable[[], Any],
     ):
-        """counts: as `Episodes.counts`. agent_server: imports and returns the class AgentServer. The other arguments
+        """counts: as `Episodes.counts`. import_server: imports and returns the class AgentServer. The other arguments
         are as for `Episodes`."""
-        self.import_server = agent_server
+        self.import_server = import_server
         self._engine, self.adapter, self._across, self.counts = engine, adapter, prefix_across_versions, counts
         self.workers = Workers("call")
         self.num_calling = 0
@@ -61,7 +61,7 @@ class Turns:
         return Conversation(self._tokenizer)
 
     def text(self, token_ids: np.ndarray, params: SamplingParams) -> str:
-        """Decode tokens, without a tokenizer to ""."""
+        """Return the text of tokens, "" without a tokenizer."""
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=params.skip_special_tokens)

@@ -111,19 +111,25 @@ class EngineRollouts:
 
     def _submit(self, prompts: list[Prompt], trainer: Any) -> list[int]:
         """Submit each run of equal prompts as a group. Returns the group ids in the order of the prompts."""
-        params = sampling_params(trainer)
+        params = _sampling_params(trainer)
         if not self._warned:
             self._warned = warn_of_bias(params)
-        adapter = trained_adapter(self._engine, trainer.model)
+        adapter = _trained_adapter(self._engine, trainer.model)
         runs = [(prompt, len(list(run))) for prompt, run in groupby(prompts)]
-        texts = [prompt for prompt, _ in runs]
-        kwargs = trainer.chat_template_kwargs
-        token_ids = iter(encode(texts, trainer.processing_class, chat_template=trainer.chat_template, **kwargs))
+        tasks = iter(self._tasks([prompt for prompt, _ in runs], trainer))
         group_ids: list[int] = []
         for n, same_size in groupby(runs, key=lambda run: run[1]):
-            ids = [next(token_ids) for _ in same_size]
-            group_ids += self._engine.submit(ids, msgspec.structs.replace(params, n=n), adapter=adapter, train=False)
+            of_same_size = [next(tasks) for _ in same_size]
+            group_ids += self._submit_tasks(of_same_size, msgspec.structs.replace(params, n=n), adapter)
         return group_ids
+
+    def _tasks(self, prompts: list[Prompt], trainer: Any) -> list[Any]:
+        """Return the content of the group of each prompt."""
+        kwargs = trainer.chat_template_kwargs
+        return encode(prompts, trainer.processing_class, chat_template=trainer.chat_template, **kwargs)
+
+    def _submit_tasks(self, tasks: list[Any], params: SamplingParams, adapter: str | None) -> list[int]:
+        return self._engine.submit(tasks, params, adapter=adapter, train=False)
 
     def _submit_ahead(self, prompts: list[Prompt], trainer: Any) -> None:
         """Submit the batches that will follow `prompts`, until `ahead` of them are in flight."""
@@ -199,7 +205,7 @@ _GENERATION_KWARGS = {name: name for name in (*_STOPPING, *_FILTERS, "logit_bias
 """Maps the supported `generation_kwargs`, also under Transformers' names, to fields of `SamplingParams`."""
 
 
-def sampling_params(trainer: Any) -> SamplingParams:
+def _sampling_params(trainer: Any) -> SamplingParams:
     settings: dict[str, Any] = {name: getattr(trainer, name) for name in ("temperature", *_FILTERS)}
     settings |= {"max_tokens": trainer.max_completion_length, "stop_token_ids": trainer.eos_token_ids}
     for name, value in (trainer.args.generation_kwargs or {}).items():
@@ -264,7 +270,7 @@ def warn_of_bias(params: SamplingParams) -> bool:
     return biased
 
 
-def trained_adapter(engine: Engine, model: Any) -> str | None:
+def _trained_adapter(engine: Engine, model: Any) -> str | None:
     """Return the adapter that a PEFT model trains, if the engine has adapters: a publisher sends nothing else."""
     if engine.info.adapter_layout is None or not is_peft(model):
         return None

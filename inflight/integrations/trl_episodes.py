@@ -9,15 +9,15 @@
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import msgspec
 
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.rollout import Rollout, samples_of
+from inflight.core.sampling import SamplingParams
 from inflight.episodes.episodes import Episodes
-from inflight.integrations.trl import EngineRollouts, Prompt, sampling_params, trained_adapter, warn_of_bias
+from inflight.integrations.trl import EngineRollouts, Prompt
 
 
 class EpisodeRollouts(EngineRollouts):
@@ -48,24 +48,17 @@ class EpisodeRollouts(EngineRollouts):
     def _cancel(self, group_ids: list[int]) -> None:
         self._episodes.cancel(group_ids)
 
-    def _submit(self, prompts: list[Prompt], trainer: Any) -> list[int]:
-        """Submit the row of each run of equal prompts as a group. Returns the group ids in the order of the prompts."""
-        params = sampling_params(trainer)
-        if not self._warned:
-            self._warned = warn_of_bias(params)
-        adapter = trained_adapter(self._engine, trainer.model)
+    def _tasks(self, prompts: list[Prompt], trainer: Any) -> list[Any]:
+        return [self._row(prompt, trainer) for prompt in prompts]
+
+    def _submit_tasks(self, tasks: list[Any], params: SamplingParams, adapter: str | None) -> list[int]:
         drawing = self._episodes.turns.adapter
         if adapter != drawing:
             raise InvalidRequestError(
                 f"the trainer trains the adapter {adapter!r}, and episodes draw with {drawing!r}: pass "
                 f"Episodes(…, adapter={adapter!r})"
             )
-        runs = [(self._row(prompt, trainer), len(list(run))) for prompt, run in groupby(prompts)]
-        group_ids: list[int] = []
-        for n, same_size in groupby(runs, key=lambda run: run[1]):
-            rows = [row for row, _ in same_size]
-            group_ids += self._episodes.submit(rows, msgspec.structs.replace(params, n=n), train=False)
-        return group_ids
+        return self._episodes.submit(tasks, params, train=False)
 
     def _row(self, prompt: Prompt, trainer: Any) -> Any:
         training = bool(trainer.model.training)
@@ -90,24 +83,15 @@ class EpisodeRollouts(EngineRollouts):
         if all(rollout.reward is None for rollout in rollouts):
             raise InflightError(f"no episode of a batch has a reward; reasons: {dict(self._episodes.counts)}")
         eos = trainer.eos_token_ids[:1]
-        drawn = [_drawn(rollout) for rollout in rollouts]
         return {
             # TRL needs a prompt and a completion, also of an episode that has drawn nothing.
             "prompt_ids": [rollout.prompt_token_ids.tolist() or eos for rollout in rollouts],
             "completion_ids": [rollout.token_ids.tolist() or eos for rollout in rollouts],
             "logprobs": [rollout.logprobs.tolist() or [0.0] for rollout in rollouts],
             "env_mask": [
-                [int(is_drawn and rollout.reward is not None) for is_drawn in mask] or [0]
-                for rollout, mask in zip(rollouts, drawn, strict=True)
+                (rollout.drawn & (rollout.reward is not None)).astype(int).tolist() or [0] for rollout in rollouts
             ],
-            "weight_versions": [
-                [
-                    version if is_drawn else None
-                    for version, is_drawn in zip(rollout.weight_versions.tolist(), mask, strict=True)
-                ]
-                or [None]
-                for rollout, mask in zip(rollouts, drawn, strict=True)
-            ],
+            "weight_versions": [rollout.drawn_versions or [None] for rollout in rollouts],
             "finish_reason": [rollout.finish_reason for rollout in rollouts],
             "episode_reward": [rollout.reward for rollout in rollouts],
         }
@@ -116,11 +100,6 @@ class EpisodeRollouts(EngineRollouts):
 def episode_reward(episode_reward: list[float | None], **_: Any) -> list[float | None]:
     """A reward function for GRPOTrainer: returns the rewards of episodes."""
     return episode_reward
-
-
-def _drawn(rollout: Rollout) -> list[bool]:
-    """Return True for each drawn token of a rollout, and False for each given token."""
-    return [turn.drawn for turn in rollout.turns for _ in range(turn.begin, turn.end)]
 
 
 def _rows_by_prompt(dataset: Any) -> dict[bytes, Any]:

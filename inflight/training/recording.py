@@ -22,7 +22,6 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
 from inflight.core.messages import Status, Welcome
 from inflight.core.options import EngineOptions
-from inflight.core.rollout import Rollout
 from inflight.core.version import __version__
 from inflight.observability.event_file import MAX_BYTES, EventFile
 from inflight.observability.events import (
@@ -370,7 +369,7 @@ def _samples(batch: PackedBatch, log_ratios: np.ndarray, texts: Texts) -> Sample
             Sample(
                 prompt=rollout.prompt[-_SHOWN_PROMPT:],
                 tokens=texts.of_tokens(rollout.token_ids[:shown].tolist()),
-                versions=_drawn_versions(rollout)[:shown],
+                versions=rollout.drawn_versions[:shown],
                 log_ratios=[_rounded(value) if isfinite(value) else None for value in logs],
                 reward=None if rollout.reward is None else float(rollout.reward),
                 finish_reason=rollout.finish_reason,
@@ -378,15 +377,6 @@ def _samples(batch: PackedBatch, log_ratios: np.ndarray, texts: Texts) -> Sample
             )
         )
     return Samples(time=_now(), trainer_version=batch.trainer_version, rollouts=found)
-
-
-def _drawn_versions(rollout: Rollout) -> list[int | None]:
-    """Return the version of each token, None for given tokens."""
-    versions: list[int | None] = rollout.weight_versions.tolist()
-    for turn in rollout.turns:
-        if not turn.drawn:
-            versions[turn.begin : turn.end] = [None] * (turn.end - turn.begin)
-    return versions
 
 
 def _texts(options: Any, name: str = "") -> dict[str, str]:

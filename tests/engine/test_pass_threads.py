@@ -78,7 +78,7 @@ def test_windows_with_other_numbers_of_rows_decide_nothing():
 
 
 def test_trials_that_cannot_be_compared_are_rare_too():
-    """The client computes for so long that passes seem to have a neighbour, and each window has other rows."""
+    """A client with long bursts looks like a busy neighbour, and each window has other rows."""
     machine = Cores(2, 0.001)
     machine.burst_s = 0.8 * machine.pass_s(2)
     threads = machine.threads

@@ -187,8 +187,8 @@ def settings(**changes) -> SimpleNamespace:
 
 def test_sampling_settings_reach_the_engine():
     expected = inflight.SamplingParams(max_tokens=6, temperature=0.9, stop_token_ids=(7, 8))
-    assert integration.sampling_params(settings()) == expected
-    params = integration.sampling_params(
+    assert integration._sampling_params(settings()) == expected
+    params = integration._sampling_params(
         settings(
             repetition_penalty=1.3,
             min_p=0.1,
@@ -205,13 +205,13 @@ def test_sampling_settings_reach_the_engine():
     assert (params.repetition_penalty, params.min_p, params.top_k, params.stop) == (1.3, 0.1, 5, ("end",))
     assert (params.min_tokens, params.max_tokens, params.stop_token_ids) == (2, 4, (7, 8, 9))
     assert params.logit_bias == {3: -1.0}
-    assert integration.sampling_params(settings(generation_kwargs={"stop": ["a", "b"]})).stop == ("a", "b")
+    assert integration._sampling_params(settings(generation_kwargs={"stop": ["a", "b"]})).stop == ("a", "b")
 
 
 @pytest.mark.parametrize("name", ["n", "seed", "temperature", "num_beams", "return_sampling_mask", "do_sample"])
 def test_generation_kwargs_that_would_be_ignored_are_refused_by_name(name):
     with pytest.raises(InvalidRequestError, match=f"generation_kwargs has {name!r}.*it takes max_tokens"):
-        integration.sampling_params(settings(generation_kwargs={name: 1}))
+        integration._sampling_params(settings(generation_kwargs={name: 1}))
 
 
 def test_a_run_with_a_repetition_penalty_and_stop_strings(path, tmp_path, engine, caplog):

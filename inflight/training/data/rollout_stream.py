@@ -230,7 +230,7 @@ class RolloutStream:
         They lose no rollout, and neither does Ctrl-C: the next call of `batches` yields the rollouts that were not in a
         batch yet, and calls `score` again. Prompts are read from their iterator up to one batch before they are
         submitted. The next call with the same iterator begins with the prompts that were read and not submitted. A
-        list, or another iterable that is not an iterator, begins again with each call.
+        list begins again with each call, and so does any other iterable that is no iterator.
         On rank 0 of a trainer of several ranks, yields this rank's share of such batches. It then also raises
         RankLostError, naming a rank that has ended or does not take its share.
         """
