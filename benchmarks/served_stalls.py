@@ -4,10 +4,10 @@
 
 Each server is a separate process with one thread for forward passes. The servers get the same load alternately, in two
 rounds: RATE streamed requests per second at the same random times, and a checkpoint to load every second. vLLM is
-paused (mode "keep") around its update. `stall_ms`: per update, the longest time without a token for any client between
-the call and its answer. `quiet_ms`: the same in the half second before the call. Percentiles leave out the first
-updates of a server. `engine_stall_ms`: our engine's own measure. 100 UPDATES of each server take four minutes on an
-idle machine. `make peers` installs vLLM.
+paused (mode "keep") around its update. `stall_ms`: per update, the longest time between two tokens of a request that
+overlaps with the update, over all requests. `quiet_ms`: the same for the half second before the call. Updates without a
+running request have no stall. Percentiles leave out the first updates of a server. `engine_stall_ms`: our engine's own
+measure. 100 UPDATES of each server take four minutes on an idle machine. `make peers` installs vLLM.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class Server:
 
     def __init__(self, url: str, kind: str, http: aiohttp.ClientSession):
         self._url, self._kind, self._http = url, kind, http
-        self._arrivals, self._updates = list[int](), list[tuple[int, int]]()
+        self._arrivals, self._updates = list[np.ndarray](), list[tuple[int, int]]()
 
     async def _ask(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> str:
         async with self._http.request(method, self._url + path, json=body) as answer:
@@ -77,7 +77,7 @@ class Server:
             lines = [(line, monotonic_ns()) async for line in answer.content if line.startswith(b"data: {")]
         if not lines or b'"length"' not in lines[-1][0]:
             raise RuntimeError(f"{self._kind} has not finished an answer: {lines[-1:]}")
-        self._arrivals += [time for _, time in lines]
+        self._arrivals.append(np.array([time for _, time in lines]))
 
     async def measure(self, directories: list[str], updates: int, seed: int) -> None:
         """Draw at random times, and update. Raises RuntimeError if the weights do not change."""
@@ -92,18 +92,23 @@ class Server:
         await asyncio.gather(*drawing)
 
     async def result(self) -> dict[str, Any]:
-        times, lines = np.unique(self._arrivals), (await self._ask("/metrics", None, "GET")).splitlines()
+        lines = (await self._ask("/metrics", None, "GET")).splitlines()
+        begins, ends = (
+            np.concatenate([times[part] for times in self._arrivals]) for part in (slice(-1), slice(1, None))
+        )
 
-        def silence(begin: int, end: int) -> float:
-            return round(float(np.diff(times)[(times[1:] > begin) & (times[:-1] < end)].max()) / 1e6, 1)
+        def stalls(periods: list[tuple[int, int]]) -> list[float]:
+            during = [(ends > begin) & (begins < end) for begin, end in periods]
+            return [round(float((ends - begins)[gaps].max()) / 1e6, 1) for gaps in during if gaps.any()]
 
-        stalls = [silence(*update) for update in self._updates]
+        updates = self._updates[WARM_UP:]
+        found = stalls(updates)
         return {
-            "stall_ms": percentiles(stalls[WARM_UP:]),
-            "quiet_ms": percentiles([silence(called - 500_000_000, called) for called, _ in self._updates[WARM_UP:]]),
-            "update_ms": percentiles([(answered - called) / 1e6 for called, answered in self._updates[WARM_UP:]]),
+            "stall_ms": percentiles(found),
+            "quiet_ms": percentiles(stalls([(called - 500_000_000, called) for called, _ in updates])),
+            "update_ms": percentiles([(answered - called) / 1e6 for called, answered in updates]),
             "engine_stall_ms": {x.split('"')[1]: 1e3 * float(x.split()[1]) for x in lines if "stall_seconds{" in x},
-            "stalls_ms": stalls,
+            "stalls_ms": found,
         }
 
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from inflight.core.extras import needing
+from inflight.core.garbage import without_full_collections
 from inflight.core.option import argument, option
 from inflight.core.version import __version__
 from inflight.server.options import ServerOptions
@@ -104,7 +105,7 @@ def serve(model: ServedModel, options: ServerOptions) -> None:
     with console.status(f"loading {model.model}"):
         engine = Engine(engine_options)
     log_engine(engine.info)
-    with engine, HttpServer(engine, options, listening) as server:
+    with engine, HttpServer(engine, options, listening) as server, without_full_collections():
         console.print(f"{model.model} is served at {server.url}", markup=False, highlight=False, soft_wrap=True)
         server.wait()
 

@@ -1,7 +1,6 @@
 """The engine's process. It answers the control socket between forward passes and sends every frame to the stream, until
 it is stopped."""
 
-import gc
 import logging
 import os
 import tempfile
@@ -18,6 +17,7 @@ from inflight_kernels import _cpu
 from inflight.core.by_name import load_by_name
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
+from inflight.core.garbage import without_full_collections
 from inflight.core.messages import (
     PROTOCOL,
     Call,
@@ -94,13 +94,14 @@ class EngineProcess:
             engine.scheduler.admits = may_begin(engine, self._stream)
             if not engine.idle:
                 self._states.enter(GENERATING)
-            began_ns, began_cpu_s = now_ns(), process_time()
+            threads = self._threads
+            began_ns, began_cpu_s = now_ns(), 0.0 if threads is None else process_time()
             frame = engine.step()
             self._stream.state = state_of(engine)
             self._step_ns = now_ns() - began_ns
             if frame is not None:
-                if self._threads is not None and frame.header.num_tokens and not frame.header.starts:
-                    self._threads.passed(frame.header.num_tokens, self._step_ns / 1e9, process_time() - began_cpu_s)
+                if threads is not None and frame.header.num_tokens and not frame.header.starts:
+                    threads.passed(frame.header.num_tokens, self._step_ns / 1e9, process_time() - began_cpu_s)
                 self._stream.send(frame, at_once=engine.idle or frame.header.swap is not None)
             else:
                 self._stream.flush()
@@ -244,11 +245,9 @@ def serve(startup: Startup, stop_with: Callable[[Callable[[], None]], None]) -> 
         process = EngineProcess(engine, control, stream, directory, transports, tcp)
         at_end.callback(process.close)
         stop_with(process.shutdown)
-        gc.collect()
-        # Objects from importing and loading live to the end, and walking them stops the generator for 1/4 second.
-        gc.freeze()
         logger.info("engine %s serves %s: %s", engine.headers.engine_id, options.model, engine.description)
         if options.listen:
             logger.info("clients with a key may connect to %s, and to port %d for the stream", *tcp)
-        process.run()
+        with without_full_collections():
+            process.run()
     return 0

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from inflight.core.errors import InflightError
+from inflight.core.garbage import without_full_collections
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
@@ -17,7 +18,6 @@ from inflight.engine.loop.engine import Engine
 from inflight.tools.bench.options import HostOptions
 from inflight.tools.bench.spread import p50_and_p99
 from inflight.tools.bench.stubbed_device import stubbed
-from inflight.tools.demo.trainer import without_full_collections
 from inflight.tools.progress import Progress, untold
 
 WARM_UP_STEPS = 20

@@ -22,6 +22,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from inflight.core.clock import now_ns
+from inflight.core.garbage import without_full_collections
 from inflight.core.sampling import SamplingParams
 from inflight.engine.model.device import resolve_device
 from inflight.engine.model.shapes import SHAPES
@@ -39,7 +40,6 @@ from inflight.tools.demo.trainer import (
     split_cores,
     torch_threads,
     warm_up,
-    without_full_collections,
 )
 from inflight.tools.plots import SMOOTHING_STEPS, smoothed
 from inflight.tools.progress import Progress, part_of, parts_of, untold

@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
 from inflight.core.files import file_errors, replacing
+from inflight.core.garbage import without_full_collections
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span
@@ -54,7 +55,6 @@ from inflight.tools.demo.trainer import (
     split_cores,
     torch_threads,
     warm_up,
-    without_full_collections,
 )
 from inflight.tools.environment import environment, write_json
 from inflight.tools.progress import Progress, shown_on

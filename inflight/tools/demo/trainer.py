@@ -1,7 +1,6 @@
 """The trainer's side of a loop on this machine: its share of the cores, its model, and the short supervised phase that
 gives a small model something for reinforcement learning to improve."""
 
-import gc
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,17 +55,6 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def without_full_collections() -> Iterator[None]:
-    """Prevent full garbage collections, which take a quarter of a second now and then."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()  # some libraries report uncollected objects as leaks at the end of the process
 
 
 def load_trainer(name: str, device: torch.device) -> PreTrainedModel:

@@ -1,0 +1,17 @@
+"""Garbage collection that does not pause a process for long."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_full_collections() -> Iterator[None]:
+    """Keep the collector from objects that exist already. Walking those of torch and Transformers takes up to a quarter
+    of a second, now and then."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # some libraries report uncollected objects as leaks at the end of the process
