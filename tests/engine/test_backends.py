@@ -19,7 +19,7 @@ import own_columns
 import pytest
 import torch
 from backends import BACKENDS, TOLERANCE, draw_some, launch, make_tied
-from full_forward import full_forward_logprobs
+from full_forward import logprob_error
 from truth_teller import make_truth_teller
 
 import inflight
@@ -80,7 +80,7 @@ def worst_error(engine, model) -> float:
         prompts = [[rng.randrange(199) for _ in range(length)] for length in (1, 7, 40)]
         for group in engine.generate(prompts, params, timeout_s=120):
             for rollout in group:
-                worst = max(worst, np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max())
+                worst = max(worst, logprob_error(model, rollout))
     return worst
 
 
@@ -234,7 +234,7 @@ def test_a_sleeping_engine_goes_on_where_it_was(engine, trainer):
     [rollouts] = engine.stream.collect([group], timeout_s=120)
     for rollout in rollouts:
         assert len(rollout.token_ids) == 100
-        assert np.abs(full_forward_logprobs(trainer, rollout) - rollout.logprobs).max() < TOLERANCE
+        assert logprob_error(trainer, rollout) < TOLERANCE
 
 
 def test_versions_that_do_not_fit_are_refused_and_the_old_one_serves(engine, trainer, monkeypatch):

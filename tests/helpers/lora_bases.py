@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import numpy as np
 import peft_kinds
 import pytest
-from full_forward import full_forward_logprobs
+from full_forward import logprob_error
 from peers_python import PEERS_PYTHON
 from tiny_models import WIDE_HEADS, make_model
 
@@ -92,4 +91,4 @@ class Bases:
 
 def worst_error(rollouts, model) -> float:
     """How far recorded log-probabilities are from the model's own forward pass."""
-    return max(float(np.abs(full_forward_logprobs(model, r) - r.logprobs).max()) for r in rollouts)
+    return max(logprob_error(model, r) for r in rollouts)
