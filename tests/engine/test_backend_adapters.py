@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from backends import BACKENDS, TOLERANCE, draw_some, launch, make_tied
+from backends import BACKENDS, TOLERANCE, launch, make_tied
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_adapters import error as adapter_error
+from waiting import draw_some
 
 import inflight
 from inflight.core.errors import LayoutMismatchError

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +17,10 @@ import numpy as np
 import own_columns
 import pytest
 import torch
-from backends import BACKENDS, TOLERANCE, draw_some, launch, make_tied
+from backends import BACKENDS, TOLERANCE, launch, make_tied
 from full_forward import logprob_error
 from truth_teller import make_truth_teller
+from waiting import draw_some, wait_until
 
 import inflight
 from inflight.core.errors import (
@@ -336,8 +336,7 @@ def test_a_killed_worker_is_a_named_error_and_a_restarted_engine_goes_on(truth_t
         first = engine.members[0].process.pid
         params = inflight.SamplingParams(max_tokens=100, temperature=0)
         groups = engine.submit([[token] * 5 for token in range(8)], params, train=False)
-        while len(engine.partial(groups[0])) == 0:
-            time.sleep(0.01)
+        wait_until(lambda: engine.partial(groups[0]))
         os.kill(workers_of(first)[0], signal.SIGKILL)
         for [rollout] in engine.stream.collect(groups, timeout_s=240):
             assert set(rollout.token_ids.tolist()) == {1}

@@ -1,13 +1,13 @@
 """Turns that a function watches while they are drawn."""
 
 import asyncio
-import time
 from collections import Counter
 
 import pytest
 import torch
 from episode_functions import collect
 from tiny_models import make_model
+from waiting import wait_until
 
 import inflight
 import inflight.episodes.session
@@ -86,7 +86,4 @@ def test_an_exception_of_a_watching_function_fails_the_episode_and_frees_the_eng
     [group] = collect(chat_engine, episodes, [[1, 2, 3]], params)
     assert episodes.counts["error: ZeroDivisionError"] == 2
     assert {rollout.finish_reason for rollout in group} == {"error"}
-    deadline = time.monotonic() + 20
-    while chat_engine.status().num_running and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not chat_engine.status().num_running
+    wait_until(lambda: not chat_engine.status().num_running)

@@ -1,12 +1,9 @@
 """Engines of every backend over one small model."""
 
-import time
-
 import pytest
 import torch
 from peers_python import PEERS_PYTHON
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
-from waiting import wait_until
 
 import inflight
 
@@ -43,20 +40,3 @@ def launch(model: str, backend: str, **options) -> inflight.Engine:
         options = {"backend_python": PEERS_PYTHON, "cuda_graphs": False, "answer_timeout_s": 120.0} | options
     defaults = {"backend": backend, "max_sequences": 16, "max_context": 128, "threads": 1, "dtype": "float32"}
     return inflight.launch(model, **(defaults | options))
-
-
-def draw_some(engine: inflight.Engine, group_id: int) -> list[inflight.Rollout]:
-    """Let an engine that is paused draw a few tokens of a group, in a few steps at a time, so that it does not end
-    meanwhile. Returns what has come of it."""
-
-    def drawn() -> list[inflight.Rollout]:
-        partial = engine.partial(group_id)
-        if partial and len(partial[0].token_ids) >= 5:
-            return partial
-        engine.resume()
-        time.sleep(0.01)
-        engine.pause()
-        wait_until(lambda: engine.stream.num_tokens == engine.status().num_tokens)
-        return []
-
-    return wait_until(drawn, "no token comes")
