@@ -190,7 +190,7 @@ def test_a_dead_engine_is_named_by_every_call_and_what_had_arrived_is_still_ther
 @pytest.mark.slow
 def test_closing_a_hung_engine_while_its_answer_is_waited_for_ends(model_dir):
     engine = inflight.launch(model_dir("qwen3"), device="cpu", max_context=256, threads=1, answer_timeout_s=120)
-    engine._monitors[0].silence_s = 0.1
+    engine._membership.monitors[0].silence_s = 0.1
     group_ids = engine.submit([[1, 2, 3]] * 50, inflight.SamplingParams(max_tokens=250, n=4, ignore_eos=True))
     os.kill(engine.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:

@@ -21,7 +21,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop import engine as generator
 from inflight.fleet import launching
-from inflight.fleet.engine import start_all
+from inflight.fleet.membership import start_all
 from inflight.fleet.monitor import EngineMonitor
 from inflight.fleet.ranks.store import RankStore
 from inflight.stream.assembler import Assembler
