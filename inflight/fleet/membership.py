@@ -59,7 +59,7 @@ class Membership:
         """End a member, and reassign its groups. Raises ValueError if it is not a member, or the last one."""
         with self._fleet.changing:
             if member not in self.members:
-                raise ValueError("this is no member of the engine")
+                raise ValueError("this is not a member of the engine")
             if len(self.members) == 1:
                 raise ValueError("an engine keeps one member at least; close() ends it with all of them")
             [monitor] = [monitor for monitor in self.monitors if monitor.member is member]

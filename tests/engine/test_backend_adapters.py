@@ -1,5 +1,5 @@
-"""Adapters of every backend: each request draws with its own, they change between two steps, and what they do not hold
-is refused by name."""
+"""Adapters of every backend: each request draws with its own adapter, adapters change between two steps, and other
+parts of a model are refused by name."""
 
 from collections.abc import Iterator
 

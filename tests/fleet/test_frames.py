@@ -67,7 +67,7 @@ def test_engines_take_turns_and_the_frames_of_each_stay_in_order(merged, engines
     b.send(20)
     for engine in engines:
         assert engine.frames.reader.socket.poll(60_000)
-    time.sleep(0.2)  # The rest of each is right behind the first.
+    time.sleep(0.2)  # Other frames of an engine follow its first at once.
     received = receive(merged, engines, 70)
     for engine, count in ((a, 50), (b, 20)):
         assert [number for name, number in received if name == engine.name] == list(range(count))

@@ -257,7 +257,7 @@ def test_rollouts_of_an_engine_that_is_removed_go_on_and_another_one_takes_its_p
     assert by_submission(ids, rollouts_of(pool)) == undisturbed
     with pytest.raises(EngineDiedError):
         member.process.check()
-    with pytest.raises(ValueError, match="no member"):
+    with pytest.raises(ValueError, match="not a member"):
         pool.remove(member)
     with pytest.raises(ValueError, match="keeps one member"):
         pool.remove(other)

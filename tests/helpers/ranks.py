@@ -12,7 +12,7 @@ _HELPERS = Path(__file__).parent
 def run_ranks(program: str, size: int, store: Path, *arguments: object, killed: tuple[int, ...] = ()) -> list[str]:
     """Run `program` of this directory with rank, `size`, `store` and `arguments`; return each rank's output.
 
-    Every rank ends with code 0, but for the ranks in `killed`, which end by a signal.
+    Raises AssertionError if a rank in `killed` does not end by a signal, or another rank not with code 0.
     """
     common = [str(size), store, *map(str, arguments)]
     ranks = [

@@ -27,8 +27,8 @@ def wait_until(condition: Callable[[], T], what: str = "it did not come true", *
 
 def draw_some(engine: Any, group_id: int, count: int = 5) -> list[Any]:
     """Let an engine that was paused before the group was submitted draw a few tokens at a time, until the first sample
-    of the group has `count`. Returns the unfinished samples; the engine is paused. However fast it is, they do not end
-    meanwhile."""
+    of the group has `count`. Returns the unfinished samples; the engine is paused. Samples do not end meanwhile, unless
+    this process is stopped for the time that a whole sample takes."""
     behind = engine.status().num_tokens - engine.stream.num_tokens
 
     def drawn() -> list[Any]:

@@ -243,7 +243,7 @@ class _Run:
         self._title, self._tokenizer, self._loggers, self._recipe = title, tokenizer, loggers, recipe
         self._lines = lines
         self.steps: list[dict[str, float]] = []
-        """Numbers of each step: those of its report, `seconds` since reinforcement learning began, `tokens_per_s` since
+        """For each step, the numbers of its report, `seconds` since reinforcement learning began, `tokens_per_s` since
         the previous step, `swap_ms` of the newest swap, and the held-out `accuracy` if it was measured."""
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
