@@ -374,7 +374,7 @@ class _Run:
         self.steps = [json.loads(line) for line in (self._out / _STEPS).read_text().splitlines()]
         self._began_ns -= int(self.steps[-1]["seconds"] * 1e9)
 
-    def _record(self, report: StepReport, measured: Mapping[str, float]) -> None:
+    def _record(self, report: StepReport, measured: dict[str, float]) -> None:
         numbers, self._dropped = report.as_dict() | measured, report.dropped
         self.steps.append(numbers)
         self._lines.log(report.step, numbers)  # immediately, so that an interrupted run keeps its steps
