@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tiny_models import make_model
-from waiting import wait_until
+from waiting import draw_some, wait_until
 
 import inflight
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
@@ -87,8 +87,7 @@ def test_a_task_that_is_cancelled_cancels_its_prompts(engine):
         tasks = [asyncio.ensure_future(engine.agenerate([[1, 2]] * 40, endless)) for _ in range(2)]
         await asyncio.sleep(0)  # the first has not been answered yet, the second ...
         tasks[0].cancel()
-        while engine.status().num_running == 0:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_until, lambda: engine.status().num_running)
         tasks[1].cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -176,9 +175,10 @@ def test_an_engine_that_hangs_is_named_in_bounded_time_and_may_come_back(model_d
 def test_a_dead_engine_is_named_by_every_call_and_what_had_arrived_is_still_there(model_dir):
     with inflight.launch(model_dir("qwen3"), device="cpu", max_context=256, threads=1) as engine:
         done = engine.submit([[1, 2, 3]], inflight.SamplingParams(max_tokens=3, ignore_eos=True))
+        wait_until(lambda: engine.stream.num_tokens == 3)
+        engine.pause()
         more = engine.submit([[1, 2, 3]] * 64, inflight.SamplingParams(max_tokens=200, n=8, ignore_eos=True))
-        while not engine.partial(more[0]) or len(engine.partial(more[0])[0].token_ids) < 5:
-            time.sleep(0.01)
+        draw_some(engine, more[0])
         os.kill(engine.pid, signal.SIGKILL)
         for call in (engine.status, lambda: engine.submit([[1]]), lambda: engine.stream.collect(more)):
             with pytest.raises(EngineDiedError, match="ended with code -9"):
@@ -190,7 +190,7 @@ def test_a_dead_engine_is_named_by_every_call_and_what_had_arrived_is_still_ther
 @pytest.mark.slow
 def test_closing_a_hung_engine_while_its_answer_is_waited_for_ends(model_dir):
     engine = inflight.launch(model_dir("qwen3"), device="cpu", max_context=256, threads=1, answer_timeout_s=120)
-    engine._monitors[0].silence_s = 0.1
+    engine._membership.monitors[0].silence_s = 0.1
     group_ids = engine.submit([[1, 2, 3]] * 50, inflight.SamplingParams(max_tokens=250, n=4, ignore_eos=True))
     os.kill(engine.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:

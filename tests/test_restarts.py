@@ -94,8 +94,8 @@ def test_a_successor_draws_with_the_newest_weights(tmp_path):
             if round_ % 5 == 2:
                 engine.submit(PROMPTS, params)  # the others may have ended
                 kill_after(engine, 40)
-            else:
-                time.sleep(0.03)
+            [[probe]] = engine.generate([[1]], SamplingParams(max_tokens=1, temperature=0.0))
+            seen.update(probe.weight_versions.tolist())
         for rollout in rollouts_of(engine).values():
             assert rollout.finish_reason == "length"
             assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tiny_models import make_model
-from waiting import wait_until
+from waiting import draw_some
 
 import inflight
 from inflight.core.errors import InvalidRequestError, NonFiniteWeightsError
@@ -30,27 +30,19 @@ def launch(model_dir):
         engine.close()
 
 
-def wait_for_tokens(engine, group_id, count):
-    """The group's samples once the first of them has drawn this many tokens."""
-
-    def drawn():
-        rollouts = engine.partial(group_id)
-        return rollouts if rollouts and len(rollouts[0].token_ids) >= count else None
-
-    return wait_until(drawn, "no tokens arrived")
-
-
 def collect(engine, *group_ids):
     return {group[0].group_id: group for group in engine.stream.collect(list(group_ids))}
 
 
 def test_a_fork_goes_on_from_a_running_sample_which_goes_on_too(launch):
     engine = launch()
+    engine.pause()
     [group] = engine.submit([[1, 2, 3]], LONG)
-    [sample] = wait_for_tokens(engine, group, 20)
+    [sample] = draw_some(engine, group, 20)
     assert sample.finish_reason == ""
     params = inflight.SamplingParams(max_tokens=6, n=3, ignore_eos=True)
     fork = engine.fork(sample, at=7, params=params, metadata={"why": "a pivot"})
+    engine.resume()
     rollouts = collect(engine, group, fork)
     [whole] = rollouts[group]
     assert len(whole.token_ids) == 240
@@ -68,9 +60,9 @@ def test_a_fork_goes_on_from_a_running_sample_which_goes_on_too(launch):
 def test_a_paused_engine_computes_nothing_and_takes_weights(launch):
     engine = launch()
     expected = engine.generate([[1, 2, 3]], LONG)[0][0]
-    [group] = engine.submit([[1, 2, 3]], LONG)
-    wait_for_tokens(engine, group, 5)
     engine.pause()
+    [group] = engine.submit([[1, 2, 3]], LONG)
+    draw_some(engine, group)
     before = engine.status()
     time.sleep(0.2)
     after = engine.status()
@@ -91,8 +83,10 @@ def test_a_paused_engine_computes_nothing_and_takes_weights(launch):
 def test_a_sleeping_engine_holds_no_blocks_and_goes_on_where_it_was(launch):
     engine = launch()
     expected = engine.generate([[1, 2, 3]], LONG)[0][0]
+    engine.pause()
     [group] = engine.submit([[1, 2, 3]], LONG)
-    wait_for_tokens(engine, group, 5)
+    draw_some(engine, group)
+    engine.resume()
     engine.sleep()
     status = engine.status()
     assert (status.asleep, status.kv_blocks_used, status.num_running) == (True, 0, 0)
@@ -106,16 +100,19 @@ def test_a_sleeping_engine_holds_no_blocks_and_goes_on_where_it_was(launch):
 
 @pytest.mark.medium
 def test_a_pinned_group_keeps_its_version_through_publishes(launch):
-    engine = launch(slots=3, max_context=4096)
-    lasting = inflight.SamplingParams(max_tokens=3000, seed=5, ignore_eos=True)  # longer than two publishes
+    engine = launch(slots=3)
+    engine.pause()
     with engine.publisher(make_model("qwen3", seed=1)) as publisher:
-        [pinned] = engine.submit([[1, 2, 3]], lasting, version=LIVE_VERSION)
-        [free] = engine.submit([[1, 2, 3]], lasting)
-        wait_for_tokens(engine, free, 3)
+        [pinned] = engine.submit([[1, 2, 3]], LONG, version=LIVE_VERSION)
+        [free] = engine.submit([[1, 2, 3]], LONG)
+        num_drawn = 0
         for version in (1, 2):
+            [sample] = draw_some(engine, free, num_drawn + 1)
+            num_drawn = len(sample.token_ids)
             publisher.publish()
             engine.wait_for_version(version)
             assert 0 in engine.status().versions
+        engine.resume()
         rollouts = collect(engine, pinned, free)
     assert set(rollouts[pinned][0].weight_versions) == {0}
     assert set(rollouts[free][0].weight_versions) == {0, 1, 2}
@@ -144,9 +141,11 @@ def test_weights_that_are_not_finite_are_refused_and_the_old_ones_serve_on(launc
 
 def test_one_sample_of_a_group_can_be_cancelled(launch):
     engine = launch()
+    engine.pause()
     [group] = engine.submit([[1, 2, 3]], inflight.SamplingParams(max_tokens=240, n=3, ignore_eos=True))
-    samples = wait_for_tokens(engine, group, 3)
+    samples = draw_some(engine, group)
     engine.cancel(request_ids=[samples[1].request_id])
+    engine.resume()
     reasons = [rollout.finish_reason for rollout in collect(engine, group)[group]]
     assert reasons == ["length", "cancelled", "length"]
 

@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import CASES, FP32, SMALL, Case, Machine, Sizes
+from kernel_case import FP32, SMALL, Case, Machine, Sizes
+from kernel_cases import CASES
 from rich.console import Console
 from rich.table import Table
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BENCH = "-m inflight.tools.cli bench"
-VLLM_TESTS = "tests/engine/test_backends.py"
+VLLM_TESTS = "tests/engine/test_backends.py tests/engine/test_backend_adapters.py"
 SWAP_TESTS = "tests/engine/test_swaps.py"
 PYTEST = "-m pytest -q -rP -p no:cacheprovider -p benchmarks.gpu.failures"
 MPS_SHARES = (50, 75, 100)

@@ -4,10 +4,11 @@ import errno
 import logging
 import socket
 import threading
-from typing import Any, Self
+from typing import Any
 
 import uvicorn
 
+from inflight.core.closing import ClosedAtEnd
 from inflight.core.errors import InflightError, ListenError
 from inflight.core.waiting import Wait
 
@@ -16,7 +17,7 @@ logger = logging.getLogger("inflight.http")
 _START_S = 30.0
 
 
-class HttpThread:
+class HttpThread(ClosedAtEnd):
     """Serves an ASGI application until it is closed."""
 
     def __init__(self, listening: socket.socket, app: Any, *, host: str, name: str, grace_s: int, **options: Any):
@@ -56,12 +57,6 @@ class HttpThread:
         if self._thread.is_alive():
             logger.error("the server does not end; its thread ends with this process")
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run(self) -> None:
         try:

@@ -2,16 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from time import sleep
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
+from inflight.core.messages import Digests, Status
 from inflight.engine.process.client import EngineClient
 from inflight.fleet.fleet import UNDO, Fleet
 from inflight.fleet.frames import EngineFrames
 from inflight.fleet.member import Member
 
 _MOST_CALLS = 64
+_ASK_AGAIN_S = 0.02
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 _NOTHING: type[Any] = type(None)
 ENDED = object()
@@ -76,6 +80,28 @@ class FleetCalls:
             if not frames.given_up:  # Otherwise its connection was closed during the call.
                 raise
         return ENDED
+
+    def statuses(self) -> dict[Member, Status]:
+        """Return the counters of each engine that takes prompts."""
+        return self.call_all(lambda client: client.call("status", returns=Status))
+
+    def digests(self, least: int, timeout_s: float) -> Digests:
+        """Return the digests of the newest version of a member; all members compute them, each of a version from
+        `least` on. Raises InflightError if two members hold different tensors under one version, and TimeoutError."""
+        deadline_ns = now_ns() + int(timeout_s * 1e9)
+
+        def ask(client: EngineClient) -> list[Digests]:
+            return client.call("digests", {"least": least}, list[Digests])
+
+        while not all((answers := self.call_all(ask)).values()):
+            if now_ns() > deadline_ns:
+                raise TimeoutError(f"the digests of version {least} were not computed within {timeout_s:.0f} s")
+            sleep(_ASK_AGAIN_S)
+        found: dict[int, Digests] = {}
+        for [each] in answers.values():
+            if found.setdefault(each.version, each) != each:
+                raise InflightError(f"the engines hold different tensors under version {each.version}")
+        return found[max(found)]
 
     def later(self, function: Callable[..., Value], *arguments: Any) -> "Future[Value]":
         """Call in another thread a function that waits for an engine. Raises InflightError if the fleet was closed."""

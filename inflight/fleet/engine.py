@@ -3,19 +3,19 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, proxy
 
 import msgspec
 
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, LayoutMismatchError
+from inflight.core.closing import ClosedAtEnd
+from inflight.core.errors import InflightError
 from inflight.core.extras import needing
 from inflight.core.messages import Digests, Prompt, Status, Welcome
 from inflight.core.options import EngineOptions
@@ -26,9 +26,8 @@ from inflight.fleet.calls import FleetCalls
 from inflight.fleet.fleet import Fleet
 from inflight.fleet.fleet_stream import FleetStream
 from inflight.fleet.member import Member
-from inflight.fleet.monitor import EngineMonitor
+from inflight.fleet.membership import Membership, check_members, start_all
 from inflight.fleet.process.base import Placement
-from inflight.fleet.process.local import Local
 from inflight.fleet.publishing import PublishedFleet
 from inflight.fleet.rescheduler import Rescheduler
 from inflight.fleet.status import summed
@@ -57,10 +56,9 @@ _WAKE_TIMEOUT_S = 600.0
 _CLOSE_S = 5.0
 """Time for a publisher to send its last version when the engine is closed."""
 _JOIN_S = 2.0
-Started = TypeVar("Started")
 
 
-class Engine:
+class Engine(ClosedAtEnd):
     """One generator or several, each in a separate process. Safe to use from several threads and asyncio tasks at once;
     tasks use `agenerate` and the stream's `agroups`. Use the publisher of a model from one thread only.
 
@@ -82,7 +80,7 @@ class Engine:
         options: of one member, or of each. All members draw from the same model. placement: of each member, or one for
         all; None: processes of this machine that end with this one. Raises the errors of `inflight.launch`.
         """
-        each, places = _checked(options, placement)
+        each, places = check_members(options, placement)
         self.options = msgspec.structs.replace(next((one for one in each if one.model), each[0]))
         self._lock = threading.RLock()
         self._tokenizer_lock = threading.Lock()
@@ -93,7 +91,6 @@ class Engine:
         self._servers: WeakSet[HttpServer] = WeakSet()
         self._sharing: RankSharing | None = None
         self._trace: Trace | None = None
-        self._monitors: list[EngineMonitor] = []
         self._journal: JournalWriter | None = None
         with ExitStack() as at_failure:
             if self.options.journal is not None:
@@ -109,11 +106,12 @@ class Engine:
             self._published = PublishedFleet(self._fleet, self.staleness)
             self._frames = FleetStream(self._fleet, self._journal)
             self._calls = FleetCalls(self._fleet)
+            self._membership = Membership(self._fleet, self._published, self._frames, self._calls)
             self._submissions = Submissions(self._fleet, self._calls)
             self._rescheduler = Rescheduler(self._fleet, self._calls, self.options.answer_timeout_s)
             at_failure.callback(self.close)
             for member in members:
-                self._join(member)
+                self._membership.join(member)
             if len(members) > 1 or self.options.restarts:
                 self.stream  # noqa: B018  it reads the last frames of a member that ends
             at_failure.pop_all()
@@ -123,12 +121,7 @@ class Engine:
     @property
     def members(self) -> list[Member]:
         """Generators that serve or are being started again."""
-        return [monitor.member for monitor in list(self._monitors) if monitor.member.death is None]
-
-    @property
-    def _first(self) -> Member:
-        """The first member that has not ended for good; if there is none, the first of all."""
-        return next(iter(self.members), self._fleet.members[0])
+        return self._membership.members
 
     def add(self, options: EngineOptions | None = None, placement: Placement | None = None) -> Member:
         """Start another member. It takes prompts once it has the weights of the others. options and placement: None
@@ -136,11 +129,11 @@ class Engine:
         other names, shapes or dtypes, and ValueError for versions that differ."""
         if self._journal is not None:
             raise InflightError("a journal is of one engine; launch without one to add others")
-        first = self._monitors[0].member
+        first = self._membership.monitors[0].member
         self.stream  # noqa: B018
         member = Member(options or first.options, placement or first.placement)
         try:
-            self._join(member)
+            self._membership.join(member)
         except BaseException:
             member.close()
             raise
@@ -149,17 +142,7 @@ class Engine:
     def remove(self, member: Member) -> None:
         """End a member, or disconnect from it if another process launched it. The others continue its unfinished
         groups, from the tokens that were drawn. Raises ValueError if it is not a member, or the last one."""
-        with self._fleet.changing:
-            if member not in self.members:
-                raise ValueError("this is no member of the engine")
-            if len(self.members) == 1:
-                raise ValueError("an engine keeps one member at least; close() ends it with all of them")
-            [monitor] = [monitor for monitor in self._monitors if monitor.member is member]
-            self._monitors.remove(monitor)
-        monitor.stop()
-        with self._fleet.lock:
-            self._fleet.members.remove(member)
-        member.close()
+        self._membership.remove(member)
 
     @property
     def info(self) -> Welcome:
@@ -169,7 +152,7 @@ class Engine:
     @property
     def pid(self) -> int:
         """Process id of the first member that has not ended for good, on its machine."""
-        return self._first.pid
+        return self._membership.first.pid
 
     # ---- prompts ------------------------------------------------------------------------------------------------
 
@@ -197,7 +180,7 @@ class Engine:
                     tokenizer_lock=self._tokenizer_lock,
                     meter=self.staleness,
                     check_engine=fleet.check,
-                    silence_s=self._monitors[0].silence_s,
+                    silence_s=self._membership.monitors[0].silence_s,
                     memory_bytes=self.options.stream_memory_bytes,
                 )
                 self._stream.engine = proxy(self)  # A reference would keep an engine alive that nobody holds.
@@ -389,18 +372,10 @@ class Engine:
         """
         from inflight.weights.trainer.publisher import Publisher
 
-        transport = transport or next((m.placement.transport for m in self.members if m.placement.transport), None)
-        is_elsewhere = not all(member.process.shares_memory for member in self.members)
-        if is_elsewhere and (transport is None or transport.writes_to_slots):
-            raise ValueError(
-                "the engine was launched by another process, and its memory cannot be written to from here; "
-                "publish with transport=inflight.Files(directory), which both machines see, or "
-                "inflight.Broadcast(host=…, allow_unencrypted=True), which sends weights as they are"
-            )
         publisher = Publisher(
             self._published,
             model,
-            transport=transport,
+            transport=self._published.transport(transport),
             check_finite=check_finite,
             timeout_s=self.options.answer_timeout_s if timeout_s is None else timeout_s,
             slot_timeout_s=slot_timeout_s,
@@ -416,23 +391,7 @@ class Engine:
         time. All members compute digests, each of a version at least as new as the oldest live version of a member at
         the call. The digests of the newest version are returned. Raises BackendError if a backend cannot compute them,
         InflightError if two members hold different tensors under one version, and TimeoutError."""
-        deadline, least = now_ns() + int(timeout_s * 1e9), self.status().version
-
-        def ask(client: EngineClient) -> list[Digests]:
-            return client.call("digests", {"least": least}, list[Digests])
-
-        while True:
-            answers: dict[Member, list[Digests]] = self._calls.call_all(ask)
-            if all(answers.values()):
-                break
-            if now_ns() > deadline:
-                raise TimeoutError(f"the digests of version {least} were not computed within {timeout_s:.0f} s")
-            sleep(0.02)
-        found: dict[int, Digests] = {}
-        for [each] in answers.values():
-            if found.setdefault(each.version, each) != each:
-                raise InflightError(f"the engines hold different tensors under version {each.version}")
-        return found[max(found)]
+        return self._calls.digests(self.status().version, timeout_s)
 
     # ---- state --------------------------------------------------------------------------------------------------
 
@@ -443,7 +402,7 @@ class Engine:
 
     def statuses(self) -> dict[Member, Status]:
         """Return the counters of each member that serves now."""
-        return self._calls.call_all(lambda client: client.call("status", returns=Status))
+        return self._calls.statuses()
 
     def check(self) -> None:
         """Raise EngineDiedError if no member is left. It does not ask the members."""
@@ -476,7 +435,7 @@ class Engine:
         Raises ValueError for an invalid path or time, and InflightError if this process or the engine is already
         traced or profiled.
         """
-        process = self._first.process
+        process = self._membership.first.process
         endpoint, check = process.client.endpoint, process.check
         self._trace = Trace(lambda: EngineClient(endpoint, check_engine=check), path, seconds=seconds, details=details)
         return self._trace
@@ -488,7 +447,7 @@ class Engine:
         with ExitStack() as at_end:  # an error of one must not keep the next from being closed
             while self._at_end:
                 at_end.callback(self._at_end.pop())
-            for monitor in self._monitors:
+            for monitor in self._membership.monitors:
                 at_end.callback(monitor.join, _JOIN_S)
             at_end.callback(self._rescheduler.close)
             for part in (self._submissions, self._calls, fleet):
@@ -506,46 +465,7 @@ class Engine:
             for server in list(self._servers):
                 at_end.callback(server.close)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ---- helpers ------------------------------------------------------------------------------------------------
-
-    def _join(self, member: Member) -> None:
-        """Let a member take prompts, once it has the weights of the others."""
-        fleet = self._fleet
-        with fleet.changing:
-            monitor = EngineMonitor(member, fleet, self._published, self._frames)
-            self._check_alike(member)
-            try:
-                with fleet.lock:
-                    fleet.members.append(member)
-                monitor.begin()
-            except BaseException:
-                self._published.forget_process(member.process.client.endpoint)
-                with fleet.lock:
-                    fleet.members.remove(member)
-                raise
-            self._monitors.append(monitor)
-        monitor.watch()
-
-    def _check_alike(self, member: Member) -> None:
-        others = self.members
-        if not others:
-            return
-        layout = others[0].info.layout
-        difference = layout.difference(member.info.layout, ours="the others", theirs="this one", dtypes=True)
-        if difference is not None:
-            raise LayoutMismatchError(f"all members of an engine hold the same tensors: {difference}")
-        version, own = self.status().version, member.status().version
-        if version != own and not any(publisher.sent_version for publisher in self._published.open_publishers):
-            raise ValueError(
-                f"the member has version {own} and the engine {version}; versions are those of one publisher, and no "
-                "open one has sent a version that it could send to this member"
-            )
 
     def _submit(self, prompts: list[Prompt], *, reserved: bool = False) -> list[int]:
         for version in {prompt.version for prompt in prompts if prompt.version is not None}:
@@ -575,45 +495,3 @@ class Engine:
 
         stream = self.stream  # It can fail, so it is made before the other ranks read that the engine was launched.
         stream.sharing = self._sharing = RankSharing(store, self.options, self._submit)
-
-
-def _checked(
-    options: EngineOptions | Sequence[EngineOptions], placement: Placement | Sequence[Placement] | None
-) -> tuple[list[EngineOptions], list[Placement]]:
-    """Return the options and the placement of each member."""
-    each = [options] if isinstance(options, EngineOptions) else list(options)
-    if not each:
-        raise ValueError("an engine needs the options of one member at least")
-    places = list(placement) if isinstance(placement, Sequence) else [placement or Local()] * len(each)
-    if len(places) != len(each):
-        raise ValueError(f"{len(each)} members need one placement, or {len(each)}, got {len(places)}")
-    if len(each) > 1 and any(one.journal is not None for one in each):
-        raise ValueError("a journal is of one engine: launch one, or leave the journal out")
-    for one, place in zip(each, places, strict=True):
-        place.check(one)
-    return each, places
-
-
-def start_all(starts: "Sequence[Callable[[], Started]]") -> "list[Started]":
-    """Start members, all at once, and return them. If one does not start, the others are closed. On Ctrl-C, members
-    that are still starting are closed once they have started."""
-    if len(starts) == 1:
-        return [starts[0]()]
-    executor = ThreadPoolExecutor(len(starts), thread_name_prefix="inflight-launch")
-    starting: list[Future[Any]] = []
-    try:
-        for start in starts:
-            starting.append(executor.submit(start))
-        wait(starting)
-        return [member.result() for member in starting]
-    except BaseException:
-        for member in starting:
-            member.add_done_callback(_close_started)
-        raise
-    finally:
-        executor.shutdown(wait=False)
-
-
-def _close_started(starting: "Future[Any]") -> None:
-    if starting.exception() is None:
-        starting.result().close()

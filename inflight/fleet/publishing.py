@@ -12,6 +12,7 @@ from inflight.weights.trainer.engine_link import EngineAddress
 
 if TYPE_CHECKING:
     from inflight.weights.trainer.publisher import Publisher
+    from inflight.weights.transports.base import Transport
 
 
 class PublishedFleet:
@@ -51,6 +52,20 @@ class PublishedFleet:
                 return [self.address_of(restarted.living())]
             with self._fleet.lock:
                 self._fleet.wait(waited, "the engine is being restarted")
+
+    def transport(self, asked: "Transport | None") -> "Transport | None":
+        """Return the transport of a publisher: the given one, or the one of a member's placement. Raises ValueError if
+        it writes to the memory of an engine that another process launched."""
+        members = [member for member in self._fleet.members if member.death is None]
+        chosen = asked or next((m.placement.transport for m in members if m.placement.transport), None)
+        is_elsewhere = not all(member.process.shares_memory for member in members)
+        if is_elsewhere and (chosen is None or chosen.writes_to_slots):
+            raise ValueError(
+                "the engine was launched by another process, and its memory cannot be written to from here; "
+                "publish with transport=inflight.Files(directory), which both machines see, or "
+                "inflight.Broadcast(host=…, allow_unencrypted=True), which sends weights as they are"
+            )
+        return chosen
 
     def follow(self, publisher: "Publisher") -> None:
         """Have a publisher send to members that join later."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from inflight.core.errors import EngineHungError, InflightError, InvalidRequestError
-from inflight.core.messages import LIVE_VERSION, Prompt, Status
+from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.waiting import Wait
 from inflight.fleet.calls import ENDED, FleetCalls
 from inflight.fleet.fleet import Fleet
@@ -86,7 +86,7 @@ class Submissions:
         """Give each prompt to the least loaded engine, or to one that has its version."""
         versions = {prompt.version for _, prompt in prompts} - {None, LIVE_VERSION}
         several = bool(versions) and len(self._fleet.members) > 1
-        statuses = self._calls.call_all(lambda client: client.call("status", returns=Status)) if several else {}
+        statuses = self._calls.statuses() if several else {}
         holders = {v: [member for member, status in statuses.items() if v in status.versions] for v in versions}
         parts: dict[Member, Part] = {}
         with self._fleet.lock:

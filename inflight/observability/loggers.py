@@ -1,15 +1,15 @@
 """Loggers for the numbers of a run. Their constructors import the libraries that they need."""
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from inflight.core.arguments import named
+from inflight.core.closing import ClosedAtEnd
 from inflight.core.errors import LoggerError
 from inflight.core.extras import needing
 from inflight.core.files import file_errors, replacing
@@ -19,20 +19,6 @@ class Logger(Protocol):
     """Receives the numbers of a run: any object with this method."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-
-class ClosedAtEnd(ABC):
-    """A logger that is closed at the end of a `with` block."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write pending data."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @named()

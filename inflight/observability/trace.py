@@ -19,6 +19,7 @@ import msgspec
 
 from inflight.core import child
 from inflight.core.clock import now_ns
+from inflight.core.closing import ClosedAtEnd
 from inflight.core.errors import FileWriteError, InflightError
 from inflight.core.files import file_errors
 from inflight.core.spans import start_noting, stop_noting
@@ -90,7 +91,7 @@ class TracedEngine(Protocol):
     def close(self) -> None: ...
 
 
-class Trace:
+class Trace(ClosedAtEnd):
     """A trace in progress of this process and of an engine; `Engine.trace()` makes one."""
 
     def __init__(self, connect: Callable[[], TracedEngine], path: str | Path, *, seconds: float | None, details: bool):
@@ -123,12 +124,6 @@ class Trace:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def __enter__(self) -> "Trace":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _end(self) -> None:
         with self._lock:

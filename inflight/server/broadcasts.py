@@ -5,14 +5,15 @@ A trainer that has joined a group with this server broadcasts the tensors that i
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from inflight.core.errors import BroadcastError, InvalidRequestError
+from inflight.core.workers import Workers
 from inflight.server.engine import ServedEngine
 from inflight.server.nccl_protocol import NcclGroup, Rendezvous, TensorList
 from inflight.server.requests import read_fields
@@ -21,7 +22,6 @@ from inflight.server.updates import Updates
 from inflight.weights.cuda_ipc import number_of
 from inflight.weights.nccl import load
 
-Value = TypeVar("Value")
 _MEETING_S = 300.0
 """Time limit for joining a trainer's group, and for each announced buffer to arrive."""
 _MOST_BETWEEN_S = 120.0
@@ -29,6 +29,8 @@ _MOST_BETWEEN_S = 120.0
 _MOST_OF_LAYOUT = 5
 """Largest size of arriving tensors, as a multiple of the bytes of the engine's: fp64 for bf16, and some tensors under
 two names."""
+_threads = Workers("server-meeting")
+"""Calls that can take minutes, in threads that do not keep the process from ending."""
 
 
 class Broadcasts:
@@ -64,7 +66,7 @@ class Broadcasts:
                 group.close()
                 raise BroadcastError("this trainer came too late: another one is met by now, or the server ends")
 
-        await _beside(join)
+        await asyncio.wrap_future(_threads.start(join))
 
     async def leave(self) -> None:
         """Leave the trainer's group, if there is one, and drop its unfinished update."""
@@ -73,7 +75,7 @@ class Broadcasts:
             self._num_met += 1
             group, self._group = self._group, None
         if group is not None:
-            await _beside(group.close)
+            await asyncio.wrap_future(_threads.start(group.close))
 
     def begin(self) -> None:
         """Begin an update in place of an unfinished one."""
@@ -104,7 +106,7 @@ class Broadcasts:
             if self.begun is not None:
                 self.begun.broken_off = True
             if self._group is not None:
-                await _beside(self._group.close)
+                await asyncio.wrap_future(_threads.start(self._group.close))
             raise
         if self._group is None or self._group.closed:
             begun.broken_off = True
@@ -217,17 +219,3 @@ class PendingUpdate:
                 group.close()
             raise BroadcastError("the update that was begun was not finished: the trainer left, or began another one")
         return message
-
-
-async def _beside(function: Callable[[], Value]) -> Value:
-    """Call a function that can take minutes in a thread that does not keep the process from ending."""
-    called: Future[Value] = Future()
-
-    def run() -> None:
-        try:
-            called.set_result(function())
-        except BaseException as error:
-            called.set_exception(error)
-
-    threading.Thread(target=run, name="inflight-server-meeting", daemon=True).start()
-    return await asyncio.wrap_future(called)

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from inflight.core.arguments import named
+from inflight.core.closing import ClosedAtEnd
 from inflight.engine.model.loading import load_tokenizer
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.held_groups import Group
@@ -20,7 +21,7 @@ from inflight.training.data.rollout_stream import RolloutStream
 Keep = Callable[[Group], bool]
 
 
-class Replay(RolloutStream):
+class Replay(RolloutStream, ClosedAtEnd):
     """Stream of a journal, like the stream of the trainer that wrote it.
 
     `groups`, `batches` and `collect` return every finished group in the order of their ends. Use it as a context
@@ -57,12 +58,6 @@ class Replay(RolloutStream):
         self.ledger.expect([*self.group_ids, *left_out])
         self.ledger.drop(left_out)
         source.read_for(self.ledger)
-
-    def __enter__(self) -> "Replay":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _note_versions(self, group: Group) -> None:
         newest = max((int(r.weight_versions.max()) for r in group if len(r.weight_versions)), default=0)

@@ -19,6 +19,7 @@ import torch
 from inflight.core import spans
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
+from inflight.core.closing import ClosedAtEnd
 from inflight.core.errors import InflightError
 from inflight.core.messages import Status, Welcome
 from inflight.core.options import EngineOptions
@@ -40,7 +41,6 @@ from inflight.observability.events import (
     Version,
     read_events,
 )
-from inflight.observability.loggers import ClosedAtEnd
 from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.rollout_stream import RolloutStream

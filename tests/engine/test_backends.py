@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,13 +17,10 @@ import numpy as np
 import own_columns
 import pytest
 import torch
-from full_forward import full_forward_logprobs
-from peers_python import PEERS_PYTHON
-from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_adapters import error as adapter_error
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from backends import BACKENDS, TOLERANCE, launch, make_tied
+from full_forward import logprob_error
 from truth_teller import make_truth_teller
-from waiting import wait_until
+from waiting import draw_some, wait_until
 
 import inflight
 from inflight.core.errors import (
@@ -43,39 +39,6 @@ from inflight.weights.trainer import engine_link
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-BACKENDS = ["inflight", pytest.param("vllm", marks=pytest.mark.peers)]
-TOLERANCE = 5e-5
-"""In nats, of fp32."""
-
-
-def make_tied() -> PreTrainedModel:
-    """One with tied embeddings, whose output layer vLLM packs on its own, and heads of a size that it has."""
-    config = Qwen3Config(
-        hidden_size=64,
-        num_hidden_layers=3,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=199,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=7,
-        pad_token_id=None,
-        initializer_range=0.2,  # peaked enough that distributions differ from position to position
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model.set_attn_implementation("eager")
-    return model
-
-
-def launch(model: str, backend: str, **options) -> inflight.Engine:
-    if backend == "vllm":
-        options = {"backend_python": PEERS_PYTHON, "cuda_graphs": False, "answer_timeout_s": 120.0} | options
-    defaults = {"backend": backend, "max_sequences": 16, "max_context": 128, "threads": 1, "dtype": "float32"}
-    return inflight.launch(model, **(defaults | options))
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -88,16 +51,6 @@ def engine(backend, tmp_path_factory) -> Iterator[inflight.Engine]:
     directory = tmp_path_factory.mktemp("tied")
     make_tied().save_pretrained(directory)
     with launch(str(directory), backend, columns=(f"{own_columns.__file__}:rank",)) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def adapted_engine(backend, tmp_path_factory) -> Iterator[inflight.Engine]:
-    """One with adapters, of a rank that is none of vLLM's, whose model is compiled."""
-    directory = tmp_path_factory.mktemp("adapted")
-    make_tied().save_pretrained(directory)
-    options = {"vllm": {"block_size": 32}, "cuda_graphs": True} if backend == "vllm" else {}
-    with launch(str(directory), backend, lora_rank=6, adapters=("first", "second"), **options) as engine:
         yield engine
 
 
@@ -127,7 +80,7 @@ def worst_error(engine, model) -> float:
         prompts = [[rng.randrange(199) for _ in range(length)] for length in (1, 7, 40)]
         for group in engine.generate(prompts, params, timeout_s=120):
             for rollout in group:
-                worst = max(worst, np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max())
+                worst = max(worst, logprob_error(model, rollout))
     return worst
 
 
@@ -218,23 +171,6 @@ def test_samples_end_where_they_should(engine):
     assert len(full.token_ids) == 28  # where the context ends
 
 
-def draw_some(engine: inflight.Engine, group_id: int) -> list[inflight.Rollout]:
-    """Let an engine that is paused draw a few tokens of a group, in a few steps at a time, so that it does not end
-    meanwhile. Returns what has come of it."""
-
-    def drawn() -> list[inflight.Rollout]:
-        partial = engine.partial(group_id)
-        if partial and len(partial[0].token_ids) >= 5:
-            return partial
-        engine.resume()
-        time.sleep(0.01)
-        engine.pause()
-        wait_until(lambda: engine.stream.num_tokens == engine.status().num_tokens)
-        return []
-
-    return wait_until(drawn, "no token comes")
-
-
 def test_cancel_pause_and_fork(engine):
     params = inflight.SamplingParams(max_tokens=100, ignore_eos=True, seed=3)
     engine.pause()
@@ -298,101 +234,7 @@ def test_a_sleeping_engine_goes_on_where_it_was(engine, trainer):
     [rollouts] = engine.stream.collect([group], timeout_s=120)
     for rollout in rollouts:
         assert len(rollout.token_ids) == 100
-        assert np.abs(full_forward_logprobs(trainer, rollout) - rollout.logprobs).max() < TOLERANCE
-
-
-def test_every_request_draws_with_its_own_adapter(adapted_engine):
-    """Adapters of rank 4 change between two steps, and so do the weights below them; requests without any are left
-    alone."""
-    engine, worst = adapted_engine, {}
-    model = with_tied_adapters("first", "second")
-    params = inflight.SamplingParams(max_tokens=24, ignore_eos=True, n=2, seed=1)
-    asked = ["first", None, "second", "first"]
-
-    def check(version: int) -> None:
-        groups = [engine.submit([[3 + i] * (20 * i + 1)], params, adapter=name)[0] for i, name in enumerate(asked)]
-        for name, group in zip(asked, engine.stream.collect(groups, timeout_s=120), strict=True):
-            for rollout in group:
-                assert set(rollout.weight_versions) == {version}
-                assert adapter_error(model, rollout, name) < TOLERANCE
-                worst[name] = min(adapter_error(model, rollout, other) for other in {*asked} - {name})
-
-    check(0)  # they are zero, and so are those of PEFT
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    torch.nn.init.normal_(parameter, std=0.2)
-        with engine.publisher(model) as publisher:
-            engine.wait_for_version(publisher.publish())
-        check(2 * seed - 1)
-        assert min(worst.values()) > 100 * TOLERANCE
-        base = model.get_base_model()
-        perturb_base(base, seed)
-        plain = make_tied()
-        names = {n.replace(".base_layer", ""): p for n, p in base.state_dict().items() if "lora_" not in n}
-        plain.load_state_dict(names)
-        with engine.publisher(plain) as publisher:
-            engine.wait_for_version(publisher.publish())
-        check(2 * seed)
-
-
-def test_adapters_change_while_requests_run(adapted_engine):
-    """A prefix is taken over from requests with the same adapter of the same version alone."""
-    engine, model = adapted_engine, with_tied_adapters("first", "second")
-    params = inflight.SamplingParams(max_tokens=4, ignore_eos=True, seed=0)
-    live = publish_base(engine)
-    with engine.publisher(model) as publisher:
-        version = publisher.publish()
-        engine.wait_for_version(version)
-        assert version == live + 1
-        taken_over = []
-        for adapter in ("first", "first", "second", None, None):
-            [[rollout]] = engine.generate([[7] * 100], params, adapter=adapter, timeout_s=120)
-            taken_over.append(rollout.prefix_tokens > 0)
-        assert taken_over == [False, True, False, False, True]
-        long = inflight.SamplingParams(max_tokens=120, ignore_eos=True, seed=0)
-        engine.pause()
-        [group] = engine.submit([[5, 6]], long, adapter="second")
-        draw_some(engine, group)
-        version = publisher.publish()
-        engine.resume()
-        [[rollout]] = engine.stream.collect([group], timeout_s=120)
-        engine.wait_for_version(version)
-        assert set(rollout.weight_versions) == {version - 1, version}
-        [[rollout]] = engine.generate([[7] * 100], params, adapter="first", timeout_s=120)
-        assert rollout.prefix_tokens == 0  # of another version
-        [[rollout]] = engine.generate([[7] * 100], params, timeout_s=120)
-        assert rollout.prefix_tokens > 0  # the weights are the same
-
-
-def unfreeze_norms(model) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad or "layernorm" in name)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("options", "change", "named"),
-    [
-        ({"modules_to_save": ["lm_head"]}, None, r"lm_head .*modules_to_save"),
-        ({"trainable_token_indices": {"embed_tokens": [1]}}, None, r"embed_tokens .*trainable_token_indices"),
-        ({"use_dora": True}, None, r"q_proj has DoraLinear"),
-        ({"init_lora_weights": "pissa"}, None, r"q_proj\.weight.*'pissa' changes it"),
-        ({"target_modules": ["lm_head"]}, None, r"no adapter first\.lm_head"),
-        ({}, unfreeze_norms, r"input_layernorm\.weight.* would not be published"),
-        ({}, lambda model: perturb_base(model, 3), r"embed_tokens\.weight.*launch the engine from the checkpoint"),
-    ],
-)
-def test_what_adapters_do_not_hold_is_refused_by_name(adapted_engine, options, change, named):
-    publish_base(adapted_engine)
-    config = LoraConfig(**({"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | options))
-    model = get_peft_model(make_tied(), config, adapter_name="first")
-    if change is not None:
-        change(model)
-    with pytest.raises(LayoutMismatchError, match=named):
-        adapted_engine.publisher(model)
+        assert logprob_error(trainer, rollout) < TOLERANCE
 
 
 def test_versions_that_do_not_fit_are_refused_and_the_old_one_serves(engine, trainer, monkeypatch):
@@ -438,30 +280,6 @@ def test_experts_are_renewed_or_refused_by_name():
     with engine, engine.publisher(trainer) as publisher:
         engine.wait_for_version(publisher.publish())
         assert worst_error(engine, trainer) < TOLERANCE
-
-
-def with_tied_adapters(*names: str) -> PeftModel:
-    config = LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(make_tied(), config, adapter_name=names[0])
-    for name in names[1:]:
-        model.add_adapter(name, config)
-    return model.eval()
-
-
-def publish_base(engine) -> int:
-    """Let an engine that earlier tests changed have the weights of `make_tied` again."""
-    with engine.publisher(make_tied()) as publisher:
-        version = publisher.publish()
-        engine.wait_for_version(version)
-    return version
-
-
-def perturb_base(base: torch.nn.Module, seed: int) -> None:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in base.named_parameters():
-            if "lora_" not in name:
-                parameter.mul_(1 + 0.2 * torch.rand_like(parameter))
 
 
 def truth_told(engine, publisher: subprocess.Popen) -> tuple[set[int], int]:
@@ -518,8 +336,7 @@ def test_a_killed_worker_is_a_named_error_and_a_restarted_engine_goes_on(truth_t
         first = engine.members[0].process.pid
         params = inflight.SamplingParams(max_tokens=100, temperature=0)
         groups = engine.submit([[token] * 5 for token in range(8)], params, train=False)
-        while len(engine.partial(groups[0])) == 0:
-            time.sleep(0.01)
+        wait_until(lambda: engine.partial(groups[0]))
         os.kill(workers_of(first)[0], signal.SIGKILL)
         for [rollout] in engine.stream.collect(groups, timeout_s=240):
             assert set(rollout.token_ids.tolist()) == {1}

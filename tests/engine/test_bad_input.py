@@ -13,7 +13,6 @@ import torch
 import zmq
 from made_frames import make_frame
 from tiny_models import VOCABULARY, make_model
-from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, RecurrentGemmaConfig
 from waiting import wait_until
 
 import inflight
@@ -29,7 +28,6 @@ from inflight.core.errors import (
     PublisherConflictError,
     SharedMemoryError,
     StreamGapError,
-    UnsupportedModelError,
 )
 from inflight.core.frames import MAGIC
 from inflight.core.messages import (
@@ -44,10 +42,7 @@ from inflight.core.messages import (
 )
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.cache.classify import classify_layers
 from inflight.engine.loop.engine import Engine
-from inflight.engine.model.attention.hook import ATTENTION_NAME
-from inflight.engine.model.loading import context_limit
 from inflight.stream.assembler import Assembler
 from inflight.stream.reader import StreamReader
 from inflight.stream.writer import StreamWriter
@@ -243,10 +238,8 @@ def test_frames_for_a_reader_that_is_gone_wait_for_the_next(tmp_path):
     writer.flush()
     second = StreamReader(writer.endpoint, begin=0)
     try:
-        time.sleep(0.2)
-        writer.flush()
         with pytest.raises(StreamGapError, match="frames 0 to 0 of the engine are lost"):
-            second.receive(5000)
+            wait_until(lambda: writer.flush() or second.receive(10))
         frame = second.receive(5000)
         assert frame is not None
         assert frame.header.sequence == 1
@@ -348,40 +341,6 @@ def test_a_model_whose_weights_are_damaged(engine, tmp_path):
         inflight.launch(str(tmp_path))
 
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            RecurrentGemmaConfig(lru_width=32, num_attention_heads=2, intermediate_size=64, **SMALL),
-            r"layers that the engine cannot run: model.layers.0 \(RecurrentGemmaRecurrentBlock\), model.layers.1",
-        ),
-        (MambaConfig(state_size=4, **SMALL), "go on from cached keys, values and states .* its logits are off by"),
-    ],
-    ids=["recurrent_gemma", "mamba"],
-)
-def test_layers_that_cannot_run_are_named(tmp_path, config, message):
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=message):
-        Engine(EngineOptions(model=str(tmp_path)))
-
-
-class RunningMean(torch.nn.Module):
-    """Mixes tokens without attention, and says so nowhere."""
-
-    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
-        return hidden_states.cumsum(1), None
-
-
-def test_layers_that_do_not_announce_themselves_are_found_by_a_probe(model_dir):
-    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), attn_implementation=ATTENTION_NAME)
-    model.model.layers[1].self_attn = RunningMean()
-    with pytest.raises(UnsupportedModelError, match=r"cannot run: model\.layers\.1 \(RunningMean\)"):
-        classify_layers(model)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -400,16 +359,6 @@ def test_a_device_that_is_not_there():
     for device in ("quantum", "cuda" if not torch.cuda.is_available() else "xpu"):
         with pytest.raises(ModelLoadError, match=f"device '{device}'"):
             inflight.launch("tiny", device=device)
-
-
-def test_longrope_is_refused_beyond_where_sequences_would_change_each_other():
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, "rope_theta": 1e4}
-    config = LlamaConfig(max_position_embeddings=512)
-    config.rope_parameters = rope
-    assert context_limit(config, 0) == 64
-    assert context_limit(config, 40) == 40
-    with pytest.raises(UnsupportedModelError, match="uses longrope, which the engine can run up to 64 tokens"):
-        context_limit(config, 65)
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------

@@ -216,27 +216,23 @@ def test_samples_beyond_the_bound_are_refused_by_name_until_others_have_ended(ma
     engine.requests.submit([Prompt([1, 2], short)])
 
 
-def test_questions_take_a_share_of_the_generators_time_and_work_is_taken_at_once(make_engine, tmp_path):
+def test_questions_take_a_share_of_the_generators_time_and_work_is_taken_at_once(make_engine, tmp_path, monkeypatch):
     """Of many messages that wait between two passes."""
+    waiting: list[tuple[bytes, list[bytes]]] = []
     control = ControlSocket(f"ipc://{tmp_path}/control")
     stream = StreamWriter(f"ipc://{tmp_path}/stream")
     serving = EngineProcess(make_engine(), control, stream, tmp_path, AcceptedTransports())
+    receive = control.receive
+    monkeypatch.setattr(control, "receive", lambda: waiting.pop(0) if waiting else None)
     with zmq.Context.instance().socket(zmq.DEALER) as client:
         client.connect(f"ipc://{tmp_path}/control")
 
         def num_answered(message) -> int:
             for _ in range(10):
                 client.send(encode(message))
-            count = 0
-            time.sleep(0.2)
+            waiting[:] = [wait_until(receive) for _ in range(10)]
             serving._answer(wait=False)
-            while client.poll(200):
-                client.recv()
-                count += 1
-            time.sleep(0.05)
-            while control.receive():
-                pass
-            return count
+            return 10 - len(waiting)
 
         assert num_answered(call("status")) == 1  # a pass took no time yet
         assert num_answered(call("submit", prompts=[Prompt([1], inflight.SamplingParams())])) == 10

@@ -7,7 +7,7 @@ import fake_flashinfer
 import numpy as np
 import pytest
 import torch
-from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, ragged_prompts
+from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, logprob_error, ragged_prompts
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_adapters import error, publish_adapters, with_adapters
@@ -159,7 +159,7 @@ def test_recorded_logprobs_equal_a_full_forward(fake_gpu, make_engine, name, mod
     sizes = graph_sizes(6 + min(PROMPT_ROWS, engine.options.max_prefill_tokens))
     assert engine.runner.num_graphs == (0 if mode == "without graphs" else 2 * len(sizes))
     rollouts = run(engine, ragged_prompts(12, PARAMS), arrivals=[0, 2, 30] * 4)
-    assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < TOLERANCE
+    assert max(logprob_error(model, r) for r in rollouts) < TOLERANCE
 
 
 def by_kernels(monkeypatch):
@@ -265,7 +265,7 @@ def test_tokens_of_layers_with_a_state_are_no_rows_of_a_graph(fake_gpu, make_eng
     rollouts = run(engine, ragged_prompts(6, PARAMS))
     assert engine.attention == "flashinfer"
     assert not engine.runner.num_graphs
-    assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < TOLERANCE
+    assert max(logprob_error(model, r) for r in rollouts) < TOLERANCE
 
 
 def test_a_swap_picks_the_graphs_of_the_other_slot(fake_gpu, make_engine):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, wait_until
 
 import inflight
 from inflight.core import waiting
@@ -149,10 +149,9 @@ def test_an_engine_that_goes_on_in_time_has_only_been_slow(engine, caplog, monke
     with engine.publisher(tiny(), timeout_s=30) as publisher:
         with stopped(engine):
             use_up_slots(publisher)
-            time.sleep(1)
+            wait_until(lambda: "waiting for 0 s: the engine at ipc://" in caplog.text)
+            wait_until(lambda: "lent no slot, and has been silent" in caplog.text)
         engine.wait_for_version(publisher.version)
-    assert "waiting for 0 s: the engine at ipc://" in caplog.text
-    assert "lent no slot, and has been silent" in caplog.text
 
 
 @pytest.mark.medium
@@ -165,7 +164,7 @@ def test_an_engine_whose_slots_are_pinned_is_waited_for_as_long_as_it_answers(en
             publisher.publish()
             time.sleep(1.5 * BOUND_S)
         publisher.check()
-        assert "lent no slot; requests are pinned to versions among" in caplog.text
+        wait_until(lambda: "lent no slot; requests are pinned to versions among" in caplog.text)
         engine.resume()
         engine.stream.collect([group])
         engine.wait_for_version(publisher.version)
@@ -177,7 +176,7 @@ def test_an_engine_that_answers_and_keeps_its_slots_is_told_apart(engine):
     [group] = engine.submit([[1, 2, 3]], LONG, version=LIVE_VERSION)
     with engine.publisher(tiny(), slot_timeout_s=BOUND_S) as publisher:
         publisher.publish()
-        time.sleep(0.3)
+        publisher.wait_copied()
         publisher.publish()
         with pytest.raises(EngineBusyError, match=r"but lent no slot within 1 s; requests are.*slot_timeout_s"):
             publisher.wait_copied()

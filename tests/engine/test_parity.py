@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, ragged_prompts
+from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, logprob_error, ragged_prompts
 from tiny_models import CONFIGS, SOME_AT_ONCE, VOCABULARY, make_model, marks, publish, run
 
 from inflight.core.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
@@ -47,7 +47,7 @@ def test_recorded_logprobs_equal_a_full_forward(make_engine, name, mode):
     engine = make_engine(name, **MODES[mode])
     rollouts = run(engine, prompts, arrivals=arrivals)
     assert len(rollouts) == sum(prompt.params.n for prompt in prompts)
-    worst = max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts)
+    worst = max(logprob_error(model, r) for r in rollouts)
     assert worst < TOLERANCES[name]
     assert (engine.runner.unfused_reason is None) == (mode != "unfused")
     assert (engine.scheduler.preemption.count > 0) == (mode == "preempted")
@@ -81,7 +81,7 @@ def test_a_custom_attention_backend_computes_every_layer_of_every_pass(make_engi
     model = make_model("llama")
     model.set_attn_implementation("eager")
     rollouts = run(engine, ragged_prompts(8, PARAMS))
-    assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < TOLERANCE
+    assert max(logprob_error(model, r) for r in rollouts) < TOLERANCE
     assert (engine.attention, engine.cache.block_size) == ("counting", 32)
     assert engine.memory.backend.num_calls > 40 * model.config.num_hidden_layers
 
@@ -106,7 +106,7 @@ def test_recorded_logprobs_equal_a_full_forward_on_the_gpu(make_engine, name):
     model = make_model(name)
     model.set_attn_implementation("eager")
     rollouts = run(make_engine(name, device="cuda", dtype="float32"), ragged_prompts(24, PARAMS), arrivals=[0, 9] * 12)
-    assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < 4 * TOLERANCES[name]
+    assert max(logprob_error(model, r) for r in rollouts) < 4 * TOLERANCES[name]
 
 
 @pytest.mark.medium
@@ -166,7 +166,7 @@ def test_a_fork_of_a_sample_that_has_just_joined_shares_what_is_still_to_be_copi
     assert {r.group_id for r in rollouts.values()} == {group, *forks}
     model = make_model("qwen3")
     for rollout in rollouts.values():
-        assert np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max() < TOLERANCE
+        assert logprob_error(model, rollout) < TOLERANCE
 
 
 def test_a_group_computes_its_prompt_once(make_engine):
@@ -198,7 +198,7 @@ def test_the_prefix_cache_is_never_shared_across_versions(make_engine):
     swapped = run(engine, [prompt])[0]
     assert engine.cache.num_reused_tokens == 48
     other.set_attn_implementation("eager")
-    assert np.abs(full_forward_logprobs(other, swapped) - swapped.logprobs).max() < TOLERANCE
+    assert logprob_error(other, swapped) < TOLERANCE
 
 
 @pytest.mark.medium
@@ -286,7 +286,7 @@ def test_a_fork_of_a_prompt_in_prefill_is_computed_by_one_version(make_engine):
     assert len(rollouts) == 2
     for rollout in rollouts:
         assert set(rollout.weight_versions) == {1}
-        assert np.abs(full_forward_logprobs(other, rollout) - rollout.logprobs).max() < TOLERANCE
+        assert logprob_error(other, rollout) < TOLERANCE
 
 
 def test_a_fork_that_waits_recomputes_what_its_parent_had_from_older_weights(make_engine):
@@ -303,7 +303,7 @@ def test_a_fork_that_waits_recomputes_what_its_parent_had_from_older_weights(mak
         rollouts += [r for group in assembler.add(engine.step()) for r in group]
     [fork] = [r for r in rollouts if r.group_id == forked]
     assert set(fork.weight_versions) == {1}
-    assert np.abs(full_forward_logprobs(other, fork) - fork.logprobs).max() < TOLERANCE
+    assert logprob_error(other, fork) < TOLERANCE
 
 
 def test_what_two_versions_computed_is_not_remembered(make_engine):
@@ -322,7 +322,7 @@ def test_what_two_versions_computed_is_not_remembered(make_engine):
     whole = np.concatenate([rollouts[0].prompt_token_ids, rollouts[0].token_ids]).tolist()
     [again] = run(engine, [Prompt(whole, SamplingParams(max_tokens=5, seed=2, ignore_eos=True))])
     assert engine.cache.num_reused_tokens == 0
-    assert np.abs(full_forward_logprobs(other, again) - again.logprobs).max() < TOLERANCE
+    assert logprob_error(other, again) < TOLERANCE
 
 
 @pytest.mark.medium
@@ -332,7 +332,7 @@ def test_a_preempted_sequence_knows_its_last_token_in_any_lane(make_engine):
     model = make_model("qwen3")
     prompts = ragged_prompts(16, [SamplingParams(max_tokens=80, ignore_eos=True)], seed=1)
     for rollout in run(engine, prompts):
-        assert np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max() < TOLERANCE
+        assert logprob_error(model, rollout) < TOLERANCE
     assert engine.scheduler.preemption.count > 3
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from full_forward import TOLERANCE, full_forward_logprobs
+from full_forward import TOLERANCE, logprob_error
 from kv_blocks import check_blocks
 from tiny_adapters import with_adapters
 from tiny_models import VOCABULARY, make_model, publish, run
@@ -42,7 +42,7 @@ def prefix(rollout: Rollout) -> tuple[int, int | None]:
 
 def error(model: torch.nn.Module, rollout: Rollout) -> float:
     with torch.no_grad():
-        return np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max()
+        return logprob_error(model, rollout)
 
 
 def answer(rollout: Rollout) -> list[int]:

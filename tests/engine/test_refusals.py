@@ -6,17 +6,23 @@ from family_check import long_rollouts
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MambaConfig,
     PretrainedConfig,
+    RecurrentGemmaConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.core.options import EngineOptions
+from inflight.engine.cache.classify import classify_layers
 from inflight.engine.loop.engine import Engine
 from inflight.engine.model.agreement import agrees_with
+from inflight.engine.model.attention.hook import ATTENTION_NAME
 from inflight.engine.model.checkpoints import auto_class
-from inflight.engine.model.loading import refuse_other_models
+from inflight.engine.model.loading import context_limit, refuse_other_models
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
 
@@ -68,3 +74,47 @@ def test_rounding_is_judged_by_the_dtype_of_the_weights():
     assert agrees_with(rounded, exact, torch.bfloat16)
     assert not agrees_with(rounded, exact, torch.float32)
     assert not agrees_with(exact.flip(-1), exact, torch.bfloat16)
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            RecurrentGemmaConfig(lru_width=32, num_attention_heads=2, intermediate_size=64, **SMALL),
+            r"layers that the engine cannot run: model.layers.0 \(RecurrentGemmaRecurrentBlock\), model.layers.1",
+        ),
+        (MambaConfig(state_size=4, **SMALL), "go on from cached keys, values and states .* its logits are off by"),
+    ],
+    ids=["recurrent_gemma", "mamba"],
+)
+def test_layers_that_cannot_run_are_named(tmp_path, config, message):
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=message):
+        Engine(EngineOptions(model=str(tmp_path)))
+
+
+class RunningMean(torch.nn.Module):
+    """Mixes tokens without attention, and says so nowhere."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+        return hidden_states.cumsum(1), None
+
+
+def test_layers_that_do_not_announce_themselves_are_found_by_a_probe(model_dir):
+    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), attn_implementation=ATTENTION_NAME)
+    model.model.layers[1].self_attn = RunningMean()
+    with pytest.raises(UnsupportedModelError, match=r"cannot run: model\.layers\.1 \(RunningMean\)"):
+        classify_layers(model)
+
+
+def test_longrope_is_refused_beyond_where_sequences_would_change_each_other():
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    config = LlamaConfig(max_position_embeddings=512)
+    config.rope_parameters = rope
+    assert context_limit(config, 0) == 64
+    assert context_limit(config, 40) == 40
+    with pytest.raises(UnsupportedModelError, match="uses longrope, which the engine can run up to 64 tokens"):
+        context_limit(config, 65)

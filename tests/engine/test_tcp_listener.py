@@ -369,10 +369,9 @@ def test_connections_that_say_nothing_are_let_go_and_keep_nobody_out(engine, goe
     idle = [socket.create_connection(("127.0.0.1", ports(engine)[0])) for _ in range(count)]
     with inflight.attach(engine.info.tcp_endpoint, keys=str(keys), timeout_s=10) as friend:
         friend.status()
-    time.sleep(6)
     closed = 0
     for stranger in idle:
-        stranger.settimeout(1)
+        stranger.settimeout(120)
         while data := stranger.recv(100):
             assert len(data) <= 64  # a greeting
         closed += 1

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-import time
 import urllib.error
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import openai
 import pytest
 from http_calls import call
 from scripted_turns import CALL, scripted
+from waiting import wait_until
 
 import inflight
 
@@ -313,9 +313,7 @@ def test_the_end_of_an_episode_cancels_its_requests(chat_engine):
     episodes.turns.draw = never(None)
     with episodes:
         chat_engine.stream.collect(episodes.submit([None], PARAMS, train=False), timeout_s=60)
-        deadline_s = time.monotonic() + 30
-        while not asking[0].done() and time.monotonic() < deadline_s:
-            time.sleep(0.01)
+        wait_until(lambda: asking[0].done())
     error = asking[0].exception()
     assert (error.status_code, error.code) == (410, "closed")
 
@@ -331,8 +329,7 @@ def test_closing_ends_the_server_within_its_bound(chat_engine):
     episodes = inflight.Episodes(chat_engine, waits)
     episodes.turns.draw = never(None)
     ids = episodes.submit([None], PARAMS, train=False)
-    while episodes.counts["attempts"] == 0 or not endpoints:
-        time.sleep(0.01)
+    wait_until(lambda: endpoints)
     thread = episodes._thread
     episodes.close()
     assert not thread.is_alive()

@@ -1,41 +1,21 @@
 """Episodes reach the trainer as groups of rollouts with explicit turns: drawn tokens exactly once, given tokens as
-context, and failures by name."""
+context."""
 
 import asyncio
-import time
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from episode_functions import PARAMS, TOOL, collect, three_turns
 from tiny_models import VOCABULARY, make_model
 
 import inflight
-import inflight.episodes.session
-from inflight.core.errors import InflightError
 from inflight.core.rollout import samples_of
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import Objective
-
-PARAMS = inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True)
-TOOL = [7, 8, 9]
-
-
-async def three_turns(session, row):
-    """Two outputs of a tool between three drawn turns; a reward for each turn."""
-    tokens = list(row)
-    for turn in range(3):
-        reply = await session.complete(tokens)
-        session.reward(turn + 0.5)
-        tokens += [*reply.token_ids, *TOOL]
-    return float(session.sample)
-
-
-def collect(engine, episodes, rows, params=PARAMS):
-    with episodes:
-        return engine.stream.collect(episodes.submit(rows, params, train=False), timeout_s=60)
 
 
 def test_turns_are_drawn_and_given_and_nothing_is_tokenized_again(engine):
@@ -173,255 +153,6 @@ def test_an_episode_of_several_sequences_weighs_as_much_as_one(engine, aggregati
         assert sorted(found.values()) == pytest.approx(sorted(shares[aggregation]), rel=1e-4)
 
 
-# ---- scores on growing turns ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_watched_turn_ends_when_its_function_says_so(chat_engine, is_async):
-    """The tokens up to there are trained on; the episode continues with another turn."""
-    seen = Counter()
-
-    def judge(part):
-        assert part.finish_reason == ""
-        assert len(part.logprobs) == len(part.token_ids)
-        seen[part.request_id] += 1
-        chat_engine.pause()  # the tiny model would draw all tokens before it is cancelled
-        return True
-
-    async def slow_judge(part):
-        await asyncio.sleep(0.01)
-        return judge(part)
-
-    async def watched(session, row):
-        first = await session.complete(row, watch=slow_judge if is_async else judge, every=4)
-        chat_engine.resume()
-        second = await session.complete([*row, *first.token_ids, 5], max_tokens=3, watch=lambda part: False, every=1)
-        assert second.finish_reason == "length"
-        session.reward(-1.0, first)
-        return float(len(first.token_ids))
-
-    params = inflight.SamplingParams(n=1, max_tokens=4000, ignore_eos=True)
-    episodes = inflight.Episodes(chat_engine, watched)
-    groups = collect(chat_engine, episodes, [[1, 2, 3]], params)
-    [[rollout]] = groups
-    first, given, second = rollout.turns
-    assert first.finish_reason == "stopped"
-    assert 4 <= first.end < 4000
-    assert (given.end - given.begin, second.end - second.begin) == (1, 3)
-    assert rollout.reward == first.end - 1
-    assert episodes.counts["turns stopped"] == 1
-    assert list(seen.values()) == [1]
-    with torch.no_grad():
-        batch = pack([rollout], [1.0])
-        tokenizer = chat_engine.tokenizer
-        model = make_model("qwen3", vocab_size=len(tokenizer))
-        scored = token_logprobs(model, batch)
-    torch.testing.assert_close(scored, batch.behavior_logprobs[batch.drawn], atol=1e-4, rtol=0)
-
-
-def test_a_share_of_the_turns_is_spared_and_weighed(chat_engine):
-    """All are judged hopeless after some tokens; each is ended or drawn to its end."""
-
-    async def watched(session, row):
-        reply = await session.complete(row, watch=session.spare(lambda part: True, 0.25), every=4)
-        return float(reply.finish_reason == "length")
-
-    params = inflight.SamplingParams(n=32, max_tokens=1500, ignore_eos=True)
-    [group] = collect(chat_engine, inflight.Episodes(chat_engine, watched), [[1, 2, 3]], params)
-    weights = [rollout.metadata["inflight.weight"] for rollout in group]
-    assert set(weights) == {0.0, 4.0}
-    assert 2 <= weights.count(4.0) <= 16
-    assert all(rollout.num_drawn == 1500 for rollout, weight in zip(group, weights, strict=True) if weight)
-    advantages = inflight.spared_advantages([group])
-    assert {a for a, weight in zip(advantages, weights, strict=True) if not weight} == {0.0}
-    with pytest.raises(ValueError, match="share must be above 0 and at most 1, got 0"):
-        inflight.episodes.session.Session.spare(None, lambda part: True, 0)  # type: ignore[arg-type]
-
-
-def test_an_exception_of_a_watching_function_fails_the_episode_and_frees_the_engine(chat_engine):
-    async def broken(session, row):
-        await session.complete(row, watch=lambda part: 1 / 0, every=1)
-
-    params = inflight.SamplingParams(n=2, max_tokens=4000, ignore_eos=True)
-    episodes = inflight.Episodes(chat_engine, broken)
-    [group] = collect(chat_engine, episodes, [[1, 2, 3]], params)
-    assert episodes.counts["error: ZeroDivisionError"] == 2
-    assert {rollout.finish_reason for rollout in group} == {"error"}
-    deadline = time.monotonic() + 20
-    while chat_engine.status().num_running and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not chat_engine.status().num_running
-
-
-# ---- limits and failures ----------------------------------------------------------------------------------------
-
-
-def outcome(engine, rollout, *, limits=None, n=4, **options):
-    params = inflight.SamplingParams(n=n, max_tokens=5, ignore_eos=True)
-    episodes = inflight.Episodes(engine, rollout, limits=limits, **options)
-    [group] = collect(engine, episodes, [[1, 2, 3]], params)
-    return group, episodes.counts
-
-
-async def endless(session, row):
-    tokens = list(row)
-    while True:
-        reply = await session.complete(tokens)
-        session.reward(1.0)
-        tokens += [*reply.token_ids, 3]
-
-
-@pytest.mark.parametrize(
-    ("limits", "reason", "turns", "drawn"),
-    [
-        ({"max_turns": 3}, "max_turns", 3, 15),
-        ({"max_tokens": 12}, "max_tokens", 3, 12),
-        ({}, "context", 21, 105),
-    ],
-)
-@pytest.mark.parametrize(("at_limit", "reward"), [("keep", 0.0), ("exclude", None), (-2.0, -2.0)])
-def test_a_limit_ends_an_episode_by_a_stated_rule(engine, limits, reason, turns, drawn, at_limit, reward):
-    group, counts = outcome(engine, endless, limits=inflight.Limits(at_limit=at_limit, **limits), n=2)
-    assert counts[reason] == 2
-    for rollout in group:
-        assert sum(turn.drawn for turn in rollout.turns) == turns
-        assert rollout.num_drawn in (drawn, drawn - 2)
-        assert rollout.reward == (None if reward is None else turns + reward)
-        assert rollout.finish_reason == ("cancelled" if reward is None else "length")
-
-
-def test_a_rollout_function_can_catch_a_limit_and_return_a_reward(engine):
-    async def careful(session, row):
-        try:
-            await endless(session, row)
-        except inflight.EpisodeEnd as end:
-            with pytest.raises(inflight.EpisodeEnd, match="max_turns"):
-                await session.complete(row)
-            return -1.0 if end.reason == "max_turns" else None
-
-    group, counts = outcome(engine, careful, limits=inflight.Limits(max_turns=2))
-    assert [rollout.reward for rollout in group] == [1.0] * 4
-    assert counts["max_turns"] == 4
-
-
-def test_slow_tools_and_episodes_end_at_their_limits(engine):
-    async def slow(session, row):
-        await session.complete(row)
-        if session.sample == 0:
-            with pytest.raises(TimeoutError, match=r"sleep did not return within 0\.05 s"):
-                await session.call(time.sleep, 1.0, timeout_s=0.05)
-            with pytest.raises(TimeoutError, match="sleep did not return"):
-                await session.call(asyncio.sleep, 1.0)
-        if session.sample == 1:
-            await asyncio.sleep(100)
-        if session.sample == 2:
-            try:
-                await asyncio.sleep(100)
-            finally:
-                await asyncio.sleep(100)
-        return 1.0
-
-    limits = inflight.Limits(call_s=0.1, episode_s=0.5, cleanup_s=0.2)
-    group, counts = outcome(engine, slow, limits=limits, min_share=0.5)
-    assert [rollout.reward for rollout in group] == [1.0, None, None, 1.0]
-    assert counts["calls that timed out"] == 2
-    assert counts["episode_timeout"] == 2
-    assert counts["episodes left behind"] == 1
-
-
-def test_exceptions_are_counted_by_name_and_retried_where_that_is_asked_for(engine, caplog):
-    tries = Counter()
-
-    async def fails(session, row):
-        tries[session.sample] += 1
-        if session.sample == 0:
-            raise KeyError("no such key")
-        if session.sample == 1 and tries[1] < 3:
-            raise ConnectionError("try again")
-        await session.complete(row)
-        return 1.0
-
-    group, counts = outcome(engine, fails, retries={ConnectionError: 2})
-    assert [rollout.reward for rollout in group] == [None, 1.0, 1.0, 1.0]
-    assert group[0].finish_reason == "error"
-    assert (counts["error: KeyError"], counts["completed"], counts["retries: ConnectionError"]) == (1, 3, 2)
-    assert "no such key" in caplog.text
-
-
-def test_training_ends_if_all_episodes_of_a_step_fail_and_reports_name_those_that_do(own_engine):
-    async def fails(session, row):
-        await session.complete(row)
-        if row[0] or session.sample == 0:
-            raise KeyError("no such key")
-        return float(session.sample)
-
-    model = make_model("qwen3")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = inflight.GRPOConfig(steps=3, groups_per_step=1, sampling=PARAMS, schedule="sync")
-    with own_engine.publisher(model) as publisher, inflight.Episodes(own_engine, fails) as episodes:
-        rows = ([min(index, 1), 3] for index in range(100))
-        reports = inflight.grpo(episodes, publisher, model, optimizer, rows, None, config)
-        assert next(reports).failures == {"error: KeyError": 1}
-        with pytest.raises(InflightError, match=r"2 groups failed .*exceptions: {'error: KeyError': 9}"):
-            next(reports)
-
-
-def test_a_group_needs_a_share_of_its_episodes(engine):
-    async def half(session, row):
-        await session.complete(row)
-        return 1.0 if session.sample % 2 else None
-
-    group, counts = outcome(engine, half)
-    assert {rollout.reward for rollout in group} == {None}
-    assert counts["groups with too few episodes"] == 1
-    group, counts = outcome(engine, half, min_share=0.5)
-    assert [rollout.reward for rollout in group] == [None, 1.0, None, 1.0]
-
-
-@pytest.mark.parametrize("value", [float("nan"), "high", {"a": float("inf")}])
-def test_rewards_that_are_no_finite_numbers_fail_the_episode(engine, value):
-    async def odd(session, row):
-        await session.complete(row)
-        return value
-
-    group, counts = outcome(engine, odd)
-    assert counts["error: reward"] == 4
-    assert {rollout.reward for rollout in group} == {None}
-
-
-def test_named_parts_add_up(engine):
-    async def parts(session, row):
-        await session.complete(row)
-        return {"right": 1.0, "short": 0.25}
-
-    group, _ = outcome(engine, parts)
-    assert [rollout.reward for rollout in group] == [1.25] * 4
-    assert group[0].rewards == {"right": 1.0, "short": 0.25}
-
-
-def test_an_episode_that_is_cancelled_before_its_first_turn_is_cancelled(engine):
-    async def waits(session, row):
-        await asyncio.sleep(100)
-
-    with inflight.Episodes(engine, waits, max_running=2) as episodes:
-        ids = episodes.submit([[1]], PARAMS, train=False)
-        while episodes.counts["attempts"] < 2:
-            time.sleep(0.01)
-        episodes.cancel(ids)
-        [group] = engine.stream.collect(ids, timeout_s=10)
-    assert [rollout.finish_reason for rollout in group] == ["cancelled"] * 4
-
-
-def test_a_group_that_is_cancelled_before_it_begins_arrives(engine):
-    with inflight.Episodes(engine, three_turns) as episodes:
-        for _ in range(20):
-            ids = episodes.submit([[1]], PARAMS, train=False)
-            episodes.cancel(ids)
-            [group] = engine.stream.collect(ids, timeout_s=10)
-            assert len(group) == 4
-            assert {rollout.finish_reason for rollout in group} <= {"cancelled", "length"}
-
-
 def test_micro_batches_must_hold_the_longest_sequence(engine):
     model = make_model("qwen3")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -430,25 +161,6 @@ def test_micro_batches_must_hold_the_longest_sequence(engine):
         config = inflight.GRPOConfig(sampling=sampling, micro_batch_tokens=127)
         with pytest.raises(ValueError, match="sequences of 128 tokens, the engine's context, and micro_batch_tokens"):
             next(inflight.grpo(episodes, publisher, model, optimizer, [[1, 2]], None, config))
-
-
-def test_cancelled_groups_arrive_as_cancelled_and_dropped_ones_never(engine):
-    async def waits(session, row):
-        await session.complete(row)
-        await asyncio.sleep(100)
-
-    with inflight.Episodes(engine, waits) as episodes:
-        kept, dropped = episodes.submit([[1], [2]], PARAMS, train=False)
-        while episodes.counts["turns"] < 8:
-            time.sleep(0.01)
-        engine.stream.ledger.drop([dropped])
-        episodes.cancel()
-        [group] = engine.stream.collect([kept], timeout_s=10)
-        assert {rollout.finish_reason for rollout in group} == {"cancelled"}
-        assert [rollout.num_drawn for rollout in group] == [5] * 4
-    assert engine.stream.outstanding == []
-    with pytest.raises(inflight.InflightError, match="closed"):
-        episodes.submit([[1]], PARAMS)
 
 
 def test_wrong_arguments_are_named(engine):

@@ -65,7 +65,9 @@ def test_engines_take_turns_and_the_frames_of_each_stay_in_order(merged, engines
     receive_nothing(merged, engines)
     a.send(50)
     b.send(20)
-    time.sleep(0.2)  # so that all are there
+    for engine in engines:
+        assert engine.frames.reader.socket.poll(60_000)
+    time.sleep(0.2)  # Other frames of an engine follow its first at once.
     received = receive(merged, engines, 70)
     for engine, count in ((a, 50), (b, 20)):
         assert [number for name, number in received if name == engine.name] == list(range(count))

@@ -2,13 +2,11 @@
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from waiting import PATIENCE_S
+from ranks import run_ranks
 
 from inflight.core.errors import InvalidRequestError, ModelLoadError, RankLostError
 from inflight.core.options import EngineOptions
@@ -16,24 +14,11 @@ from inflight.fleet.ranks.attached import AttachedEngine
 from inflight.fleet.ranks.sharing import RankSharing, announce
 from inflight.fleet.ranks.store import RankStore, store_of_trainer
 
-PROGRAM = Path(__file__).parents[1] / "helpers" / "shared_gradient.py"
-RESUMED = Path(__file__).parents[1] / "helpers" / "resumed_ranks.py"
-
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.long)])
 def test_the_average_gradient_of_the_ranks_is_that_of_one(tmp_path, size):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), str(size), tmp_path / "store"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    outputs = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors[-1500:] for _, errors in outputs)
-    assert [output for output, _ in outputs] == ["the gradients are those of one rank\n"] * size
+    outputs = run_ranks("shared_gradient.py", size, tmp_path / "store")
+    assert outputs == ["the gradients are those of one rank\n"] * size
 
 
 class Engine:
@@ -99,7 +84,7 @@ def test_torchrun_without_a_process_group_is_told(monkeypatch, caplog):
 @pytest.mark.slow
 def test_ranks_that_were_killed_go_on(tmp_path):
     """Every group comes once, ranks agree on the version, and each has its own random numbers again."""
-    began, resumed = (run_ranks(RESUMED, verb, tmp_path) for verb in ("begin", "resume"))
+    began, resumed = (run_or_resume(verb, tmp_path) for verb in ("begin", "resume"))
     for (before, again, version, number), (known, rest, later_version, other_number) in zip(
         began, resumed, strict=True
     ):
@@ -116,18 +101,8 @@ def test_ranks_that_were_killed_go_on(tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").glob("*.inflight")) == ["run-rank1.inflight", "run.inflight"]
 
 
-def run_ranks(program: Path, verb: str, directory: Path) -> list:
+def run_or_resume(verb: str, directory: Path) -> list:
     """What each of two ranks printed."""
     (directory / "run").mkdir(exist_ok=True)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program, str(rank), "2", directory / f"store-{verb}", directory / "run", verb],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors[-2500:] for _, errors in outputs)
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    outputs = run_ranks("resumed_ranks.py", 2, directory / f"store-{verb}", directory / "run", verb)
+    return [json.loads(output.splitlines()[-1]) for output in outputs]

@@ -33,6 +33,11 @@ def full_forward_logprobs(model: torch.nn.Module, rollout: Rollout) -> np.ndarra
     return logprobs[torch.arange(start, len(ids) - 1), torch.from_numpy(rollout.token_ids).long()].numpy()
 
 
+def logprob_error(model: torch.nn.Module, rollout: Rollout) -> float:
+    """The largest difference between recorded log-probabilities and those of `full_forward_logprobs`."""
+    return float(np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max())
+
+
 TOLERANCE = 5e-5
 
 

@@ -1,8 +1,7 @@
 """An engine with chunked, grouped, forked, cancelled and preempted sequences."""
 
-import numpy as np
 import torch
-from full_forward import PARAMS, full_forward_logprobs, ragged_prompts
+from full_forward import PARAMS, logprob_error, ragged_prompts
 from kv_blocks import check_blocks
 
 from inflight.core.messages import Prompt
@@ -13,7 +12,7 @@ from inflight.stream.assembler import Assembler
 
 
 def worst_error(model: torch.nn.Module, rollouts: list[Rollout]) -> float:
-    return max(float(np.abs(full_forward_logprobs(model, r) - r.logprobs).max()) for r in rollouts if len(r.token_ids))
+    return max(logprob_error(model, r) for r in rollouts if len(r.token_ids))
 
 
 def live(engine: Engine) -> list[Rollout]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from plain_objectives import Sequence, Token
 
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import TokenScores
@@ -12,6 +13,9 @@ from inflight.training.objective.objective import Objective
 from inflight.training.objective.tokens import DrawnTokens
 
 TRAINER_VERSION = 5
+SEEDS = range(4)
+AGGREGATIONS = ("token", "sequence", "group", "constant")
+MAX_TOKENS = 9
 SPREADS = (0.0, 1e-4, 2e-3, 0.05, 0.3, 1.3)
 """Standard deviations of log ρ within a sequence; the first makes an on-policy one."""
 
@@ -130,3 +134,33 @@ def sequence_advantages(case: Case) -> torch.Tensor:
 
 def agree(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> bool:
     return torch.allclose(a[0], b[0], rtol=1e-5, atol=1e-8) and torch.allclose(a[1], b[1], rtol=1e-5, atol=1e-9)
+
+
+# Comparisons with the formulas of `plain_objectives.py`.
+
+
+def sequences_of(case: Case) -> list[Sequence]:
+    batch, drawn = case.batch, case.batch.loss_mask
+    columns = (
+        case.logprobs,
+        batch.behavior_logprobs[drawn],
+        batch.proximal_logprobs[drawn],
+        batch.advantages[drawn],
+        batch.weight_versions[drawn],
+        batch.reference_logprobs[drawn],
+        case.entropies,
+    )
+    sequences: list[Sequence] = [[] for _ in range(batch.num_sequences)]
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for s, row in zip(batch.sequence_ids[drawn].tolist(), rows, strict=True):
+        sequences[s].append(Token(*row[:4], int(row[4]), *row[5:]))
+    return sequences
+
+
+def flat(rows: list[list[float]]) -> list[float]:
+    return [value for row in rows for value in row]
+
+
+def close(ours: torch.Tensor, expected: list[float], rel: float = 1e-12) -> bool:
+    assert ours.dtype == torch.float64
+    return torch.allclose(ours.detach(), torch.tensor(expected, dtype=torch.float64), rtol=rel, atol=1e-14)

@@ -4,10 +4,9 @@ from itertools import cycle, pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from full_forward import full_forward_logprobs
+from full_forward import logprob_error
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
@@ -49,7 +48,7 @@ def difference(engine, model, version: int) -> float:
     engine.wait_for_version(version)
     [[rollout]] = engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=8, seed=1, ignore_eos=True))
     assert set(rollout.weight_versions.tolist()) == {version}
-    return float(np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max())
+    return logprob_error(model, rollout)
 
 
 @pytest.mark.medium

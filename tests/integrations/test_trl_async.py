@@ -21,6 +21,7 @@ pytest.importorskip("trl", reason="the trl extra is not installed")
 pytest.importorskip("requests", reason="the trl extra is not installed: AsyncGRPOTrainer makes an HTTP client")
 
 from trl_trainers import CHAT, TEXT, Witness, async_config, logged, make_async_trainer, odd_tokens
+from waiting import wait_until
 
 from inflight.integrations.trl_async import EngineTransfer, EngineWorker
 
@@ -224,12 +225,12 @@ def test_no_more_is_drawn_than_may_be_in_flight(engine):
         for _ in range(200):
             time.sleep(0.005)
             assert worker._num_held <= 8
-        assert worker._num_held == 8
+        wait_until(lambda: worker._num_held == 8)
         gate.set()
         for _ in range(200):
             time.sleep(0.005)
             assert worker._num_held <= 8
-        assert worker.rollout_buffer.qsize() == 8
+        wait_until(lambda: worker.rollout_buffer.qsize() == 8)
         worker.rollout_buffer.get(timeout=5)
         worker.rollout_buffer.get(timeout=5)
         worker.check_health(60)

@@ -217,12 +217,11 @@ def test_a_new_reader_goes_on_where_the_one_before_was_killed(writer):
         assert receive(first, writer) == number
     until(lambda: writer.kept.oldest > 0, writer)
     first.socket.close(linger=0)
-    time.sleep(0.2)
-    oldest = writer.kept.oldest
     second = StreamReader(writer.endpoint)
-    assert [receive(second, writer) for _ in range(oldest, 100)] == list(range(oldest, 100))
+    oldest = receive(second, writer)
+    assert 0 < oldest <= 40  # acknowledgements can be on their way when a reader ends
+    assert [receive(second, writer) for _ in range(oldest + 1, 100)] == list(range(oldest + 1, 100))
     second.socket.close(linger=0)
-    time.sleep(0.2)
     third = StreamReader(writer.endpoint, begin=0)
     with pytest.raises(StreamGapError, match=r"frames 0 to \d+ of the engine are lost"):
         receive(third, writer)

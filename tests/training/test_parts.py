@@ -213,7 +213,7 @@ def test_the_time_of_a_part_is_no_wait():
             for _ in range(2):
                 admission.fill()
                 admission.take()
-            admission.while_incomplete = lambda scored: time.sleep(0.05)
+            admission.while_incomplete = lambda scored: time.sleep(0.4)
             admission.fill()
             assert len(admission.take().groups) == 3
             admission.while_incomplete = None
@@ -222,9 +222,9 @@ def test_the_time_of_a_part_is_no_wait():
         waited_s = spans.added_up()["wait for rollouts"]
     finally:
         spans.stop_adding_up()
-    assert waited_s < 0.05
-    assert in_parts.wait_s < 0.05
-    assert after.train_s >= 0.15
+    assert waited_s < 0.4
+    assert in_parts.wait_s < 0.4
+    assert after.train_s >= 1.2
 
 
 @pytest.mark.parametrize(

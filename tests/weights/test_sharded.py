@@ -1,23 +1,18 @@
 """A model that FSDP2 or DeepSpeed ZeRO-3 spreads over processes is published as a plain one is."""
 
-import subprocess
-import sys
 from datetime import timedelta
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
-from waiting import PATIENCE_S
 
 from inflight.core.errors import LayoutMismatchError
 from inflight.weights.tensors import layout_of
 from inflight.weights.trainer.sharded import ShardGroup
 from inflight.weights.trainer.sources import classify
-
-PROGRAM = Path(__file__).parents[1] / "helpers" / "sharded_trainer.py"
 
 
 @pytest.mark.parametrize(
@@ -32,18 +27,8 @@ PROGRAM = Path(__file__).parents[1] / "helpers" / "sharded_trainer.py"
 def test_every_version_is_bit_identical_to_the_model_put_together(tmp_path, model_dir, spread, size, dtype):
     if spread != "fsdp2" and find_spec("deepspeed") is None:
         pytest.skip("the deepspeed extra is not installed")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), str(size), tmp_path / "store", model_dir("qwen3"), spread, dtype],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    outputs = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors[-1500:] for _, errors in outputs)
-    assert outputs[0][0].splitlines() == [f"version {step} is bit-identical" for step in (1, 2, 3)]
+    outputs = run_ranks("sharded_trainer.py", size, tmp_path / "store", model_dir("qwen3"), spread, dtype)
+    assert outputs[0].splitlines() == [f"version {step} is bit-identical" for step in (1, 2, 3)]
 
 
 @pytest.fixture
@@ -113,16 +98,5 @@ def test_parts_that_are_not_in_memory_as_trained_are_refused(alone, attributes, 
 def test_the_policy_loss_of_a_spread_model_has_the_gradient_of_a_plain_one(tmp_path, spread):
     if spread == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("the deepspeed extra is not installed")
-    program = PROGRAM.with_name("sharded_loss.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program, str(rank), "2", tmp_path / "store", spread],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors[-1500:] for _, errors in outputs)
-    assert all("the gradient is that of a plain model" in output for output, _ in outputs)
+    outputs = run_ranks("sharded_loss.py", 2, tmp_path / "store", spread)
+    assert all("the gradient is that of a plain model" in output for output in outputs)

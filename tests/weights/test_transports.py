@@ -3,7 +3,6 @@
 import os
 import resource
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import (
@@ -54,12 +54,9 @@ def engine(model_dir) -> Iterator[inflight.Engine]:
         yield engine
 
 
-def check_for(publisher: inflight.Publisher, seconds: float = 10) -> None:
+def check_for(publisher: inflight.Publisher) -> None:
     """Raise what the publisher has to tell, as soon as it has."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(0.05)
-        publisher.check()
+    wait_until(publisher.check, "it has nothing to tell")
 
 
 def slot_of(model: torch.nn.Module, layout) -> torch.Tensor:
@@ -227,8 +224,7 @@ def test_a_slot_that_does_not_hold_what_was_published_is_refused(engine, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(where, "checksum", lambda buffer: 7)
             ours.publish()
-            while engine.status().bad_messages == before.bad_messages:
-                time.sleep(0.01)
+            wait_until(lambda: engine.status().bad_messages > before.bad_messages)
         assert engine.status().version == before.version
         with pytest.raises(ChecksumError, match=r"does not hold version \d+: .*expected 0000000000000007"):
             check_for(ours)
@@ -245,8 +241,7 @@ def test_a_slot_that_one_of_several_engines_refuses_is_told_of(engine, model_dir
             with monkeypatch.context() as patch:
                 patch.setattr(base, "checksum", lambda buffer: 7)
                 ours.publish()
-                while engine.status().bad_messages == refused:
-                    time.sleep(0.01)
+                wait_until(lambda: engine.status().bad_messages > refused)
             version = ours.publish()
             with pytest.raises(ChecksumError, match="expected 0000000000000007"):
                 check_for(ours)

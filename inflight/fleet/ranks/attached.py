@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from inflight.core.closing import ClosedAtEnd
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InflightError, InvalidRequestError, from_wire
 from inflight.core.messages import Prompt, to_raw
@@ -186,7 +187,7 @@ class SharedStream:
         return None if share is None else (offer.what, share)
 
 
-class FollowingPublisher:
+class FollowingPublisher(ClosedAtEnd):
     """Publisher of a rank other than 0 if rank 0 publishes alone: it counts versions, and sends nothing."""
 
     def __init__(self, version: int, weights: Callable[[], Weights] | None):
@@ -214,9 +215,3 @@ class FollowingPublisher:
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Return."""
-
-    def __enter__(self) -> "FollowingPublisher":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return

@@ -1,6 +1,6 @@
 """Lines, summary and plot of a run."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +15,16 @@ _COLUMNS = {
     "held-out accuracy": ("accuracy", ".3f"),
     "tokens/s": ("tokens_per_s", ",.0f"),
     "swap_ms": ("swap_ms", ".1f"),
-    "weight_lag_ms": ("weight_lag_ms", ".2f"),
-    "token_age_ms": ("token_age_ms", ",.0f"),
-    "version_lag": ("version_lag", ".1f"),
-    "ESS": ("ess", ".3f"),
+    "weight_lag_ms": ("staleness/weight_lag_ms", ".2f"),
+    "token_age_ms": ("staleness/token_age_ms", ",.0f"),
+    "version_lag": ("staleness/version_lag", ".1f"),
+    "ESS": ("ratio/ess", ".3f"),
 }
+"""Titles of the numbers of a step, with their names and formats. Ages and lags are means over its tokens."""
 
 
-@dataclass(slots=True)
-class StepRecord:
-    """Describes one optimizer step. Times in milliseconds are means over the step's tokens (token_age_ms,
-    weight_lag_ms, version_lag) or the newest swap's (swap_ms)."""
-
-    step: int
-    seconds: float
-    """Seconds since reinforcement learning began."""
-    reward: float
-    accuracy: float | None
-    """Held-out accuracy, if it was measured after this step."""
-    num_tokens: int
-    tokens_per_s: float
-    """Tokens per second since the previous step."""
-    swap_ms: float | None
-    weight_lag_ms: float | None
-    token_age_ms: float | None
-    version_lag: float | None
-    ess: float | None
-    kl: float | None
-    ratio_mean: float | None
-
-
-def line_of(record: StepRecord) -> str:
-    cells = [number(getattr(record, name), form, missing="") for name, form in _COLUMNS.values()]
+def line_of(numbers: Mapping[str, float]) -> str:
+    cells = [number(numbers.get(name), form, missing="") for name, form in _COLUMNS.values()]
     return "  ".join(map(" ".join, zip(_COLUMNS, cells, strict=True)))
 
 
@@ -69,19 +47,19 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
     console.print(f"time               {summary['seconds']:.0f} s, {seconds_rl} s of them reinforcement learning")
 
 
-def plot(path: Path, records: list[StepRecord], *, title: str, accuracy_before: float) -> None:
-    """Draw reward and held-out accuracy over seconds, and the age of tokens below them."""
+def plot(path: Path, steps: Sequence[Mapping[str, float]], *, title: str, accuracy_before: float) -> None:
+    """Draw reward and held-out accuracy over seconds, and the age of tokens below them. steps: numbers of each step."""
     from matplotlib.figure import Figure
 
-    seconds = np.array([r.seconds for r in records])
+    seconds = np.array([step["seconds"] for step in steps])
     figure = Figure(figsize=(9, 7))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    rewards = np.array([r.reward for r in records])
+    rewards = np.array([step["reward"] for step in steps])
     window = max(1, min(9, len(rewards) // 5))
     smooth = np.convolve(np.pad(rewards, window // 2, "edge"), np.ones(window) / window, "valid")[: len(rewards)]
     top.plot(seconds, rewards, color="tab:blue", alpha=0.25, linewidth=1)
     top.plot(seconds, smooth, color="tab:blue", label="training reward (running mean)")
-    measured = [(r.seconds, r.accuracy) for r in records if r.accuracy is not None]
+    measured = [(step["seconds"], step["accuracy"]) for step in steps if "accuracy" in step]
     points = [(0.0, accuracy_before), *measured]
     top.plot(*zip(*points, strict=True), "o-", color="tab:orange", label="held-out accuracy (greedy)")
     top.set_ylim(0, 1)
@@ -89,11 +67,11 @@ def plot(path: Path, records: list[StepRecord], *, title: str, accuracy_before: 
     top.legend(loc="lower right")
     top.set_title(title, loc="left", fontsize=10)
     for name, color, label in (
-        ("token_age_ms", "tab:green", "token_age_ms: drawn → consumed"),
+        ("staleness/token_age_ms", "tab:green", "token_age_ms: drawn → consumed"),
         ("swap_ms", "tab:red", "swap_ms: publish() → first token under it"),
-        ("weight_lag_ms", "tab:purple", "weight_lag_ms: newer weights published → drawn"),
+        ("staleness/weight_lag_ms", "tab:purple", "weight_lag_ms: newer weights published → drawn"),
     ):
-        values = [(r.seconds, getattr(r, name)) for r in records if getattr(r, name)]
+        values = [(step["seconds"], step[name]) for step in steps if step.get(name)]
         if values:
             bottom.plot(*zip(*values, strict=True), color=color, label=label, linewidth=1.2)
     bottom.set_yscale("log")

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
-from inflight.core.files import file_errors, replacing
+from inflight.core.files import file_errors
 from inflight.core.garbage import without_full_collections
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
@@ -29,7 +29,7 @@ from inflight.engine.prompts import encode_prompts
 from inflight.fleet.engine import Engine
 from inflight.fleet.launching import launch
 from inflight.observability.events import EVENTS_FILE
-from inflight.observability.loggers import Logger, open_logger
+from inflight.observability.loggers import JsonLines, Logger, open_logger
 from inflight.run import Run
 from inflight.tools.demo.checkpoints import (
     OPTIONS_FILE,
@@ -38,7 +38,7 @@ from inflight.tools.demo.checkpoints import (
     remove_checkpoints,
     save_checkpoint,
 )
-from inflight.tools.demo.display import StepRecord, line_of, plot, print_summary
+from inflight.tools.demo.display import line_of, plot, print_summary
 from inflight.tools.demo.options import DemoOptions
 from inflight.tools.demo.real import MODEL as REAL_MODEL
 from inflight.tools.demo.real import TASK as REAL_TASK
@@ -108,6 +108,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     with (
         page_of(out, port=options.web_port, console=console) if options.web else nullcontext(),
         tracker(options, out, task_name) as loggers,
+        JsonLines(out / _STEPS) as lines,
         shown_on(console) as progress,
     ):
         if checkpoint is None:
@@ -138,7 +139,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
                 highlight=False,
                 soft_wrap=True,
             )
-            run = _Run(task, options, recipe, out, title, console, progress, tokenizer, loggers)
+            run = _Run(task, options, recipe, out, title, console, progress, tokenizer, loggers, lines)
             run.train(engine, model, checkpoint)
             summary = run.summary(engine)
     summary |= {
@@ -147,15 +148,15 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         "model": name,
         "backend": options.backend,
         "seed": options.seed,
-        "steps": len(run.records),
+        "steps": len(run.steps),
         "resumed_after_step": run.resumed_after_step,
         "seconds": (now_ns() - began_ns) / 1e9,
         "environment": environment(),
     }
     with _writing(out):
         write_json(out / "summary.json", summary)
-        if run.records and run.accuracy_before is not None:
-            plot(out / "demo.png", run.records, title=title, accuracy_before=run.accuracy_before)
+        if run.steps and run.accuracy_before is not None:
+            plot(out / "demo.png", run.steps, title=title, accuracy_before=run.accuracy_before)
     print_summary(console, summary)
     console.print(f"written            {out}/steps.jsonl, events.jsonl, summary.json, demo.png")
     console.print(f"to look at it      inflight watch {out}", highlight=False)
@@ -236,10 +237,14 @@ class _Run:
         progress: Progress,
         tokenizer: PreTrainedTokenizerBase,
         loggers: Sequence[Logger],
+        lines: JsonLines,
     ):
         self._task, self._options, self._out, self._console, self._progress = task, options, out, console, progress
         self._title, self._tokenizer, self._loggers, self._recipe = title, tokenizer, loggers, recipe
-        self.records: list[StepRecord] = []
+        self._lines = lines
+        self.steps: list[dict[str, float]] = []
+        """For each step, the numbers of its report, `seconds` since reinforcement learning began, `tokens_per_s` since
+        the previous step, `swap_ms` of the newest swap, and the held-out `accuracy` if it was measured."""
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
         self.answers: list[dict[str, str]] = [{} for _ in self._task.held_out[:SHOWN_ANSWERS]]
@@ -297,8 +302,8 @@ class _Run:
                         engine.wait_for_version(publisher.version)
                         self._progress("evaluation")
                         self.accuracy_after = self._evaluate(engine, "after")
-                        self.records[-1].accuracy = self.accuracy_after
-                        recorder.log(self.records[-1].step, {"accuracy": self.accuracy_after})
+                        self.steps[-1]["accuracy"] = self.accuracy_after
+                        recorder.log(recipe.steps, {"accuracy": self.accuracy_after})
         except KeyboardInterrupt:
             self.interrupted = True
 
@@ -318,26 +323,28 @@ class _Run:
         for report in reports:
             tokens, seconds = engine.stream.num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
             last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
-            accuracy = None
+            measured = {"seconds": (report.finished_ns - self._began_ns) / 1e9, "tokens_per_s": tokens / seconds}
+            if (swap_ms := engine.staleness.last_swap_ms) is not None:
+                measured["swap_ms"] = swap_ms
             if report.step % recipe.evaluate_every == 0 and report.step < recipe.steps:
-                accuracy = held_out_accuracy(engine, task, task.held_out[: recipe.quick_evaluation])
-                recorder.log(report.step, {"accuracy": accuracy})
-            self._record(engine, report, tokens / seconds, accuracy)
+                measured["accuracy"] = held_out_accuracy(engine, task, task.held_out[: recipe.quick_evaluation])
+                recorder.log(report.step, {"accuracy": measured["accuracy"]})
+            self._record(report, measured)
             yield report
 
     def summary(self, engine: Engine) -> dict[str, Any]:
-        last = self.records[-1] if self.records else None
-        tail, meter, num_tokens = self.records[-10:], engine.staleness, engine.stream.num_tokens
+        seconds = self.steps[-1]["seconds"] if self.steps else None
+        tail, meter, num_tokens = self.steps[-10:], engine.staleness, engine.stream.num_tokens
         return {
             "accuracy_before": self.accuracy_before,
             "accuracy_after": self.accuracy_after,
-            "reward_last_10_steps": float(np.mean([r.reward for r in tail])) if tail else None,
+            "reward_last_10_steps": float(np.mean([step["reward"] for step in tail])) if tail else None,
             "num_swaps": meter.num_swaps,
             "num_swaps_in_flight": meter.num_swaps_in_flight,
             "dropped": self._dropped.as_dict(),
             "num_tokens": num_tokens,
-            "tokens_per_s": num_tokens / last.seconds if last else None,
-            "seconds_rl": last.seconds if last else None,
+            "tokens_per_s": num_tokens / seconds if seconds else None,
+            "seconds_rl": seconds,
             "interrupted": self.interrupted,
             "answers": self.answers,
             **meter.summary(),
@@ -363,36 +370,18 @@ class _Run:
         run.load(checkpoint)
         self.accuracy_before, self.answers = run.progress["accuracy_before"], run.progress["answers"]
         self.resumed_after_step = run.progress["grpo"]["step"]
-        lines = (self._out / _STEPS).read_text().splitlines()[: self.resumed_after_step]
-        with replacing(self._out / _STEPS) as partial:  # steps after the checkpoint are taken again
-            partial.write_text("".join(f"{line}\n" for line in lines))
-        self.records = [StepRecord(**json.loads(line)) for line in lines]
-        self._began_ns -= int(self.records[-1].seconds * 1e9)
+        self._lines.continue_after(self.resumed_after_step)
+        self.steps = [json.loads(line) for line in (self._out / _STEPS).read_text().splitlines()]
+        self._began_ns -= int(self.steps[-1]["seconds"] * 1e9)
 
-    def _record(self, engine: Engine, report: StepReport, tokens_per_s: float, accuracy: float | None) -> None:
-        staleness, stats, self._dropped = report.staleness, report.stats, report.dropped
-        record = StepRecord(
-            step=report.step,
-            seconds=(report.finished_ns - self._began_ns) / 1e9,
-            reward=report.reward,
-            accuracy=accuracy,
-            num_tokens=report.num_tokens,
-            tokens_per_s=tokens_per_s,
-            swap_ms=engine.staleness.last_swap_ms,
-            weight_lag_ms=float(staleness.weight_lag_ms.mean()) if staleness else None,
-            token_age_ms=float(staleness.token_age_ms.mean()) if staleness else None,
-            version_lag=float(staleness.version_lag.mean()) if staleness else None,
-            ess=stats.ess if stats else None,
-            kl=stats.kl if stats else None,
-            ratio_mean=stats.ratios.mean if stats else None,
-        )
-        self.records.append(record)
-        with _writing(self._out), open(self._out / _STEPS, "a") as file:
-            file.write(json.dumps(asdict(record)) + "\n")  # immediately, so that an interrupted run keeps its steps
-        if record.step == 1 or record.step % 10 == 0 or accuracy is not None:
-            self._console.print(line_of(record), highlight=False, soft_wrap=True)
+    def _record(self, report: StepReport, measured: dict[str, float]) -> None:
+        numbers, self._dropped = report.as_dict() | measured, report.dropped
+        self.steps.append(numbers)
+        self._lines.log(report.step, numbers)  # immediately, so that an interrupted run keeps its steps
+        if report.step == 1 or report.step % 10 == 0 or "accuracy" in measured:
+            self._console.print(line_of(numbers), highlight=False, soft_wrap=True)
         steps = self._recipe.steps
-        self._progress(f"step {record.step} of {steps}: reward {record.reward:.3f}", record.step / steps)
+        self._progress(f"step {report.step} of {steps}: reward {report.reward:.3f}", report.step / steps)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ its part in their attribute `ds_tensor`, flat and padded to the same length on e
 import logging
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from inflight.core.closing import ClosedAtEnd
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InflightError, LayoutMismatchError, from_wire
 from inflight.core.layout import WeightLayout
@@ -163,7 +163,7 @@ def _part(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class ShardSender(AbstractContextManager["ShardSender"]):
+class ShardSender(ClosedAtEnd):
     """The publisher of a sharded model on ranks other than 0. Every rank calls `publish()`, in step.
 
     Until a version is copied its parameters must not change. A `torch.optim` optimizer that holds them (with ZeRO-3,
@@ -226,9 +226,6 @@ class ShardSender(AbstractContextManager["ShardSender"]):
         if self._thread.is_alive():
             logger.warning("rank 0 has not closed its Publisher within %g s; this rank goes on without it", timeout_s)
         self._hook.remove()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._group.is_changed_by(optimizer):

@@ -7,6 +7,7 @@ from itertools import chain, count
 import pytest
 import torch
 from tiny_models import make_model
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import InvalidRequestError, ScoreError
@@ -162,9 +163,7 @@ def test_a_paused_submitter_submits_nothing(engine):
     submitter = Submitter(engine, iter([[index, 3] for index in range(40)]), SAMPLING, 4, ahead="auto")
 
     def wait_for(num_submitted):
-        deadline = time.monotonic() + 20
-        while submitter.num_submitted < num_submitted and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: submitter.num_submitted >= num_submitted)
         return submitter.num_submitted
 
     with submitter.in_background():

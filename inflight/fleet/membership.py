@@ -1,0 +1,127 @@
+"""The members of an engine: they start, join, and leave."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+from inflight.core.errors import LayoutMismatchError
+from inflight.core.options import EngineOptions
+from inflight.fleet.calls import FleetCalls
+from inflight.fleet.fleet import Fleet
+from inflight.fleet.fleet_stream import FleetStream
+from inflight.fleet.member import Member
+from inflight.fleet.monitor import EngineMonitor
+from inflight.fleet.process.base import Placement
+from inflight.fleet.process.local import Local
+from inflight.fleet.publishing import PublishedFleet
+from inflight.fleet.status import summed
+
+Started = TypeVar("Started")
+
+
+class Membership:
+    """The members of one engine, each with the monitor that restarts it."""
+
+    def __init__(self, fleet: Fleet, published: PublishedFleet, stream: FleetStream, calls: FleetCalls):
+        self._fleet, self._published, self._stream, self._calls = fleet, published, stream, calls
+        self.monitors: list[EngineMonitor] = []
+
+    @property
+    def members(self) -> list[Member]:
+        """Generators that serve or are being started again."""
+        return [monitor.member for monitor in list(self.monitors) if monitor.member.death is None]
+
+    @property
+    def first(self) -> Member:
+        """The first member that has not ended for good; if there is none, the first of all."""
+        return next(iter(self.members), self._fleet.members[0])
+
+    def join(self, member: Member) -> None:
+        """Let a member take prompts, once it has the weights of the others. Raises LayoutMismatchError, and ValueError
+        for versions that differ."""
+        fleet = self._fleet
+        with fleet.changing:
+            monitor = EngineMonitor(member, fleet, self._published, self._stream)
+            self._check_alike(member)
+            try:
+                with fleet.lock:
+                    fleet.members.append(member)
+                monitor.begin()
+            except BaseException:
+                self._published.forget_process(member.process.client.endpoint)
+                with fleet.lock:
+                    fleet.members.remove(member)
+                raise
+            self.monitors.append(monitor)
+        monitor.watch()
+
+    def remove(self, member: Member) -> None:
+        """End a member, and reassign its groups. Raises ValueError if it is not a member, or the last one."""
+        with self._fleet.changing:
+            if member not in self.members:
+                raise ValueError("this is not a member of the engine")
+            if len(self.members) == 1:
+                raise ValueError("an engine keeps one member at least; close() ends it with all of them")
+            [monitor] = [monitor for monitor in self.monitors if monitor.member is member]
+            self.monitors.remove(monitor)
+        monitor.stop()
+        with self._fleet.lock:
+            self._fleet.members.remove(member)
+        member.close()
+
+    def _check_alike(self, member: Member) -> None:
+        others = self.members
+        if not others:
+            return
+        layout = others[0].info.layout
+        difference = layout.difference(member.info.layout, ours="the others", theirs="this one", dtypes=True)
+        if difference is not None:
+            raise LayoutMismatchError(f"all members of an engine hold the same tensors: {difference}")
+        live, own = summed(list(self._calls.statuses().values())).version, member.status().version
+        if live != own and not any(publisher.sent_version for publisher in self._published.open_publishers):
+            raise ValueError(
+                f"the member has version {own} and the engine {live}; versions are those of one publisher, and no "
+                "open one has sent a version that it could send to this member"
+            )
+
+
+def check_members(
+    options: EngineOptions | Sequence[EngineOptions], placement: Placement | Sequence[Placement] | None
+) -> tuple[list[EngineOptions], list[Placement]]:
+    """Return the options and the placement of each member. Raises ValueError for options that do not fit together."""
+    each = [options] if isinstance(options, EngineOptions) else list(options)
+    if not each:
+        raise ValueError("an engine needs the options of one member at least")
+    places = list(placement) if isinstance(placement, Sequence) else [placement or Local()] * len(each)
+    if len(places) != len(each):
+        raise ValueError(f"{len(each)} members need one placement, or {len(each)}, got {len(places)}")
+    if len(each) > 1 and any(one.journal is not None for one in each):
+        raise ValueError("a journal is of one engine: launch one, or leave the journal out")
+    for one, place in zip(each, places, strict=True):
+        place.check(one)
+    return each, places
+
+
+def start_all(starts: Sequence[Callable[[], Started]]) -> list[Started]:
+    """Start members, all at once, and return them. If one does not start, the others are closed. On Ctrl-C, members
+    that are still starting are closed once they have started."""
+    if len(starts) == 1:
+        return [starts[0]()]
+    executor = ThreadPoolExecutor(len(starts), thread_name_prefix="inflight-launch")
+    starting: list[Future[Any]] = []
+    try:
+        for start in starts:
+            starting.append(executor.submit(start))
+        wait(starting)
+        return [member.result() for member in starting]
+    except BaseException:
+        for member in starting:
+            member.add_done_callback(_close_started)
+        raise
+    finally:
+        executor.shutdown(wait=False)
+
+
+def _close_started(starting: Future[Any]) -> None:
+    if starting.exception() is None:
+        starting.result().close()

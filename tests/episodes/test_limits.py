@@ -1,0 +1,198 @@
+"""Limits, failures and cancellations of episodes end by a stated rule and are counted by name."""
+
+import asyncio
+import time
+from collections import Counter
+
+import pytest
+import torch
+from episode_functions import PARAMS, collect, three_turns
+from tiny_models import make_model
+from waiting import wait_until
+
+import inflight
+from inflight.core.errors import InflightError
+
+
+def outcome(engine, rollout, *, limits=None, n=4, **options):
+    params = inflight.SamplingParams(n=n, max_tokens=5, ignore_eos=True)
+    episodes = inflight.Episodes(engine, rollout, limits=limits, **options)
+    [group] = collect(engine, episodes, [[1, 2, 3]], params)
+    return group, episodes.counts
+
+
+async def endless(session, row):
+    tokens = list(row)
+    while True:
+        reply = await session.complete(tokens)
+        session.reward(1.0)
+        tokens += [*reply.token_ids, 3]
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "turns", "drawn"),
+    [
+        ({"max_turns": 3}, "max_turns", 3, 15),
+        ({"max_tokens": 12}, "max_tokens", 3, 12),
+        ({}, "context", 21, 105),
+    ],
+)
+@pytest.mark.parametrize(("at_limit", "reward"), [("keep", 0.0), ("exclude", None), (-2.0, -2.0)])
+def test_a_limit_ends_an_episode_by_a_stated_rule(engine, limits, reason, turns, drawn, at_limit, reward):
+    group, counts = outcome(engine, endless, limits=inflight.Limits(at_limit=at_limit, **limits), n=2)
+    assert counts[reason] == 2
+    for rollout in group:
+        assert sum(turn.drawn for turn in rollout.turns) == turns
+        assert rollout.num_drawn in (drawn, drawn - 2)
+        assert rollout.reward == (None if reward is None else turns + reward)
+        assert rollout.finish_reason == ("cancelled" if reward is None else "length")
+
+
+def test_a_rollout_function_can_catch_a_limit_and_return_a_reward(engine):
+    async def careful(session, row):
+        try:
+            await endless(session, row)
+        except inflight.EpisodeEnd as end:
+            with pytest.raises(inflight.EpisodeEnd, match="max_turns"):
+                await session.complete(row)
+            return -1.0 if end.reason == "max_turns" else None
+
+    group, counts = outcome(engine, careful, limits=inflight.Limits(max_turns=2))
+    assert [rollout.reward for rollout in group] == [1.0] * 4
+    assert counts["max_turns"] == 4
+
+
+@pytest.mark.medium
+def test_slow_tools_and_episodes_end_at_their_limits(engine):
+    async def slow(session, row):
+        await session.complete(row)
+        if session.sample == 0:
+            with pytest.raises(TimeoutError, match=r"sleep did not return within 0\.05 s"):
+                await session.call(time.sleep, 1.0, timeout_s=0.05)
+            with pytest.raises(TimeoutError, match="sleep did not return"):
+                await session.call(asyncio.sleep, 1.0)
+        if session.sample == 1:
+            await asyncio.sleep(100)
+        if session.sample == 2:
+            try:
+                await asyncio.sleep(100)
+            finally:
+                await asyncio.sleep(100)
+        return 1.0
+
+    limits = inflight.Limits(call_s=0.1, episode_s=4.0, cleanup_s=0.2)  # a turn can take a second on a busy machine
+    group, counts = outcome(engine, slow, limits=limits, min_share=0.5)
+    assert [rollout.reward for rollout in group] == [1.0, None, None, 1.0]
+    assert counts["calls that timed out"] == 2
+    assert counts["episode_timeout"] == 2
+    assert counts["episodes left behind"] == 1
+
+
+def test_exceptions_are_counted_by_name_and_retried_where_that_is_asked_for(engine, caplog):
+    tries = Counter()
+
+    async def fails(session, row):
+        tries[session.sample] += 1
+        if session.sample == 0:
+            raise KeyError("no such key")
+        if session.sample == 1 and tries[1] < 3:
+            raise ConnectionError("try again")
+        await session.complete(row)
+        return 1.0
+
+    group, counts = outcome(engine, fails, retries={ConnectionError: 2})
+    assert [rollout.reward for rollout in group] == [None, 1.0, 1.0, 1.0]
+    assert group[0].finish_reason == "error"
+    assert (counts["error: KeyError"], counts["completed"], counts["retries: ConnectionError"]) == (1, 3, 2)
+    assert "no such key" in caplog.text
+
+
+def test_training_ends_if_all_episodes_of_a_step_fail_and_reports_name_those_that_do(own_engine):
+    async def fails(session, row):
+        await session.complete(row)
+        if row[0] or session.sample == 0:
+            raise KeyError("no such key")
+        return float(session.sample)
+
+    model = make_model("qwen3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = inflight.GRPOConfig(steps=3, groups_per_step=1, sampling=PARAMS, schedule="sync")
+    with own_engine.publisher(model) as publisher, inflight.Episodes(own_engine, fails) as episodes:
+        rows = ([min(index, 1), 3] for index in range(100))
+        reports = inflight.grpo(episodes, publisher, model, optimizer, rows, None, config)
+        assert next(reports).failures == {"error: KeyError": 1}
+        with pytest.raises(InflightError, match=r"2 groups failed .*exceptions: {'error: KeyError': 9}"):
+            next(reports)
+
+
+def test_a_group_needs_a_share_of_its_episodes(engine):
+    async def half(session, row):
+        await session.complete(row)
+        return 1.0 if session.sample % 2 else None
+
+    group, counts = outcome(engine, half)
+    assert {rollout.reward for rollout in group} == {None}
+    assert counts["groups with too few episodes"] == 1
+    group, counts = outcome(engine, half, min_share=0.5)
+    assert [rollout.reward for rollout in group] == [None, 1.0, None, 1.0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), "high", {"a": float("inf")}])
+def test_rewards_that_are_no_finite_numbers_fail_the_episode(engine, value):
+    async def odd(session, row):
+        await session.complete(row)
+        return value
+
+    group, counts = outcome(engine, odd)
+    assert counts["error: reward"] == 4
+    assert {rollout.reward for rollout in group} == {None}
+
+
+def test_named_parts_add_up(engine):
+    async def parts(session, row):
+        await session.complete(row)
+        return {"right": 1.0, "short": 0.25}
+
+    group, _ = outcome(engine, parts)
+    assert [rollout.reward for rollout in group] == [1.25] * 4
+    assert group[0].rewards == {"right": 1.0, "short": 0.25}
+
+
+def test_an_episode_that_is_cancelled_before_its_first_turn_is_cancelled(engine):
+    async def waits(session, row):
+        await asyncio.sleep(100)
+
+    with inflight.Episodes(engine, waits, max_running=2) as episodes:
+        ids = episodes.submit([[1]], PARAMS, train=False)
+        wait_until(lambda: episodes.counts["attempts"] >= 2)
+        episodes.cancel(ids)
+        [group] = engine.stream.collect(ids, timeout_s=10)
+    assert [rollout.finish_reason for rollout in group] == ["cancelled"] * 4
+
+
+def test_a_group_that_is_cancelled_before_it_begins_arrives(engine):
+    with inflight.Episodes(engine, three_turns) as episodes:
+        for _ in range(20):
+            ids = episodes.submit([[1]], PARAMS, train=False)
+            episodes.cancel(ids)
+            [group] = engine.stream.collect(ids, timeout_s=10)
+            assert len(group) == 4
+            assert {rollout.finish_reason for rollout in group} <= {"cancelled", "length"}
+
+
+def test_cancelled_groups_arrive_as_cancelled_and_dropped_ones_never(engine):
+    async def waits(session, row):
+        await session.complete(row)
+        await asyncio.sleep(100)
+
+    with inflight.Episodes(engine, waits) as episodes:
+        kept, dropped = episodes.submit([[1], [2]], PARAMS, train=False)
+        wait_until(lambda: episodes.counts["turns"] >= 8)
+        engine.stream.ledger.drop([dropped])
+        episodes.cancel()
+        [group] = engine.stream.collect([kept], timeout_s=10)
+        assert {rollout.finish_reason for rollout in group} == {"cancelled"}
+        assert [rollout.num_drawn for rollout in group] == [5] * 4
+    assert engine.stream.outstanding == []
+    with pytest.raises(inflight.InflightError, match="closed"):
+        episodes.submit([[1]], PARAMS)

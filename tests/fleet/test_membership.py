@@ -1,0 +1,46 @@
+"""All members of an engine hold the same tensors, under the same version."""
+
+import msgspec
+import pytest
+from tiny_models import make_model
+
+import inflight
+from inflight.core.errors import InflightError, LayoutMismatchError
+from inflight.core.messages import Digests
+from inflight.fleet.calls import FleetCalls
+from inflight.fleet.fleet import Fleet
+
+
+def test_a_member_with_other_tensors_or_another_version_is_refused(model_dir):
+    model = make_model("qwen3")
+    with inflight.launch(model_dir("qwen3"), device="cpu", dtype="float32", threads=1, restarts=1) as engine:
+        with pytest.raises(LayoutMismatchError, match=r"hold the same tensors.*float32 in the others, bfloat16 in"):
+            engine.add(msgspec.structs.replace(engine.options, dtype="bfloat16"))
+        with engine.publisher(model) as publisher:
+            engine.wait_for_version(publisher.publish())
+        with pytest.raises(ValueError, match="the member has version 0 and the engine 1"):
+            engine.add()
+        assert len(engine.members) == 1
+        with engine.publisher(model) as publisher:
+            engine.wait_for_version(publisher.publish())
+            assert engine.add() in engine.members
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "message"),
+    [
+        ([[Digests(3, {"w": "a"})], [Digests(3, {"w": "b"})]], InflightError, "different tensors under version 3"),
+        ([[Digests(3, {"w": "a"})], []], TimeoutError, "the digests of version 2 were not computed"),
+    ],
+)
+def test_digests_that_differ_or_are_missing_are_reported(monkeypatch, answers, kind, message):
+    calls = FleetCalls(Fleet())
+    monkeypatch.setattr(calls, "call_all", lambda _: dict(enumerate(answers)))
+    with pytest.raises(kind, match=message):
+        calls.digests(2, timeout_s=0.0)
+
+
+def test_the_digests_of_the_newest_version_are_returned(monkeypatch):
+    calls, newest = FleetCalls(Fleet()), Digests(4, {"w": "b"})
+    monkeypatch.setattr(calls, "call_all", lambda _: {0: [Digests(3, {"w": "a"})], 1: [newest]})
+    assert calls.digests(2, timeout_s=0.0) == newest
