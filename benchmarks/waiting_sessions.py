@@ -18,6 +18,7 @@ from itertools import count
 from statistics import median
 from typing import Any
 
+import torch
 from harness import finish
 
 import inflight
@@ -122,22 +123,21 @@ def run(engine: Engine, publisher: Publisher, load: Load, protect_s: float | Non
 def main() -> None:
     results: dict[str, Any] = {}
     for name, load in LOADS.items():
-        with inflight.launch("tiny", device="cpu", max_sequences=ROWS, max_context=load.context) as engine:
-            with engine.publisher(load_trainer("tiny", engine.info.device)) as publisher:
-                engine.wait_for_version(publisher.publish())
-                pairs = []
-                for _ in range(PAIRS):
-                    pairs.append(
-                        {
-                            "unprotected": run(engine, publisher, load, 0.0),
-                            "protected": run(engine, publisher, load, None),
-                        }
-                    )
-                    print(name, pairs[-1], flush=True)
-                num_preemptions = engine.status().num_preemptions
-        sides = {
-            side: {key: median(pair[side][key] for pair in pairs) for key in pairs[0][side]} for side in pairs[0]
-        }
+        with (
+            inflight.launch("tiny", device="cpu", max_sequences=ROWS, max_context=load.context) as engine,
+            engine.publisher(load_trainer("tiny", torch.device("cpu"))) as publisher,
+        ):
+            engine.wait_for_version(publisher.publish())
+            pairs = []
+            for _ in range(PAIRS):
+                pair = {
+                    "unprotected": run(engine, publisher, load, 0.0),
+                    "protected": run(engine, publisher, load, None),
+                }
+                print(name, pair, flush=True)
+                pairs.append(pair)
+            num_preemptions = engine.status().num_preemptions
+        sides = {side: {key: median(pair[side][key] for pair in pairs) for key in pairs[0][side]} for side in pairs[0]}
         ratio = median(pair["protected"]["tokens_per_s"] / pair["unprotected"]["tokens_per_s"] for pair in pairs)
         results[name] = {**sides, "ratio": ratio, "num_preemptions": num_preemptions, "pairs": pairs}
     finish("waiting-sessions", {"rows": ROWS, **results})
