@@ -71,7 +71,7 @@ class BlockPool:
         self.protected: dict[int, Entry] = {}
         """Protected blocks without a holder."""
         self.num_protected = 0
-        """Number of protected blocks, those with a holder included."""
+        """Number of protected blocks, with or without a holder."""
         self.max_protected = int(_PROTECTED_SHARE * (num_blocks - 1))
         self.holders = [0] * num_blocks
         """The number of holders of each block."""
@@ -105,7 +105,7 @@ class BlockPool:
             self.free.append(block)
 
     def protect(self, block: int) -> None:
-        """Have a block of an entry evicted after those that are not protected."""
+        """Have a block evicted after all unprotected blocks."""
         self.num_protected += 1
         if (entry := self.remembered.pop(block, None)) is not None:
             self.protected[block] = entry
@@ -118,7 +118,7 @@ class BlockPool:
             self.remembered.move_to_end(block, last=False)
 
     def _idle(self, entry: Entry) -> dict[int, Entry]:
-        """Return the blocks without a holder that include those of an entry."""
+        """Return `protected` or `remembered`, where blocks of an entry belong while they have no holder."""
         return self.protected if entry.num_protections else self.remembered
 
     def free_unseen(self, blocks: list[int], computed: int) -> None:

@@ -3,7 +3,7 @@
 An entry belongs to the tokens of its block, all tokens before them, and the namespace that computed all of these: a
 version of the weights, a publish of an adapter, or, if prefixes can outlive versions, the adapter whose versions did.
 An entry then has the oldest of these versions. Blocks without a holder stay remembered until their memory is needed,
-least recently used first.
+least recently used first. Protected blocks (`protections.py`) are evicted last.
 """
 
 import itertools
@@ -97,10 +97,10 @@ class PrefixCache:
                         return
                 if entry is not None:
                     self._forget(entry)
-                blocks += [NO_BLOCK for _ in self._fixed]
-                entry = Entry(next(self._new_ids), key, blocks, holding.oldest, before)
+                of_kinds = [*blocks, *(NO_BLOCK for _ in self._fixed)]
+                entry = Entry(next(self._new_ids), key, of_kinds, holding.oldest, before)
                 self._entries[key] = entry
-                for pool, block in zip(self._paged, blocks, strict=False):
+                for pool, block in zip(self._paged, blocks, strict=True):
                     pool.entry_of[block] = entry
             if holding.snapshot_at == (chunk + 1) * size:
                 self._enter_snapshots(holding, entry)

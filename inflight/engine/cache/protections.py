@@ -1,8 +1,8 @@
 """Protection of cached blocks: the prefix cache evicts the blocks of samples that continue after all others.
 
-A conversation that waits for a tool holds no blocks, so that requests in the meantime would evict it. Protected blocks
-stay available: they are evicted too if no others are left, from the newest protection on. Older conversations then keep
-their whole beginning, and evicting the oldest one each time would let none continue.
+A conversation that waits for a tool holds no blocks, so that other requests would evict it. Protected blocks stay
+available: if no others are left, the newest protection ends. If the oldest one ended instead, conversations that take
+turns in a small cache would all lose their blocks.
 """
 
 import time
@@ -32,8 +32,8 @@ class Protections:
         """A heap of the times at which protections of groups end."""
 
     def begin(self, group_id: int, last: Entry | None, seconds: float) -> None:
-        """Protect an entry and those before it, for some seconds and as part of a group. Does nothing if that exceeds
-        the bound of a pool."""
+        """Protect an entry and all entries before it, for some seconds and as part of a group. Does nothing if that
+        would exceed the bound of a pool."""
         self.end_expired()
         entries: list[Entry] = []
         while last is not None:

@@ -56,7 +56,7 @@ class VllmScheduler:
             self._given_up.append(name)
 
     def unprotect(self, group_id: int) -> None:
-        """Do nothing: vLLM evicts blocks in an order of its own."""
+        """Do nothing: vLLM decides which blocks to evict."""
 
     @property
     def has_work(self) -> bool:
