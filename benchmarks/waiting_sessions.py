@@ -28,7 +28,7 @@ from inflight.fleet.engine import Engine
 from inflight.tools.demo.trainer import load_trainer
 from inflight.weights.trainer.publisher import Publisher
 
-PAIRS, ROWS, TOKENS, TOOL_TOKENS, VOCABULARY = 3, 32, 64, 16, 512
+PAIRS, ROWS, TOKENS, TOOL_TOKENS, VOCABULARY = 3, 16, 64, 16, 512
 seeds = count()
 
 
@@ -50,7 +50,7 @@ class Load:
 
 LOADS = {
     "sessions": Load(episodes=4 * ROWS, turns=4, tool_s=(0.05, 5.0)),
-    "requests": Load(episodes=ROWS, turns=6, tool_s=(1.0, 5.0), requests=ROWS, request_tokens=512),
+    "requests": Load(episodes=ROWS, turns=4, tool_s=(1.0, 5.0), requests=ROWS, request_tokens=256),
 }
 
 
