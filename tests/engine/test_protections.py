@@ -33,7 +33,7 @@ POOLS: dict[str, list[tuple[StateKind, int]]] = {
 
 
 class Cache(KVCache):
-    """A cache of 24 blocks, of which 12 can be protected, with a clock that stands still."""
+    """A cache of 24 blocks, of which 12 can be protected, with a clock that only tests advance."""
 
     def __init__(self, kind: str = "full"):
         super().__init__(POOLS[kind], block_size=SIZE, max_blocks=LONGEST // SIZE)
@@ -287,7 +287,7 @@ class Conversations(RuleBasedStateMachine):
         check_blocks(self.cache, [holding for holding, _ in self.running])
 
     def teardown(self) -> None:
-        """A protection that nobody ends takes nothing from a sequence that needs all blocks."""
+        """Protections end by their time alone, and sequences can then take all blocks."""
         for holding, _ in self.running:
             self.cache.release(holding)
         self.cache.now += 20
