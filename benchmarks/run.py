@@ -64,6 +64,7 @@ BENCHES: dict[str, dict[str, str]] = {
 """Maps each NAME to the arguments of `inflight bench` for each result."""
 SCRIPTS = {
     "swap": ["swap_growth"],
+    "episodes": ["waiting_sessions"],
     "loss": ["correction_bias", "objective_lags"],
     "learning": ["curriculum"],
     "serve": ["serve", "served_stalls"],

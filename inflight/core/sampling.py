@@ -14,6 +14,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_OWN_COLUMNS = 16
 MAX_SALT_CHARACTERS = 256
 LEAST_TEMPERATURE = 1e-6
+MAX_PROTECT_S = 86_400.0
 
 
 class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,6 +95,10 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     """Maximum version lag of a prefix that this prompt reuses. None: `EngineOptions.prefix_across_versions`. Prompts
     with a lag above 0 share prefixes only with each other. Engines that reuse no older prefixes, for example because
     of kv_on_swap="recompute", compute the prompt again."""
+    protect_s: float | None = None
+    """Time in seconds after the end of a sample for which the prefix cache evicts it after unprotected samples, so that
+    a prompt that continues it finds it. At most half of the cache is protected. None: 60 for turns of `Episodes`,
+    otherwise 0."""
     columns: tuple[str, ...] = ()
     """Names of custom columns (`EngineOptions.columns`) to record for each token in `Rollout.columns`."""
 
@@ -136,6 +141,8 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"columns is a tuple of at most {MAX_OWN_COLUMNS} names, got {self.columns!r}")
         if self.prefix_across_versions is not None and self.prefix_across_versions < 0:
             raise ValueError(f"prefix_across_versions must be at least 0, got {self.prefix_across_versions}")
+        if self.protect_s is not None and not 0 <= self.protect_s <= MAX_PROTECT_S:
+            raise ValueError(f"protect_s must be in [0, {MAX_PROTECT_S}] (a day), got {self.protect_s}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
 

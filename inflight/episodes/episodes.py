@@ -335,6 +335,7 @@ class Episodes:
                     reason, value, error = await self._attempt(session, group.row)
                 finally:
                     self.num_running -= 1
+                    self.turns.end(group.id, sample)
                 self.counts["conversations rendered again"] += session.num_rendered_again
                 for stage, seconds in session.seconds.items():
                     self.seconds[stage] += seconds

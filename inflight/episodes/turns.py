@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,6 +21,8 @@ from inflight.episodes.saved_turns import EPISODE, Place, SavedTurns
 from inflight.episodes.watching import TurnBell
 from inflight.fleet.engine import Engine
 
+PROTECT_S = 60.0
+"""`SamplingParams.protect_s` of turns, the default of `Limits.call_s`."""
 Watch = Callable[[Rollout], bool | None] | Callable[[Rollout], Awaitable[bool | None]]
 """A function of an unfinished turn that returns True to end it."""
 
@@ -48,6 +50,8 @@ class Turns:
         self.agents: Any = None
         """The AgentServer, from the first endpoint on."""
         self._bell: TurnBell | None = None
+        self._drawn: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        """Maps episodes in progress, by group and sample, to the groups of their turns in the engine."""
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -87,6 +91,8 @@ class Turns:
         else:
             if params.prefix_across_versions is None:
                 params = msgspec.structs.replace(params, prefix_across_versions=self._across)
+            if params.protect_s is None:
+                params = msgspec.structs.replace(params, protect_s=PROTECT_S)
             metadata = [{EPISODE: list(place)}]
             [group_id] = await self._engine.asubmit([token_ids], params, metadata=metadata, adapter=adapter)
         try:
@@ -94,6 +100,7 @@ class Turns:
         except BaseException:
             self._engine.abandon([group_id])
             raise
+        self._drawn[place.group_id, place.sample].append(group_id)
         self.counts["turns"] += 1
         self.counts["drawn tokens"] += len(turn.token_ids)
         self.counts["prompt tokens"] += len(token_ids)
@@ -106,6 +113,11 @@ class Turns:
             noted = replace(turn, group_id=place.group_id, sample=place.sample, metadata={EPISODE: list(place)})
             self._engine.stream.ledger.episodes.note_turn(noted)
         return turn
+
+    def end(self, group_id: int, sample: int) -> None:
+        """Let the engine evict the turns of an episode that has ended."""
+        if turns := self._drawn.pop((group_id, sample), None):
+            self._engine.abandon(turns)
 
     async def _collect(self, group_id: int, watch: Watch | None, every: int) -> Rollout:
         """Return a turn when it has ended. watch: as in `Session.chat`."""

@@ -255,6 +255,19 @@ def test_a_snapshot_is_evicted_alone_and_taken_again_for_the_same_tokens():
     assert cache.match(cache.new_holding(), TOKENS[:14], 0) == 12
 
 
+def test_a_snapshot_of_older_weights_does_not_join_blocks_of_newer_ones():
+    cache = make_hybrid()
+    old, new = cache.new_holding(), cache.new_holding()
+    assert cache.prefixes.next_chunk(old, 9) == 8
+    for holding, version in ((old, 1), (new, 2)):
+        assert cache.reserve(holding, 8)
+        cache.advance(holding, 8, "", version)
+    for holding in (new, old):  # the newer one has no snapshot
+        cache.prefixes.remember(holding, 8, lambda start, end: tuple(TOKENS[start:end]))
+    assert cache.match(cache.new_holding(), TOKENS[:9], "", oldest=2) == 0
+    check_blocks(cache, [old, new])
+
+
 def test_a_snapshot_does_not_make_way_for_its_own_copy():
     cache = make_hybrid(num_states=2)
     cache.release(prefill(cache, 14))

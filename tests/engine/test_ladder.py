@@ -151,6 +151,25 @@ def test_each_token_is_of_the_version_that_it_records(make_kind_engine, kind, na
     assert engine.cache.num_used_blocks == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [case(LATENT, WIDE.name, mark=()), case(TOY, "hybrid", mark=())]
+    + [case(STATES, name, mark=pytest.mark.medium) for name in STATES.of_each_kind],
+)
+def test_state_of_older_weights_than_asked_for_is_computed_again(make_kind_engine, kind, name):
+    engine = make_kind_engine(kind, name, prefix_across_versions=1)
+    prompt = Prompt([(7 * i) % 190 + 5 for i in range(50)], SamplingParams(max_tokens=4, seed=0, ignore_eos=True))
+    reused = []
+    for version in range(4):
+        if version:
+            publish(engine, kind.model_of(name, version))
+        [rollout] = run(engine, [prompt])
+        reused.append((rollout.prefix_tokens > 0, rollout.prefix_version))
+        if not rollout.prefix_tokens:
+            assert worst_error(kind.model_of(name, version), [rollout]) < kind.tolerance
+    assert reused == [(False, None), (True, 0), (False, None), (True, 2)]
+
+
 @pytest.mark.parametrize(("kind", "name"), [(LATENT, WIDE.name), (TOY, "hybrid")], ids=["latent", "toy"])
 def test_a_sleeping_engine_frees_what_its_layers_keep(make_kind_engine, kind, name):
     engine, assembler, rollouts = make_kind_engine(kind, name), Assembler(), []

@@ -75,7 +75,7 @@ def reuse_without_a_snapshot(monkeypatch: pytest.MonkeyPatch, engine: Engine) ->
             self._paged[0].hold(entry.blocks[0])
             holding.blocks[0].append(entry.blocks[0])
         if found:
-            holding.last_entry, holding.num_remembered = found[-1].id, len(found)
+            holding.last_entry, holding.num_remembered = found[-1], len(found)
             holding.namespace, holding.oldest = namespace, found[-1].oldest
         holding.computed = len(found) * self.block_size
         return holding.computed

@@ -16,5 +16,8 @@ def check_blocks(cache: KVCache, holdings: Sequence[Holding]) -> None:
                 counts[block] += block != NO_BLOCK
         assert counts == pool.holders, "holders are miscounted"
         idle = {block for block in range(1, pool.num_blocks) if not counts[block]}
-        assert set(pool.free) | set(pool.remembered) == idle, "idle blocks are lost"
-        assert len(pool.free) + len(pool.remembered) == len(idle), "an idle block is listed twice"
+        assert {*pool.free, *pool.remembered, *pool.protected} == idle, "idle blocks are lost"
+        assert pool.num_available == len(idle), "an idle block is listed twice"
+        protected = [block for block, entry in pool.entry_of.items() if entry.num_protections]
+        assert pool.num_protected == len(protected) <= pool.max_protected
+        assert pool.protected.keys() == idle.intersection(protected)

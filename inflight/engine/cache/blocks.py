@@ -32,13 +32,15 @@ class Holding:
     """The oldest version that computed some of it."""
     num_remembered: int = 0
     """Number of leading blocks in the prefix cache."""
-    last_entry: int = -1
-    """The id of the last of their entries."""
+    last_entry: "Entry | None" = None
+    """The last of their entries."""
     snapshot_at: int = 0
     """Number of leading tokens at which a snapshot is taken, for kinds that are not paged. 0: none."""
 
 
 Key = tuple[Namespace, int, tuple[int, ...]]
+_PROTECTED_SHARE = 0.5
+"""Maximum share of the blocks of a kind that can be protected from eviction."""
 
 
 @dataclass(slots=True)
@@ -51,6 +53,10 @@ class Entry:
     """A block of each kind. For kinds that are not paged, the snapshot at the end of the chunk, or NO_BLOCK."""
     oldest: int
     """The oldest version that computed it or an entry before it."""
+    before: "Entry | None" = None
+    """The entry of the chunk before it."""
+    num_protections: int = 0
+    """Number of samples that protect it from eviction (`Protections`)."""
 
 
 class BlockPool:
@@ -61,7 +67,12 @@ class BlockPool:
         self.kind, self.num_blocks = kind, num_blocks
         self.free = list(range(num_blocks - 1, NO_BLOCK, -1))
         self.remembered: OrderedDict[int, Entry] = OrderedDict()
-        """Blocks in the prefix cache without a holder, least recently used first."""
+        """Blocks in the prefix cache without a holder and without protection, least recently used first."""
+        self.protected: dict[int, Entry] = {}
+        """Protected blocks without a holder."""
+        self.num_protected = 0
+        """Number of protected blocks, with or without a holder."""
+        self.max_protected = int(_PROTECTED_SHARE * (num_blocks - 1))
         self.holders = [0] * num_blocks
         """The number of holders of each block."""
         self.entry_of: dict[int, Entry] = {}
@@ -69,12 +80,12 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks without a holder."""
-        return len(self.free) + len(self.remembered)
+        return len(self.free) + len(self.remembered) + len(self.protected)
 
     def hold(self, block: int) -> None:
         """Add a holder of a block."""
         if self.holders[block] == 0:
-            del self.remembered[block]
+            del self._idle(self.entry_of[block])[block]
         self.holders[block] += 1
 
     def drop(self, block: int) -> None:
@@ -84,13 +95,31 @@ class BlockPool:
             if (entry := self.entry_of.get(block)) is None:
                 self.free.append(block)
             else:
-                self.remembered[block] = entry
+                self._idle(entry)[block] = entry
 
     def forget(self, block: int) -> None:
         """Remove a block from the prefix cache."""
-        del self.entry_of[block]
-        if self.remembered.pop(block, None) is not None:
+        entry = self.entry_of.pop(block)
+        self.num_protected -= entry.num_protections > 0
+        if self._idle(entry).pop(block, None) is not None:
             self.free.append(block)
+
+    def protect(self, block: int) -> None:
+        """Have a block evicted after all unprotected blocks."""
+        self.num_protected += 1
+        if (entry := self.remembered.pop(block, None)) is not None:
+            self.protected[block] = entry
+
+    def unprotect(self, block: int) -> None:
+        """Have a block evicted next."""
+        self.num_protected -= 1
+        if (entry := self.protected.pop(block, None)) is not None:
+            self.remembered[block] = entry
+            self.remembered.move_to_end(block, last=False)
+
+    def _idle(self, entry: Entry) -> dict[int, Entry]:
+        """Return `protected` or `remembered`, where blocks of an entry belong while they have no holder."""
+        return self.protected if entry.num_protections else self.remembered
 
     def free_unseen(self, blocks: list[int], computed: int) -> None:
         """Free the blocks of a sequence that no token after the computed ones sees."""

@@ -79,7 +79,7 @@ class KVCache:
             for block in blocks:
                 pool.hold(block)
             holding.blocks[index] = blocks
-        holding.last_entry, holding.num_remembered = found[-1].id, len(found)
+        holding.last_entry, holding.num_remembered = found[-1], len(found)
         holding.namespace, holding.oldest = namespace, found[-1].oldest
         holding.computed = len(found) * self.block_size
         self.num_reused_tokens += holding.computed
@@ -169,5 +169,5 @@ class KVCache:
                     pool.drop(block)
         holding.blocks = [[] for _ in self._pools]
         holding.computed = holding.snapshot_at = 0
-        holding.last_entry, holding.num_remembered = -1, 0
+        holding.last_entry, holding.num_remembered = None, 0
         holding.namespace = holding.oldest = NO_VERSION

@@ -3,7 +3,7 @@
 An entry belongs to the tokens of its block, all tokens before them, and the namespace that computed all of these: a
 version of the weights, a publish of an adapter, or, if prefixes can outlive versions, the adapter whose versions did.
 An entry then has the oldest of these versions. Blocks without a holder stay remembered until their memory is needed,
-least recently used first.
+least recently used first. Protected blocks (`protections.py`) are evicted last.
 """
 
 import itertools
@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 
 from inflight.engine.cache.blocks import MIXED, NO_VERSION, BlockPool, Entry, Holding, Key, Namespace
 from inflight.engine.cache.kinds import NEVER, NO_BLOCK
+from inflight.engine.cache.protections import Protections
 
+_NO_ENTRY = -1
+"""Stands for the id of the entry before the first one."""
 _REMEMBERED_AT_ONCE = 4
 """Blocks of a decoding sequence that enter the prefix cache at a time, which is cheaper than one by one."""
 
@@ -29,13 +32,14 @@ class PrefixCache:
         # A sliding window could free a block before it enters the prefix cache, so there each block enters at once.
         self.slides = any(pool.kind.num_unseen(NEVER) for pool in paged)
         self._remembered_at_once = 1 if self.slides else _REMEMBERED_AT_ONCE
+        self.protections = Protections(self._pools)
         self._entries: dict[Key, Entry] = {}
         self._new_ids = itertools.count()
 
     def find(self, token_ids: Sequence[int], namespace: Namespace, oldest: int) -> list[Entry]:
         """Return the entries of the longest remembered beginning of these tokens in this namespace that no version
         before `oldest` computed. The last token is never part of it, because its logits are needed."""
-        size, last_entry = self._block_size, -1
+        size, last_entry = self._block_size, _NO_ENTRY
         found: list[Entry] = []
         for start in range(0, (len(token_ids) - 1) // size * size, size):
             entry = self._entries.get((namespace, last_entry, tuple(token_ids[start : start + size])))
@@ -82,7 +86,8 @@ class PrefixCache:
         known = min(holding.computed, known)
         while (holding.num_remembered + 1) * size <= known:
             chunk = holding.num_remembered
-            key = (namespace, holding.last_entry, tokens(chunk * size, (chunk + 1) * size))
+            before = holding.last_entry
+            key = (namespace, _NO_ENTRY if before is None else before.id, tokens(chunk * size, (chunk + 1) * size))
             entry = self._entries.get(key)
             if entry is None or entry.oldest < holding.oldest:
                 blocks = [table[chunk] for table in holding.blocks[: len(self._paged)]]
@@ -92,18 +97,20 @@ class PrefixCache:
                         return
                 if entry is not None:
                     self._forget(entry)
-                entry = Entry(next(self._new_ids), key, [*blocks, *(NO_BLOCK for _ in self._fixed)], holding.oldest)
+                of_kinds = [*blocks, *(NO_BLOCK for _ in self._fixed)]
+                entry = Entry(next(self._new_ids), key, of_kinds, holding.oldest, before)
                 self._entries[key] = entry
                 for pool, block in zip(self._paged, blocks, strict=True):
                     pool.entry_of[block] = entry
             if holding.snapshot_at == (chunk + 1) * size:
                 self._enter_snapshots(holding, entry)
-            holding.last_entry = entry.id
+            holding.last_entry = entry
             holding.num_remembered += 1
 
     def take_block(self, pool: BlockPool) -> int:
         """Take a block without a holder, and evict its entry if no block is free. One must be available."""
         if not pool.free:
+            self.protections.give_way(pool)
             block, entry = next(iter(pool.remembered.items()))
             if pool.kind.paged:
                 self._forget(entry)
@@ -125,13 +132,16 @@ class PrefixCache:
             blocks = holding.blocks[index]
             if len(blocks) == 2:
                 snapshot = blocks.pop()
-                if entry.blocks[index] == NO_BLOCK and entry.oldest == holding.oldest:
+                has_room = not entry.num_protections or pool.num_protected < pool.max_protected
+                if entry.blocks[index] == NO_BLOCK and entry.oldest == holding.oldest and has_room:
                     entry.blocks[index] = snapshot
                     pool.entry_of[snapshot] = entry
+                    pool.num_protected += entry.num_protections > 0
                 pool.drop(snapshot)
 
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry.key]
-        for pool, block in zip(self._pools, entry.blocks, strict=True):
+        for index, (pool, block) in enumerate(zip(self._pools, entry.blocks, strict=True)):
             if block != NO_BLOCK:
                 pool.forget(block)
+                entry.blocks[index] = NO_BLOCK  # a protection can still list the entry

@@ -52,6 +52,9 @@ class Schedules(Protocol):
     def remove(self, sequence: Sequence) -> None:
         """End a running or waiting sequence, and free its resources."""
 
+    def unprotect(self, group_id: int) -> None:
+        """Let the state of a group's ended sequences be evicted (`SamplingParams.protect_s`)."""
+
 
 class Requests:
     """Makes a sequence for each sample of a prompt, and passes it to the scheduler until it ends. Clients can call the
@@ -163,12 +166,15 @@ class Requests:
 
     @verb()
     def cancel(self, group_ids: Seq[int], request_ids: Seq[int] = ()) -> None:
-        """End every unfinished request of these groups, and these requests. Requests that have ended are ignored."""
+        """End every unfinished request of these groups, and these requests. Ended requests of these groups lose the
+        protection of their blocks."""
         wanted = {i for i in request_ids if i in self.unfinished}
         for group_id in group_ids:
             wanted |= self._groups.get(group_id, set())
         for request_id in sorted(wanted, reverse=True):  # followers before their leader, so that none replaces it
             self.finish(self.unfinished[request_id], "cancelled")
+        for group_id in group_ids:
+            self._scheduler.unprotect(group_id)
 
     @property
     def next_ids(self) -> Ids:

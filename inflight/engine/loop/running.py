@@ -85,6 +85,9 @@ class RunningSequences:
         """Take a sequence's batch row and blocks away."""
         del self.by_id[sequence.request_id]
         self.remember(sequence)
+        if sequence.finished and sequence.params.protect_s:
+            last = sequence.holding.last_entry
+            self._cache.prefixes.protections.begin(sequence.group_id, last, sequence.params.protect_s)
         self._rows.leave(sequence)
         self.release(sequence)
 

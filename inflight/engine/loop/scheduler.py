@@ -92,6 +92,10 @@ class Scheduler:
             followers[0].followers = followers[1:]
             self.backlog.wait(followers[0], in_front=True)
 
+    def unprotect(self, group_id: int) -> None:
+        """Let the blocks of a group's ended sequences be evicted (`SamplingParams.protect_s`)."""
+        self._cache.prefixes.protections.end(group_id)
+
     def remember(self, schedule: Schedule) -> None:
         """Enter full blocks into the prefix cache, now that the tokens of a pass are known. Blocks of prompts enter at
         once, blocks of decoding sequences some at a time, and their last ones when they leave."""

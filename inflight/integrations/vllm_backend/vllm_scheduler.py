@@ -55,6 +55,9 @@ class VllmScheduler:
         elif self.running.pop(name, None) is not None:
             self._given_up.append(name)
 
+    def unprotect(self, group_id: int) -> None:
+        """Do nothing: vLLM decides which blocks to evict."""
+
     @property
     def has_work(self) -> bool:
         return bool(self.running) or self.num_waiting > 0

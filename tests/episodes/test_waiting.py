@@ -1,0 +1,39 @@
+"""The cache keeps conversations that wait for a tool, and frees them when their episodes end."""
+
+import random
+
+import pytest
+from tiny_models import VOCABULARY
+
+import inflight
+
+DRAW = random.Random(0)
+
+
+def random_tokens(length: int) -> list[int]:
+    return DRAW.choices(range(VOCABULARY), k=length)
+
+
+@pytest.mark.parametrize(("protect_s", "reused"), [(None, [48] * 4), (0.0, [0] * 4)])
+def test_a_turn_finds_the_earlier_one_after_other_requests_have_filled_the_cache(model_dir, protect_s, reused):
+    """Of 16 blocks 8 can be protected. An episode protects up to 5, so that its end must free them for the next."""
+    params = inflight.SamplingParams(n=1, max_tokens=24, ignore_eos=True, protect_s=protect_s)
+    options = {"device": "cpu", "threads": 1, "max_sequences": 2, "max_context": 128, "kv_cache_tokens": 256}
+    with inflight.launch(model_dir("qwen3"), **options) as engine:
+
+        async def others() -> None:
+            for _ in range(6):
+                await engine.agenerate([random_tokens(60)], inflight.SamplingParams(max_tokens=20, ignore_eos=True))
+
+        async def rollout(session, row):
+            reply = await session.complete(row)
+            await session.call(others)
+            await session.complete([*row, *reply.token_ids, 1, 2, 3])
+            return 1.0
+
+        with inflight.Episodes(engine, rollout, max_running=1) as episodes:
+            rows = [random_tokens(40) for _ in range(4)]
+            groups = engine.stream.collect(episodes.submit(rows, params, train=False), timeout_s=120)
+        assert engine.status().num_preemptions == 0
+    turns = [[turn for turn in rollout.turns if turn.drawn] for [rollout] in groups]
+    assert [second.prefix_tokens for _, second in turns] == reused
