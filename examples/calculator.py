@@ -1,10 +1,13 @@
 """Training over three turns with two tools, by inflight.grpo.
 
-    python examples/calculator.py [--steps 50] [--seed 0]
+    python examples/calculator.py [--real] [--steps 50] [--seed 0]
 
 The task is a * b + c. The model calls `multiply`, then `add` with the product, and then says the sum. A tiny model
 first learns the format from examples in which almost half of the numbers are wrong. Then GRPO trains whole episodes.
 The program takes about a minute on a CPU.
+
+--real trains SmolLM2-135M-Instruct (`make demo-real` installs it) with its own chat template, which has no tools. The
+messages before the question show the calls, and the tokenizer's response template reads them.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import inflight
 from inflight.engine.model.shapes import byte_tokenizer, shape_config
+from inflight.tools.demo.real import freeze_lower_layers, load_real
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool_call>"
@@ -55,7 +59,7 @@ TOOLS = [multiply, add]
 
 async def rollout(session: inflight.Session, row: dict[str, Any]) -> float:
     """Play one episode: answer calls of tools until the model answers without one."""
-    messages: list[Any] = [{"role": "user", "content": row["question"]}]
+    messages: list[Any] = [*row["shown"], {"role": "user", "content": row["question"]}]
     reply = await session.chat(messages, tools=TOOLS)
     while reply.calls:
         messages += [reply.message, *await session.use_tools(reply, TOOLS)]
@@ -67,11 +71,12 @@ def task(draw: random.Random) -> tuple[int, int, int]:
     return draw.randint(0, 9), draw.randint(0, 9), draw.randint(0, 9)
 
 
-def rows(seed: int) -> Iterator[dict[str, Any]]:
+def rows(seed: int, shown: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    """shown: messages before each question."""
     draw = random.Random(seed)
     while True:
         a, b, c = task(draw)
-        yield {"question": f"{a}*{b}+{c}", "answer": a * b + c}
+        yield {"shown": shown, "question": f"{a}*{b}+{c}", "answer": a * b + c}
 
 
 # ---- a tiny model that can write calls ---------------------------------------------------------------------------
@@ -130,27 +135,63 @@ def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, seed: in
         optimizer.step()
 
 
-def main(steps: int, seed: int) -> None:
+# ---- a real model with its own chat template ---------------------------------------------------------------------
+
+RESPONSE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"(?P<name>\w+) (?P<arguments>\{[^{}]*+\})",
+            "close_pattern": "",
+            "repeats": True,
+            "transform": {"name": "{name}", "arguments": "{arguments}"},
+        },
+        "content": {},
+    },
+}
+"""Reads a name and arguments in JSON as a call. Transformers describes the format of response templates."""
+SHOWN = [
+    {"role": "system", "content": "Use the tools multiply and add. Then say the result."},
+    {"role": "user", "content": "2*3+4"},
+    {"role": "assistant", "content": 'multiply {"a": 2, "b": 3}'},
+    {"role": "tool", "content": "6"},
+    {"role": "assistant", "content": 'add {"a": 6, "b": 4}'},
+    {"role": "tool", "content": "10"},
+    {"role": "assistant", "content": "10"},
+]
+
+
+def main(steps: int, seed: int, real: bool) -> None:
     threads = max(1, torch.get_num_threads() // 2)  # the generator uses the other half of the cores
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    model, tokenizer = AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=torch.float32), make_tokenizer()
-    warm_up(model, tokenizer, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
-    config = inflight.GRPOConfig(
-        steps=steps, groups_per_step=16, sampling=inflight.SamplingParams(n=8, max_tokens=16), max_grad_norm=1.0
-    )
+    if real:
+        model, tokenizer = load_real(torch.device("cpu"))
+        tokenizer.response_template = RESPONSE
+        trained = freeze_lower_layers(model, 12)  # a step takes less time
+        sampling, groups_per_step = inflight.SamplingParams(n=8, max_tokens=20, temperature=0.8), 8
+    else:
+        model, tokenizer = AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=torch.float32), make_tokenizer()
+        warm_up(model, tokenizer, seed)
+        trained = list(model.parameters())
+        sampling, groups_per_step = inflight.SamplingParams(n=8, max_tokens=16), 16
+    optimizer = torch.optim.AdamW(trained, lr=1e-4 if real else 5e-4)
+    config = inflight.GRPOConfig(steps=steps, groups_per_step=groups_per_step, sampling=sampling, max_grad_norm=1.0)
     limits = inflight.Limits(max_turns=4)
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         with (
-            inflight.launch(directory, threads=threads, max_context=256) as engine,
+            inflight.launch(
+                directory, threads=threads, max_context=256, max_prefill_tokens=64 if real else 0
+            ) as engine,
             inflight.Episodes(engine, rollout, limits=limits) as episodes,
         ):
             publisher = engine.publisher(model)
             rewards = []
-            for report in inflight.grpo(episodes, publisher, model, optimizer, rows(seed), None, config):
+            for report in inflight.grpo(
+                episodes, publisher, model, optimizer, rows(seed, SHOWN if real else []), None, config
+            ):
                 rewards.append(report.reward)
                 if report.step % 5 == 0:
                     age = report.staleness.token_age_ms.mean() if report.staleness is not None else float("nan")
@@ -163,7 +204,8 @@ def main(steps: int, seed: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("--real", action="store_true")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    main(chosen.steps, chosen.seed)
+    main(chosen.steps, chosen.seed, chosen.real)

@@ -1,0 +1,116 @@
+"""Times the loss of episodes that branch, with the tokens before a branch computed once and computed again.
+
+    python benchmarks/branches.py [FILE]
+
+A group has four episodes with the same prompt of 64 tokens. Each draws a first sequence of 192 tokens, and seven
+branches that end 64 tokens after they leave it: all at its token 128 ("one place"), or at seven tokens between 24 and
+168 ("seven places"). In "chain" each branch leaves the previous one after 32 of its tokens. `repeated` computes every
+sequence whole, `prompts` computes a whole prompt once for the sequences that have it, and `shared` is the trainer's
+layout.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from harness import finish, median_ratio
+from transformers import AutoModelForCausalLM
+
+import inflight
+from inflight.core.rollout import Rollout
+from inflight.engine.model.shapes import shape_config
+from inflight.training.data.batch import PackedBatch, pack
+from inflight.training.model import packing
+
+PROMPT, TRUNK, BRANCH, EPISODES, REPEATS = 64, 192, 64, 4, 5
+PLACES = {"one place": [128] * 7, "seven places": list(range(24, 169, 24)), "chain": None}
+
+
+def episode(sample: int, places: list[int] | None, draw: np.random.Generator, prompt: np.ndarray) -> list[Rollout]:
+    """Return the sequences of one episode. places: tokens of the first sequence at which the others leave it."""
+
+    def sequence(before: np.ndarray, drawn: int) -> Rollout:
+        return Rollout(
+            request_id=0,
+            group_id=0,
+            sample=sample,
+            params=inflight.SamplingParams(n=EPISODES),
+            metadata={},
+            prompt_token_ids=before,
+            token_ids=draw.integers(0, 512, drawn).astype(np.int32),
+            logprobs=np.full(drawn, -6, np.float32),
+            weight_versions=np.zeros(drawn, np.int64),
+            sampled_at_ns=np.zeros(drawn, np.int64),
+            finish_reason="length",
+        )
+
+    def tokens(rollout: Rollout) -> np.ndarray:
+        return np.concatenate([rollout.prompt_token_ids, rollout.token_ids])
+
+    sequences = [sequence(prompt, TRUNK)]
+    for branch in range(7):
+        parent = sequences[0] if places else sequences[-1]
+        cut = PROMPT + places[branch] if places else len(parent.prompt_token_ids) + 32
+        sequences.append(sequence(tokens(parent)[:cut], BRANCH))
+    return sequences
+
+
+@contextmanager
+def layout(name: str) -> Iterator[None]:
+    """Let batches be laid out in another way within the context."""
+    find: Any = packing._shared_beginnings
+    if name == "prompts":
+        find = partial(_without_branches, find)
+    elif name == "repeated":
+        find = lambda ids, drawn, bounds, groups, branches: [[] for _ in groups]  # noqa: E731
+    with mock.patch.object(packing, "_shared_beginnings", find):
+        yield
+
+
+def _without_branches(find: Any, *arguments: Any, branches: bool) -> Any:
+    return find(*arguments, branches=False)
+
+
+def step(model: Any, batch: PackedBatch) -> tuple[float, torch.Tensor]:
+    """Return the seconds of the loss and its backward pass, and the gradient."""
+    model.zero_grad()
+    began = perf_counter()
+    inflight.policy_loss(model, batch)[0].backward()
+    return perf_counter() - began, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    cases = []
+    for model_name in ("tiny", "small"):
+        model = AutoModelForCausalLM.from_config(shape_config(model_name), dtype=torch.float32)
+        for case, places in PLACES.items():
+            draw = np.random.default_rng(0)
+            prompt = draw.integers(0, 512, PROMPT).astype(np.int32)
+            rollouts = [r for sample in range(EPISODES) for r in episode(sample, places, draw, prompt)]
+            batch = pack(rollouts, draw.normal(size=len(rollouts)).tolist())
+            result: dict[str, Any] = {"model": model_name, "case": case, "fed_tokens": {}, "seconds": {}}
+            gradients = {}
+            for run in range(REPEATS + 1):  # the first is a warm-up
+                for name in ("repeated", "prompts", "shared"):
+                    with layout(name):
+                        result["fed_tokens"][name] = packing.pack_input(batch).input_ids.shape[1]
+                        seconds, gradients[name] = step(model, batch)
+                    if run:
+                        result["seconds"].setdefault(name, []).append(seconds)
+            difference = (gradients["shared"] - gradients["repeated"]).abs().max()
+            result["max_gradient_difference"] = float(difference / gradients["repeated"].abs().max())
+            result["prompts_over_shared"] = median_ratio(result["seconds"]["prompts"], result["seconds"]["shared"])
+            result["repeated_over_shared"] = median_ratio(result["seconds"]["repeated"], result["seconds"]["shared"])
+            print(result, flush=True)
+            cases.append(result)
+    finish("branches", {"drawn_tokens": EPISODES * (TRUNK + 7 * BRANCH), "cases": cases})
+
+
+if __name__ == "__main__":
+    main()
