@@ -2,7 +2,7 @@
 
     python benchmarks/branches.py [FILE]
 
-A group has four episodes with the same prompt of 64 tokens. Each draws a first sequence of 192 tokens, and seven
+A group of `tiny` has four episodes with the same prompt of 64 tokens, a group of `small` one. Each draws a first sequence of 192 tokens, and seven
 branches that end 64 tokens after they leave it: all at its token 128 ("one place"), or at seven tokens between 24 and
 168 ("seven places"). In "chain" each branch leaves the previous one after 32 of its tokens. `repeated` computes every
 sequence whole, `prompts` computes a whole prompt once for the sequences that have it, and `shared` is the trainer's
@@ -27,7 +27,8 @@ from inflight.engine.model.shapes import shape_config
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.model import packing
 
-PROMPT, TRUNK, BRANCH, EPISODES, REPEATS = 64, 192, 64, 4, 5
+PROMPT, TRUNK, BRANCH, REPEATS = 64, 192, 64, 3
+EPISODES = {"tiny": 4, "small": 1}
 PLACES = {"one place": [128] * 7, "seven places": list(range(24, 169, 24)), "chain": None}
 
 
@@ -39,7 +40,7 @@ def episode(sample: int, places: list[int] | None, draw: np.random.Generator, pr
             request_id=0,
             group_id=0,
             sample=sample,
-            params=inflight.SamplingParams(n=EPISODES),
+            params=inflight.SamplingParams(n=4),
             metadata={},
             prompt_token_ids=before,
             token_ids=draw.integers(0, 512, drawn).astype(np.int32),
@@ -87,14 +88,20 @@ def step(model: Any, batch: PackedBatch) -> tuple[float, torch.Tensor]:
 def main() -> None:
     torch.manual_seed(0)
     cases = []
-    for model_name in ("tiny", "small"):
+    for model_name, episodes in EPISODES.items():
         model = AutoModelForCausalLM.from_config(shape_config(model_name), dtype=torch.float32)
         for case, places in PLACES.items():
             draw = np.random.default_rng(0)
             prompt = draw.integers(0, 512, PROMPT).astype(np.int32)
-            rollouts = [r for sample in range(EPISODES) for r in episode(sample, places, draw, prompt)]
+            rollouts = [r for sample in range(episodes) for r in episode(sample, places, draw, prompt)]
             batch = pack(rollouts, draw.normal(size=len(rollouts)).tolist())
-            result: dict[str, Any] = {"model": model_name, "case": case, "fed_tokens": {}, "seconds": {}}
+            result: dict[str, Any] = {
+                "model": model_name,
+                "episodes": episodes,
+                "case": case,
+                "fed_tokens": {},
+                "seconds": {},
+            }
             gradients = {}
             for run in range(REPEATS + 1):  # the first is a warm-up
                 for name in ("repeated", "prompts", "shared"):
@@ -109,7 +116,7 @@ def main() -> None:
             result["repeated_over_shared"] = median_ratio(result["seconds"]["repeated"], result["seconds"]["shared"])
             print(result, flush=True)
             cases.append(result)
-    finish("branches", {"drawn_tokens": EPISODES * (TRUNK + 7 * BRANCH), "cases": cases})
+    finish("branches", {"drawn_tokens_of_an_episode": TRUNK + 7 * BRANCH, "cases": cases})
 
 
 if __name__ == "__main__":
