@@ -2,9 +2,9 @@
 
     python benchmarks/branches.py [FILE]
 
-A group of `tiny` has four episodes with the same prompt of 64 tokens, a group of `small` one. Each draws a first sequence of 192 tokens, and seven
-branches that end 64 tokens after they leave it: all at its token 128 ("one place"), or at seven tokens between 24 and
-168 ("seven places"). In "chain" each branch leaves the previous one after 32 of its tokens. `repeated` computes every
+A group has four episodes (`small`: one) with the same prompt of 64 tokens. Each draws a first sequence of 192 tokens,
+and seven branches of 64 tokens: all leave it at its token 128 ("one place"), or at seven tokens between 24 and 168
+("seven places"). In "chain" each branch leaves the previous one after 32 of its tokens. `repeated` computes every
 sequence whole, `prompts` computes a whole prompt once for the sequences that have it, and `shared` is the trainer's
 layout.
 """

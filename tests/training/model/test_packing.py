@@ -78,6 +78,7 @@ def test_branches_are_exact_in_float64(window, seed):
     expected = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0, :, 0] for ids in parts])
     upstream = torch.randn(len(expected), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gradients, values = [], token_values(model, batch)
+    assert scoring_way(model, batch, None) == "fused"
     for result in (expected, values):
         (result @ upstream).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
