@@ -1,4 +1,4 @@
-"""Times the loss of episodes that branch, with the tokens before a branch computed once and computed again.
+"""Measures the processor time of the loss of episodes that branch, in three layouts of their tokens.
 
     python benchmarks/branches.py [FILE]
 
@@ -12,7 +12,7 @@ layout.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from time import perf_counter
+from time import process_time
 from typing import Any
 from unittest import mock
 
@@ -78,15 +78,16 @@ def _without_branches(find: Any, *arguments: Any, branches: bool) -> Any:
 
 
 def step(model: Any, batch: PackedBatch) -> tuple[float, torch.Tensor]:
-    """Return the seconds of the loss and its backward pass, and the gradient."""
+    """Return the seconds of processor time of the loss and its backward pass, and the gradient."""
     model.zero_grad()
-    began = perf_counter()
+    began = process_time()
     inflight.policy_loss(model, batch)[0].backward()
-    return perf_counter() - began, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return process_time() - began, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 def main() -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     cases = []
     for model_name, episodes in EPISODES.items():
         model = AutoModelForCausalLM.from_config(shape_config(model_name), dtype=torch.float32)

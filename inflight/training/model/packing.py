@@ -157,7 +157,7 @@ def _shared_beginnings(
     families: dict[tuple[int, bytes], list[tuple[bytes, int, int]]] = {}
     for sequence, (start, end) in enumerate(pairwise(bounds)):
         text = ids[start:end].tobytes()
-        context = next(iter(np.flatnonzero(drawn[start:end])), end - start) * ids.itemsize
+        context = int(next(iter(np.flatnonzero(drawn[start:end])), end - start)) * ids.itemsize
         family = (groups[sequence], b"" if branches else text[:context])
         families.setdefault(family, []).append((text, sequence, context))
     found: list[list[bytes]] = [[] for _ in groups]

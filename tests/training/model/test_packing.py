@@ -69,7 +69,7 @@ def test_branches_have_the_scores_and_the_gradient_of_whole_sequences(name):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("window", [None, 8])
 def test_branches_are_exact_in_float64(window, seed):
-    """Values of all tokens, those before a branch included, and the gradient. RMSNorms would compute in fp32."""
+    """Values of all tokens, also before a branch, and the gradient. RMSNorms would compute in fp32."""
     config = Starcoder2Config(intermediate_size=96, sliding_window=window, **COMMON)
     torch.manual_seed(seed)
     batch, model = of_branches(seed), AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
