@@ -2,13 +2,14 @@
 
     python benchmarks/branches.py [FILE]
 
-A group has four episodes (`small`: one) with the same prompt of 64 tokens. Each draws a first sequence of 192 tokens,
-and seven branches of 64 tokens: all leave it at its token 128 ("one place"), or at seven tokens between 24 and 168
-("seven places"). In "chain" each branch leaves the previous one after 32 of its tokens. `repeated` computes every
+A group of `tiny` has four episodes with the same prompt of 64 tokens. Each draws a first sequence of 192 tokens, and
+seven branches of 64 tokens: all leave it at its token 128 ("one place"), or at seven tokens between 24 and 168 ("seven
+places"). In "chain" each branch leaves the previous one after 32 of its tokens. `repeated` computes every
 sequence whole, `prompts` computes a whole prompt once for the sequences that have it, and `shared` is the trainer's
 layout.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,8 +28,7 @@ from inflight.engine.model.shapes import shape_config
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.model import packing
 
-PROMPT, TRUNK, BRANCH, REPEATS = 64, 192, 64, 3
-EPISODES = {"tiny": 4, "small": 1}
+PROMPT, TRUNK, BRANCH, EPISODES, REPEATS = 64, 192, 64, 4, 5
 PLACES = {"one place": [128] * 7, "seven places": list(range(24, 169, 24)), "chain": None}
 
 
@@ -40,7 +40,7 @@ def episode(sample: int, places: list[int] | None, draw: np.random.Generator, pr
             request_id=0,
             group_id=0,
             sample=sample,
-            params=inflight.SamplingParams(n=4),
+            params=inflight.SamplingParams(n=EPISODES),
             metadata={},
             prompt_token_ids=before,
             token_ids=draw.integers(0, 512, drawn).astype(np.int32),
@@ -85,39 +85,36 @@ def step(model: Any, batch: PackedBatch) -> tuple[float, torch.Tensor]:
     return process_time() - began, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
+def measure(model: Any, case: str, places: list[int] | None) -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    prompt = draw.integers(0, 512, PROMPT).astype(np.int32)
+    rollouts = [r for sample in range(EPISODES) for r in episode(sample, places, draw, prompt)]
+    batch = pack(rollouts, draw.normal(size=len(rollouts)).tolist())
+    fed_tokens, seconds, gradients = {}, defaultdict(list), {}
+    for run in range(REPEATS + 1):  # the first is a warm-up
+        for name in ("repeated", "prompts", "shared"):
+            with layout(name):
+                fed_tokens[name] = packing.pack_input(batch).input_ids.shape[1]
+                taken, gradients[name] = step(model, batch)
+            if run:
+                seconds[name].append(taken)
+    difference = (gradients["shared"] - gradients["repeated"]).abs().max()
+    return {
+        "case": case,
+        "drawn_tokens": batch.num_drawn,
+        "fed_tokens": fed_tokens,
+        "seconds": seconds,
+        "prompts_over_shared": median_ratio(seconds["prompts"], seconds["shared"]),
+        "repeated_over_shared": median_ratio(seconds["repeated"], seconds["shared"]),
+        "max_gradient_difference": float(difference / gradients["repeated"].abs().max()),
+    }
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    cases = []
-    for model_name, episodes in EPISODES.items():
-        model = AutoModelForCausalLM.from_config(shape_config(model_name), dtype=torch.float32)
-        for case, places in PLACES.items():
-            draw = np.random.default_rng(0)
-            prompt = draw.integers(0, 512, PROMPT).astype(np.int32)
-            rollouts = [r for sample in range(episodes) for r in episode(sample, places, draw, prompt)]
-            batch = pack(rollouts, draw.normal(size=len(rollouts)).tolist())
-            result: dict[str, Any] = {
-                "model": model_name,
-                "episodes": episodes,
-                "case": case,
-                "fed_tokens": {},
-                "seconds": {},
-            }
-            gradients = {}
-            for run in range(REPEATS + 1):  # the first is a warm-up
-                for name in ("repeated", "prompts", "shared"):
-                    with layout(name):
-                        result["fed_tokens"][name] = packing.pack_input(batch).input_ids.shape[1]
-                        seconds, gradients[name] = step(model, batch)
-                    if run:
-                        result["seconds"].setdefault(name, []).append(seconds)
-            difference = (gradients["shared"] - gradients["repeated"]).abs().max()
-            result["max_gradient_difference"] = float(difference / gradients["repeated"].abs().max())
-            result["prompts_over_shared"] = median_ratio(result["seconds"]["prompts"], result["seconds"]["shared"])
-            result["repeated_over_shared"] = median_ratio(result["seconds"]["repeated"], result["seconds"]["shared"])
-            print(result, flush=True)
-            cases.append(result)
-    finish("branches", {"drawn_tokens_of_an_episode": TRUNK + 7 * BRANCH, "cases": cases})
+    model = AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=torch.float32)
+    finish("branches", {"cases": [measure(model, case, places) for case, places in PLACES.items()]})
 
 
 if __name__ == "__main__":

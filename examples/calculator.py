@@ -185,14 +185,14 @@ def main(steps: int, seed: int, real: bool) -> None:
     form = REAL if real else TINY
     model, tokenizer = real_model() if real else tiny_model()
     if real:
-        warm_up(model, tokenizer, form, seed, steps=20, size=8, learning_rate=1e-4)
+        warm_up(model, tokenizer, form, seed, steps=15, size=8, learning_rate=1e-4)
     torch.set_num_threads(threads)
     if not real:
         warm_up(model, tokenizer, form, seed, steps=300, size=64, learning_rate=3e-3)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4 if real else 5e-4)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4 if real else 5e-4)
     config = inflight.GRPOConfig(
         steps=steps,
-        groups_per_step=8 if real else 16,
+        groups_per_step=4 if real else 16,
         sampling=inflight.SamplingParams(n=8, max_tokens=20 if real else 16),
         max_grad_norm=1.0,
     )
