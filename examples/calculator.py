@@ -1,25 +1,31 @@
 """Training over three turns with two tools, by inflight.grpo.
 
-    python examples/calculator.py [--steps 50] [--seed 0]
+    python examples/calculator.py [--real] [--steps 50] [--seed 0]
 
 The task is a * b + c. The model calls `multiply`, then `add` with the product, and then says the sum. A tiny model
 first learns the format from examples in which almost half of the numbers are wrong. Then GRPO trains whole episodes.
 The program takes about a minute on a CPU.
+
+--real trains SmolLM2-135M-Instruct (`make demo-real` installs it) with its own chat template, which has no tools. The
+messages before the question show the calls, and the tokenizer's response template reads them.
 """
 
 import argparse
 import json
 import random
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import inflight
 from inflight.engine.model.shapes import byte_tokenizer, shape_config
+from inflight.tools.demo.real import freeze_lower_layers, load_real
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool_call>"
@@ -55,7 +61,7 @@ TOOLS = [multiply, add]
 
 async def rollout(session: inflight.Session, row: dict[str, Any]) -> float:
     """Play one episode: answer calls of tools until the model answers without one."""
-    messages: list[Any] = [{"role": "user", "content": row["question"]}]
+    messages: list[Any] = [*row["shown"], {"role": "user", "content": row["question"]}]
     reply = await session.chat(messages, tools=TOOLS)
     while reply.calls:
         messages += [reply.message, *await session.use_tools(reply, TOOLS)]
@@ -67,60 +73,102 @@ def task(draw: random.Random) -> tuple[int, int, int]:
     return draw.randint(0, 9), draw.randint(0, 9), draw.randint(0, 9)
 
 
-def rows(seed: int) -> Iterator[dict[str, Any]]:
+def rows(seed: int, shown: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    """shown: messages before each question."""
     draw = random.Random(seed)
     while True:
         a, b, c = task(draw)
-        yield {"question": f"{a}*{b}+{c}", "answer": a * b + c}
+        yield {"shown": shown, "question": f"{a}*{b}+{c}", "answer": a * b + c}
 
 
-# ---- a tiny model that can write calls ---------------------------------------------------------------------------
+# ---- models, and the form in which they write calls --------------------------------------------------------------
 
 
-def make_tokenizer() -> PreTrainedTokenizerBase:
+@dataclass(frozen=True)
+class Form:
+    """The messages of one model."""
+
+    beginning: str
+    """The text with which the chat template begins an answer."""
+    call: Callable[[str, dict[str, int]], str]
+    """Returns the text of a call with these arguments."""
+    shown: list[dict[str, str]]
+    """Messages before a question."""
+
+
+TINY = Form("<|assistant|>", lambda name, arguments: f"<tool_call>{call_json(name, arguments)}</tool_call>", [])
+REAL = Form(
+    "<|im_start|>assistant\n",
+    lambda name, arguments: f"{name} {json.dumps(arguments)}",
+    [{"role": "system", "content": "Use the tools multiply and add. Then say the result."}],
+)
+RESPONSE = {
+    "start_anchor": REAL.beginning,
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"(?P<name>\w+) (?P<arguments>\{[^{}]*+\})",
+            "close_pattern": "",
+            "repeats": True,
+            "transform": {"name": "{name}", "arguments": "{arguments}"},
+        },
+        "content": {},
+    },
+}
+"""A response template of Transformers: reads the text of REAL.call as a call, and any other text as content."""
+
+
+def call_json(name: str, arguments: dict[str, int]) -> str:
+    return json.dumps({"name": name, "arguments": arguments})
+
+
+def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     tokenizer = byte_tokenizer()
     marks = ["<|user|>", "<|assistant|>", "<|tool|>", "<tool_call>", "</tool_call>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     tokenizer.add_tokens(list(PIECES))
     tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=torch.float32), tokenizer
 
 
-def demonstration(draw: random.Random) -> list[tuple[str, str]]:
-    """Return a conversation as texts with their roles. Almost half of its numbers are wrong."""
+def real_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model, tokenizer = load_real(torch.device("cpu"))
+    tokenizer.response_template = RESPONSE  # its chat template has no tools
+    freeze_lower_layers(model, 12)  # a step takes less time
+    return model, tokenizer
+
+
+def demonstration(draw: random.Random, form: Form) -> list[dict[str, str]]:
+    """Return the messages of a conversation. Almost half of its numbers are wrong."""
 
     def sometimes(number: int, largest: int) -> int:
         return number if draw.random() < 0.55 else draw.randint(0, largest)
-
-    def call(name: str, a: int, b: int) -> str:
-        return f"<tool_call>{json.dumps({'name': name, 'arguments': {'a': a, 'b': b}})}</tool_call>"
 
     a, b, c = task(draw)
     first, second = sometimes(a, 9), b
     product = first * second
     third, fourth = sometimes(product, 81), c
-    return [
-        *[("user", f"{a}*{b}+{c}"), ("assistant", call("multiply", first, second)), ("tool", str(product))],
-        *[("assistant", call("add", third, fourth)), ("tool", str(third + fourth))],
-        ("assistant", str(sometimes(third + fourth, 90))),
+    texts = [
+        *[("user", f"{a}*{b}+{c}"), ("assistant", form.call("multiply", {"a": first, "b": second}))],
+        *[("tool", str(product)), ("assistant", form.call("add", {"a": third, "b": fourth}))],
+        *[("tool", str(third + fourth)), ("assistant", str(sometimes(third + fourth, 90)))],
     ]
+    return [*form.shown, *({"role": role, "content": text} for role, text in texts)]
 
 
-def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, seed: int, steps: int = 300) -> None:
-    """Train on conversations: the answers of the model, and not the rest."""
-    draw, optimizer = random.Random(seed), torch.optim.AdamW(model.parameters(), lr=3e-3)
+def warm_up(
+    model: PreTrainedModel, tokenizer: Any, form: Form, seed: int, *, steps: int, size: int, learning_rate: float
+) -> None:
+    """Train on conversations: the answers of the model, and not the rest. size: conversations of a step."""
+    draw = random.Random(seed)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    answers = re.compile(f"(?<={re.escape(form.beginning)})(.*?{re.escape(tokenizer.eos_token)})", re.DOTALL)
     for _ in range(steps):
         rows, labels = [], []
-        for _ in range(64):
-            row: list[int] = []
-            label: list[int] = []
-            for role, text in demonstration(draw):
-                head = tokenizer.encode(f"<|{role}|>", add_special_tokens=False)
-                body = tokenizer.encode(f"{text}{tokenizer.eos_token}", add_special_tokens=False)
-                row += [*head, *body]
-                label += [-100] * len(head) + (body if role == "assistant" else [-100] * len(body))
-            rows.append(row)
-            labels.append(label)
+        for _ in range(size):
+            text = tokenizer.apply_chat_template(demonstration(draw, form), tokenize=False)
+            parts = [tokenizer.encode(part, add_special_tokens=False) for part in answers.split(text)]
+            rows.append([token for part in parts for token in part])  # every second part is an answer
+            labels.append([token if place % 2 else -100 for place, part in enumerate(parts) for token in part])
         longest = max(map(len, rows))
         batch = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
         targets = torch.tensor([label + [-100] * (longest - len(label)) for label in labels])
@@ -128,31 +176,41 @@ def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, seed: in
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    print(f"warm-up: loss {loss.item():.3f}", flush=True)
 
 
-def main(steps: int, seed: int) -> None:
+def main(steps: int, seed: int, real: bool) -> None:
     threads = max(1, torch.get_num_threads() // 2)  # the generator uses the other half of the cores
-    torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    model, tokenizer = AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=torch.float32), make_tokenizer()
-    warm_up(model, tokenizer, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    form = REAL if real else TINY
+    model, tokenizer = real_model() if real else tiny_model()
+    if real:
+        warm_up(model, tokenizer, form, seed, steps=15, size=8, learning_rate=1e-4)
+    torch.set_num_threads(threads)
+    if not real:
+        warm_up(model, tokenizer, form, seed, steps=300, size=64, learning_rate=3e-3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4 if real else 5e-4)
     config = inflight.GRPOConfig(
-        steps=steps, groups_per_step=16, sampling=inflight.SamplingParams(n=8, max_tokens=16), max_grad_norm=1.0
+        steps=steps,
+        groups_per_step=4 if real else 16,
+        sampling=inflight.SamplingParams(n=8, max_tokens=20 if real else 16),
+        max_grad_norm=1.0,
     )
     limits = inflight.Limits(max_turns=4)
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         with (
-            inflight.launch(directory, threads=threads, max_context=256) as engine,
+            inflight.launch(
+                directory, threads=threads, max_context=256, max_prefill_tokens=64 if real else 0
+            ) as engine,
             inflight.Episodes(engine, rollout, limits=limits) as episodes,
         ):
             publisher = engine.publisher(model)
             rewards = []
-            for report in inflight.grpo(episodes, publisher, model, optimizer, rows(seed), None, config):
+            for report in inflight.grpo(episodes, publisher, model, optimizer, rows(seed, form.shown), None, config):
                 rewards.append(report.reward)
-                if report.step % 5 == 0:
+                if report.step % 5 == 0 or real:
                     age = report.staleness.token_age_ms.mean() if report.staleness is not None else float("nan")
                     print(f"step {report.step}  reward {report.reward:.3f}  token age {age:.0f} ms")
             print(f"reward before {rewards[0]:.3f}, after {fmean(rewards[-5:]):.3f}")
@@ -163,7 +221,8 @@ def main(steps: int, seed: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("--real", action="store_true")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    main(chosen.steps, chosen.seed)
+    main(chosen.steps, chosen.seed, chosen.real)

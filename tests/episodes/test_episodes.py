@@ -14,6 +14,7 @@ import inflight
 from inflight.core.rollout import samples_of
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
+from inflight.training.model.packing import pack_input
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import Objective
 
@@ -122,6 +123,7 @@ def test_a_branch_can_leave_a_turn_at_any_token(engine):
     assert [[t.reward for t in r.turns if t.drawn] for r in (first, second, third)] == [[2.0], [3.0], [5.0]]
     assert first.reward == 10.0
     batch = pack([first, second, third], [1.0] * 3)
+    assert pack_input(batch).input_ids.shape[1] <= 3 + 5 + 5 + 6, "the trainer computes tokens before a branch once"
     with torch.no_grad():
         scored = token_logprobs(make_model("qwen3"), batch)
     torch.testing.assert_close(scored, batch.behavior_logprobs[batch.drawn], atol=1e-4, rtol=0)

@@ -1,10 +1,12 @@
 """Rollouts and batches made by hand, and their log-probabilities, each sequence in a forward pass of its own."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from tiny_models import VOCABULARY
 
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, Turn
 from inflight.core.sampling import SamplingParams
 from inflight.training.data.batch import PackedBatch, pack
 
@@ -36,6 +38,26 @@ def make_batch(seed: int = 0, shape: tuple[tuple[int, int], ...] = ((3, 12), (1,
     rng = np.random.default_rng(seed)
     rollouts = [r for group, (samples, prompt) in enumerate(shape) for r in make_group(rng, group, samples, prompt)]
     return pack(rollouts, rng.normal(size=len(rollouts)).tolist())
+
+
+def make_branches(seed: int = 0, shape: tuple[tuple[int, int], ...] = ((2, 9), (1, 1))) -> list[Rollout]:
+    """Groups of (episodes, prompt tokens). In each episode up to six branches leave earlier sequences at any token;
+    some begin with given tokens."""
+    rng, rollouts = np.random.default_rng(seed), []
+    for group, (samples, prompt) in enumerate(shape):
+        for first in make_group(rng, group, samples, prompt):
+            sequences = [first]
+            for request in range(1, int(rng.integers(2, 8))):
+                parent = sequences[rng.integers(len(sequences))]
+                tokens = np.concatenate([parent.prompt_token_ids, parent.token_ids])
+                [branch] = make_group(rng, group, 1, 0)
+                drawn, given = len(branch.token_ids), int(rng.integers(0, 3))
+                turns = (Turn(0, given, False), Turn(given, drawn, True)) if given < drawn else ()
+                own = {"request_id": 1000 * request + first.request_id, "sample": first.sample, "turns": turns}
+                place = int(rng.integers(prompt, len(tokens) + 1))
+                sequences.append(replace(branch, **own, prompt_token_ids=tokens[:place]))
+            rollouts += sequences
+    return rollouts
 
 
 def one_by_one(model: torch.nn.Module, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,7 @@ from inflight.weights.tensors import fill, published_tensors, slot_views
 VOCABULARY = 199
 
 
-_COMMON = {
+COMMON = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -46,35 +46,35 @@ _COMMON = {
 
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "qwen3": lambda: Qwen3Config(intermediate_size=96, tie_word_embeddings=True, **_COMMON),
-    "llama": lambda: LlamaConfig(intermediate_size=96, **_COMMON),
-    "mistral-sliding": lambda: MistralConfig(intermediate_size=96, sliding_window=8, **_COMMON),
+    "qwen3": lambda: Qwen3Config(intermediate_size=96, tie_word_embeddings=True, **COMMON),
+    "llama": lambda: LlamaConfig(intermediate_size=96, **COMMON),
+    "mistral-sliding": lambda: MistralConfig(intermediate_size=96, sliding_window=8, **COMMON),
     "qwen3-moe": lambda: Qwen3MoeConfig(
-        intermediate_size=96, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, **_COMMON
+        intermediate_size=96, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, **COMMON
     ),
-    "qwen2": lambda: Qwen2Config(intermediate_size=96, **_COMMON),
+    "qwen2": lambda: Qwen2Config(intermediate_size=96, **COMMON),
     "gemma2": lambda: Gemma2Config(
         intermediate_size=96,
         sliding_window=8,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=10.0,
         query_pre_attn_scalar=16,
-        **_COMMON,
+        **COMMON,
     ),
     "gemma3": lambda: Gemma3TextConfig(
-        intermediate_size=96, sliding_window=8, query_pre_attn_scalar=16, **(_COMMON | {"num_hidden_layers": 7})
+        intermediate_size=96, sliding_window=8, query_pre_attn_scalar=16, **(COMMON | {"num_hidden_layers": 7})
     ),
     "phi3": lambda: Phi3Config(
         intermediate_size=96,
-        **{key: value for key, value in _COMMON.items() if key != "head_dim"},
+        **{key: value for key, value in COMMON.items() if key != "head_dim"},
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     ),
-    "olmo2": lambda: Olmo2Config(intermediate_size=96, **_COMMON),
+    "olmo2": lambda: Olmo2Config(intermediate_size=96, **COMMON),
     "mixtral": lambda: MixtralConfig(
-        intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, sliding_window=None, **_COMMON
+        intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, sliding_window=None, **COMMON
     ),
     "gpt-oss": lambda: GptOssConfig(
-        intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, **_COMMON
+        intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, **COMMON
     ),
 }
 

@@ -125,31 +125,31 @@ _HOW = {"fused": "packed and without logits", "packed": "packed, with logits", "
 
 
 def _batch(twin: Twin) -> tuple[PackedBatch, torch.Tensor]:
-    """Return the twin's sequences as rollouts, each a second time as another sample of its prompt, and the
-    log-probabilities f32[n] of the tokens after the prompts."""
+    """Return the twin's sequences as rollouts, each a second time as another sample of its prompt and a third time as a
+    branch in the middle of the answer, and the log-probabilities f32[n] of the tokens after the prompts."""
     rollouts, expected = [], []
     for group, (ids, logits) in enumerate(zip(twin.sequences, twin.logits, strict=True)):
         prompt = max(1, len(ids) * 2 // 5)
         if len(ids) == prompt:
             continue
         logprobs = torch.log_softmax(logits[prompt - 1 : -1], -1).gather(1, ids[prompt:, None])[:, 0]
-        for sample in range(2):
+        for sample, begin in enumerate((prompt, prompt, (prompt + len(ids)) // 2)):
             rollouts.append(
                 Rollout(
                     request_id=len(rollouts),
                     group_id=group,
                     sample=sample,
-                    params=SamplingParams(n=2),
+                    params=SamplingParams(n=3),
                     metadata={},
-                    prompt_token_ids=ids[:prompt].numpy().astype(np.int32),
-                    token_ids=ids[prompt:].numpy().astype(np.int32),
-                    logprobs=np.zeros(len(logprobs), np.float32),
-                    weight_versions=np.zeros(len(logprobs), np.int64),
-                    sampled_at_ns=np.zeros(len(logprobs), np.int64),
+                    prompt_token_ids=ids[:begin].numpy().astype(np.int32),
+                    token_ids=ids[begin:].numpy().astype(np.int32),
+                    logprobs=np.zeros(len(ids) - begin, np.float32),
+                    weight_versions=np.zeros(len(ids) - begin, np.int64),
+                    sampled_at_ns=np.zeros(len(ids) - begin, np.int64),
                     finish_reason="length",
                 )
             )
-            expected.append(logprobs)
+            expected.append(logprobs[begin - prompt :])
     if not rollouts:
         raise UnsupportedModelError("the sequences that the model takes are too short to train on")
     return pack(rollouts, [0.0] * len(rollouts)), torch.cat(expected)

@@ -1,7 +1,7 @@
 """Packed sequences in layers of Transformers that keep a state: every sequence starts from its own.
 
-The layer computes a prompt that samples have in common once, and all its samples from the state after it. Other
-segments start without a state. Segments of similar length are padded to a batch: padding is on the right, and no state
+The layer computes a beginning that sequences share once, and what follows from the state after it. Other segments start
+without a state. Segments of similar length are padded to a batch: padding is on the right, and no state
 after it is used. F fed tokens, D hidden size.
 """
 
@@ -16,16 +16,29 @@ from inflight.model_checks.mixers import CarriedState, advance
 
 
 class Segment(NamedTuple):
-    """Fed tokens that see one another, and a prefix before them."""
+    """Consecutive fed tokens of a sequence, and the fed tokens before them. They see one another."""
 
     start: int
     size: int
-    prefix_start: int
-    prefix: int
+    prefix: np.ndarray
+    """i64[P], the fed tokens before it: beginnings that other sequences share."""
+
+    @property
+    def has_prefix(self) -> bool:
+        return len(self.prefix) > 0
+
+    @property
+    def last(self) -> int:
+        return self.start + self.size - 1
 
     @property
     def num_keys(self) -> int:
-        return self.prefix + self.size
+        return len(self.prefix) + self.size
+
+    @property
+    def keys(self) -> np.ndarray:
+        """i64[num_keys], all fed tokens that the last one sees."""
+        return np.concatenate([self.prefix, np.arange(self.start, self.start + self.size)])
 
 
 class StateBatch(NamedTuple):
@@ -35,33 +48,34 @@ class StateBatch(NamedTuple):
     """i64[n, Q], the fed tokens; 0 where padded."""
     places: torch.Tensor
     """i64[m], the tokens that are not padding, in the flattened rows."""
-    prompts: tuple[int, ...]
-    """The first token of each segment's prefix, or () for segments without one."""
+    prefixes: tuple[int, ...]
+    """The last token of each segment's prefix, or () for segments without one."""
     kept: int | None
-    """The first token of a prompt, if samples continue from the state after it."""
+    """The last token of a shared beginning, if segments continue from the state after it."""
 
 
 def state_batches(groups: Sequence[Sequence[Segment]], device: torch.device | str) -> list[StateBatch]:
-    """Return batches for groups of segments of similar size, prompts with samples first."""
-    shared = {segment.prefix_start for group in groups for segment in group if segment.prefix}
-    prompts = [s for group in groups for s in group if not s.prefix and s.start in shared]
-    batches = [_batch([prompt], prompt.start, device) for prompt in prompts]
+    """Return batches for groups of segments of similar size, shared beginnings first and one by one."""
+    continued = {int(s.prefix[-1]) for group in groups for s in group if s.has_prefix}
+    shared = sorted((s for group in groups for s in group if s.last in continued), key=lambda s: s.start)
+    batches = [_batch([segment], segment.last, device) for segment in shared]  # Fed after their own prefixes.
     for group in groups:
-        if rest := [s for s in group if s.prefix or s.start not in shared]:
+        if rest := [s for s in group if s.last not in continued]:
             batches.append(_batch(rest, None, device))
     return batches
 
 
 def _batch(segments: list[Segment], kept: int | None, device: torch.device | str) -> StateBatch:
-    starts, sizes, prefix_starts, prefixes = (np.array(column)[:, None] for column in zip(*segments, strict=True))
+    starts, sizes = np.array([(s.start, s.size) for s in segments]).T[:, :, None]
+    prefixes = tuple(int(s.prefix[-1]) for s in segments if s.has_prefix)
     # Layers compute a single token after a prefix in place, which gradients exclude. So it is padded, too.
-    columns = np.arange(max(sizes.max(), 2 if prefixes.max() else 1))[None]
+    columns = np.arange(max(sizes.max(), 2 if prefixes else 1))[None]
     is_real = columns < sizes
     rows, places = np.where(is_real, starts + columns, 0), np.flatnonzero(is_real)
     return StateBatch(
         torch.from_numpy(rows).to(device),
         torch.from_numpy(places).to(device),
-        tuple(prefix_starts[:, 0].tolist()) if prefixes.max() else (),
+        prefixes,
         kept,
     )
 
@@ -71,7 +85,7 @@ def mix(module: nn.Module, batches: Sequence[StateBatch], hidden_1FD: torch.Tens
     states: dict[int, tuple[torch.Tensor, ...]] = {}
     tokens, outputs = [], []
     for batch in batches:
-        columns = zip(*(states[prompt] for prompt in batch.prompts), strict=True)
+        columns = zip(*(states[last] for last in batch.prefixes), strict=True)
         carried = CarriedState(tuple(torch.cat(column) for column in columns))
         out_nQD = advance(module, carried, hidden_1FD[0, batch.rows])
         if batch.kept is not None:

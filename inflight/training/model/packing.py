@@ -1,12 +1,13 @@
-"""Packed sequences inside Transformers models: no padding between them, and a prompt computed once for its samples.
+"""Packed sequences inside Transformers models: no padding between them, and shared beginnings computed once.
+
+Samples share their prompt, and branches of an episode the tokens before the branch.
 
 The model sees one row of F fed tokens, [1, F]. Attention and layers with a state (`packed_states.py`) mix tokens; all
 other layers process them one by one. The attention function, registered with `AttentionInterface`, lets every token
 attend to its own sequence only: segments of similar length are padded to buckets and attend there. D head dimension.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -99,8 +100,9 @@ class PackedInput:
 
 
 def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, states: bool = False) -> PackedInput:
-    """Lay out a batch, on any device, for a packed forward pass on a device. A prompt that samples of a group have in
-    common is fed once. states: also for layers with a state."""
+    """Lay out a batch, on any device, for a packed forward pass on a device. Tokens before the first drawn token of a
+    sequence are fed once if another sequence of its group begins with them: prompts of samples, and tokens before a
+    branch. With recorded experts only whole prompts are shared. states: also for layers with a state."""
     drawn, ids = batch.loss_mask.cpu().numpy(), batch.input_ids.cpu().numpy()
     bounds, groups = batch.cu_seqlens.tolist(), batch.groups.tolist()
     source: list[np.ndarray] = []
@@ -108,28 +110,31 @@ def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, states
     segments: list[Segment] = []
     num_fed = 0
 
-    def feed(start: int, end: int, prefix: tuple[int, int] = (0, 0)) -> int:
+    def feed(start: int, begin: int, end: int) -> None:
+        """Feed the tokens from `begin` to `end` of the sequence that starts at `start`."""
         nonlocal num_fed
-        first, size = num_fed, end - start
-        segments.append(Segment(first, size, *prefix))
-        source.append(np.arange(start, end))
-        fed_row[start:end] = np.arange(first, first + size)
-        num_fed += size
-        return first
+        if begin < end:
+            segments.append(Segment(num_fed, end - begin, fed_row[start:begin]))
+            source.append(np.arange(begin, end))
+            fed_row[begin:end] = np.arange(num_fed, num_fed + end - begin)
+            num_fed += end - begin
 
-    prompts = [int(next(iter(np.flatnonzero(drawn[start:end]) + start), end)) for start, end in pairwise(bounds)]
-    keys = [(groups[s], ids[start : prompts[s]].tobytes()) for s, start in enumerate(bounds[:-1])]
-    shared = {key for key, count in Counter(keys).items() if count > 1 and key[1]}
-    first_row: dict[tuple[int, bytes], int] = {}
-    for (start, end), prompt, key in zip(pairwise(bounds), prompts, keys, strict=True):
-        if key not in shared:
-            feed(start, end)
-            continue
-        if key not in first_row:
-            first_row[key] = feed(start, prompt)
-        prefix = (first_row[key], prompt - start)
-        fed_row[start:prompt] = np.arange(prefix[0], sum(prefix))
-        feed(prompt, end, prefix)
+    beginnings = _shared_beginnings(ids, drawn, bounds, groups, branches=batch.routed_experts is None)
+    fed_at: dict[tuple[int, bytes], int] = {}  # The start of the sequence with which a beginning was fed.
+    for sequence, (start, end) in enumerate(pairwise(bounds)):
+        begin = start
+        for shared in beginnings[sequence]:
+            at, key = start + len(shared) // ids.itemsize, (groups[sequence], shared)
+            # Layers with a state cannot compute a single token after a prefix and keep the state after it.
+            if at == begin + 1 and begin > start:
+                continue
+            if key in fed_at:
+                fed_row[start:at] = fed_row[fed_at[key] : fed_at[key] + at - start]
+            else:
+                fed_at[key] = start
+                feed(start, begin, at)
+            begin = at
+        feed(start, begin, end)
     rows = torch.from_numpy(np.concatenate(source))
     input_ids, position_ids = (
         column[rows.to(column.device)][None].to(device) for column in (batch.input_ids, batch.position_ids)
@@ -143,14 +148,50 @@ def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, states
     )
 
 
+def _shared_beginnings(
+    ids: np.ndarray, drawn: np.ndarray, bounds: Sequence[int], groups: Sequence[int], *, branches: bool
+) -> list[list[bytes]]:
+    """Return for each sequence its beginnings that are fed once, the shortest first. A sequence leaves the others of
+    its group where its tokens differ from theirs, or earlier where its first drawn token is. branches: also sequences
+    with other tokens before the first drawn one."""
+    families: dict[tuple[int, bytes], list[tuple[bytes, int, int]]] = {}
+    for sequence, (start, end) in enumerate(pairwise(bounds)):
+        text = ids[start:end].tobytes()
+        context = int(next(iter(np.flatnonzero(drawn[start:end])), end - start)) * ids.itemsize
+        family = (groups[sequence], b"" if branches else text[:context])
+        families.setdefault(family, []).append((text, sequence, context))
+    found: list[list[bytes]] = [[] for _ in groups]
+    for members in families.values():
+        members.sort()  # Neighbours have the longest common beginnings.
+        common = [0, *(_num_common(one[0], other[0], ids.dtype) for one, other in pairwise(members)), 0]
+        left = (max(pair) for pair in pairwise(common))
+        beginnings = {text[: min(context, place)] for (text, _, context), place in zip(members, left, strict=True)}
+        nested: list[bytes] = []
+        for text, sequence, _ in sorted([*members, *((beginning, -1, 0) for beginning in beginnings if beginning)]):
+            while nested and not text.startswith(nested[-1]):
+                nested.pop()
+            if sequence < 0:
+                nested.append(text)
+            else:
+                found[sequence] = list(nested)
+    return found
+
+
+def _num_common(one: bytes, other: bytes, dtype: np.dtype) -> int:
+    """Return the size of the common beginning of two sequences of tokens, in bytes."""
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(np.frombuffer(one[:size], dtype) != np.frombuffer(other[:size], dtype))
+    return int(differ[0]) * dtype.itemsize if len(differ) else size
+
+
 def _groups(segments: list[Segment]) -> list[list[Segment]]:
     """Return groups of segments of similar size."""
     members: list[list[Segment]] = []
     needed = longest_query = longest_key = 0
-    for segment in sorted(segments, key=lambda s: (s.prefix > 0, s.num_keys, s.size)):
+    for segment in sorted(segments, key=lambda s: (s.has_prefix, s.num_keys, s.size)):
         longest_query, longest_key = max(longest_query, segment.size), max(longest_key, segment.num_keys)
         needed += segment.size * segment.num_keys
-        fits = bool(members) and (members[-1][0].prefix > 0) == (segment.prefix > 0)
+        fits = bool(members) and members[-1][0].has_prefix == segment.has_prefix
         if fits and longest_query * longest_key * (len(members[-1]) + 1) <= _WASTE * needed:
             members[-1].append(segment)
         else:
@@ -166,11 +207,13 @@ def _bucket(members: list[list[Segment]], device: torch.device | str) -> tuple[t
     order = np.empty(sum(segment.size for chosen in members for segment in chosen), np.int64)
     num_padded = 0
     for chosen in members:
-        starts, sizes, prefix_starts, prefixes = (np.array(column)[:, None] for column in zip(*chosen, strict=True))
-        q, k = np.arange(sizes.max())[None], np.arange((sizes + prefixes).max())[None]
+        starts, sizes, prefixes = np.array([(s.start, s.size, len(s.prefix)) for s in chosen]).T[:, :, None]
+        q = np.arange(sizes.max())[None]
         is_query = q < sizes
         queries = np.where(is_query, starts + q, 0)
-        keys = np.where(k < prefixes, prefix_starts + k, np.where(k < prefixes + sizes, starts + k - prefixes, 0))
+        keys = np.zeros((len(chosen), (sizes + prefixes).max()), np.int64)
+        for row, segment in zip(keys, chosen, strict=True):
+            row[: segment.num_keys] = segment.keys
         order[queries[is_query]] = num_padded + np.flatnonzero(is_query)
         num_padded += is_query.size
         tensors = (torch.from_numpy(array).to(device) for array in (queries, keys, is_query, prefixes[:, 0]))

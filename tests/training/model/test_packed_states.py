@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 from hybrids import FAMILIES, OF_EACH_KIND, model_of
-from made_batches import make_batch, make_group, one_by_one
+from made_batches import make_batch, make_branches, make_group, one_by_one
 
 from inflight.training.data.batch import pack
 from inflight.training.model import packing
 from inflight.training.model.forward import score_tokens, try_way
 from inflight.training.model.forward_mode import scoring_way
 from inflight.training.model.packed_states import mix
+from inflight.training.model.packing import pack_input
 
 PADDED = ("mamba2",)
 """Its model hands no keyword arguments to its layers."""
@@ -47,6 +48,24 @@ def test_scores_and_gradients_are_those_of_the_sequences(name, checkpointing):
     assert not any("forward" in vars(module) for module in model.modules()), "a loss leaves the model as it was"
 
 
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in OF_EACH_KIND])
+@pytest.mark.parametrize("seed", range(2))
+def test_branches_continue_from_the_state_before_them(name, seed):
+    rollouts = make_branches(seed)
+    batch = pack(rollouts, np.random.default_rng(seed).normal(size=len(rollouts)).tolist())
+    assert pack_input(batch).input_ids.shape[1] < 0.8 * len(batch.input_ids)
+    reference, model = model_of(name), model_of(name)
+    expected, scores = one_by_one(reference, batch)[0], score_tokens(model, batch).logprobs
+    assert scoring_way(model, batch, try_way) == "fused"
+    torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+    upstream = torch.randn(len(expected), generator=torch.Generator().manual_seed(0))
+    (scores @ upstream).backward()
+    (expected @ upstream).backward()
+    for (key, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if ours.grad is not None and theirs.grad is not None:
+            assert (ours.grad - theirs.grad).abs().max() <= 1e-3 * theirs.grad.abs().max(), key
+
+
 @pytest.mark.medium
 def test_a_single_token_continues_its_prompt():
     """Transformers would compute it in place, and its gradient would fail."""
@@ -66,7 +85,7 @@ def whole_row(module, batches, hidden):
 
 
 def without_prompts(module, batches, hidden):
-    return mix(module, [batch._replace(prompts=()) for batch in batches], hidden)
+    return mix(module, [batch._replace(prefixes=()) for batch in batches], hidden)
 
 
 @pytest.mark.parametrize("wrong", [whole_row, without_prompts])

@@ -8,13 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_batches import make_batch, one_by_one
-from tiny_models import CONFIGS, make_model
+from made_batches import make_batch, make_branches, one_by_one
+from tiny_models import COMMON, CONFIGS, SOME_AT_ONCE, make_model
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, Starcoder2Config
 
+from inflight.core.rollout import Rollout, Turn
+from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.model.forward import TokenScores, bf16_on_gpu, score_tokens, token_logprobs
 from inflight.training.model.forward_mode import scoring_way
 from inflight.training.model.packing import pack_input
+from inflight.training.model.values import token_values
 from inflight.training.objective.loss import loss_of_scores, policy_loss
 from inflight.training.objective.objective import resolve
 
@@ -38,6 +42,49 @@ def test_a_packed_forward_and_its_gradient_are_those_of_the_sequences(name, chec
     for (key, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         scale = theirs.grad.abs().max()
         assert (ours.grad - theirs.grad).abs().max() <= 1e-3 * scale, key
+
+
+def of_branches(seed: int = 0, **shape) -> PackedBatch:
+    rollouts = make_branches(seed, **shape)
+    return pack(rollouts, np.random.default_rng(seed).normal(size=len(rollouts)).tolist())
+
+
+@pytest.mark.parametrize("name", SOME_AT_ONCE)
+def test_branches_have_the_scores_and_the_gradient_of_whole_sequences(name):
+    batch, reference, model = of_branches(), make_model(name), make_model(name)
+    assert pack_input(batch).input_ids.shape[1] < 0.7 * len(batch.input_ids)
+    reference.set_attn_implementation("eager")
+    expected, entropies = one_by_one(reference, batch)
+    scores = score_tokens(model, batch, entropy=True)
+    assert scoring_way(model, batch, None) == "fused"
+    torch.testing.assert_close(scores.logprobs, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scores.entropies, entropies, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn(2, len(expected), generator=torch.Generator().manual_seed(0))
+    (scores.logprobs @ upstream[0] + scores.entropies @ upstream[1]).backward()
+    (expected @ upstream[0] + entropies @ upstream[1]).backward()
+    for (key, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert (ours.grad - theirs.grad).abs().max() <= 1e-5 * theirs.grad.abs().max(), key
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("window", [None, 8])
+def test_branches_are_exact_in_float64(window, seed):
+    """Values of all tokens, also before a branch, and the gradient. RMSNorms would compute in fp32."""
+    config = Starcoder2Config(intermediate_size=96, sliding_window=window, **COMMON)
+    torch.manual_seed(seed)
+    batch, model = of_branches(seed), AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model.set_output_embeddings(torch.nn.Linear(64, 1, dtype=torch.float64))
+    parts = batch.input_ids.split(batch.cu_seqlens.diff().tolist())
+    expected = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0, :, 0] for ids in parts])
+    upstream = torch.randn(len(expected), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gradients, values = [], token_values(model, batch)
+    assert scoring_way(model, batch, None) == "fused"
+    for result in (expected, values):
+        (result @ upstream).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        model.zero_grad()
+    torch.testing.assert_close(values, expected, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(*gradients, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.medium
@@ -190,14 +237,40 @@ def test_a_prompt_that_samples_have_in_common_is_fed_once():
     assert pack_input(batch).input_ids.shape[1] == drawn + 3 * 12 + 5 + 4 * 30 + 2
 
 
-@settings(max_examples=40)
+def test_tokens_before_a_branch_are_fed_once():
+    """One trunk of 9 + 10 tokens: a branch in its middle, a branch of that, and one with a given token at the end."""
+    rollouts = make_branches(0, ((1, 9),))[:1]
+    trunk = replace_tokens(rollouts[0], rollouts[0].prompt_token_ids, range(100, 110))
+    first = replace_tokens(trunk, [*trunk.prompt_token_ids, *range(100, 104)], range(110, 120))
+    second = replace_tokens(first, [*first.prompt_token_ids, *range(110, 113)], range(120, 130))
+    last = replace_tokens(trunk, [*trunk.prompt_token_ids, *range(100, 110)], range(130, 140))
+    last.turns = (Turn(0, 1, False), Turn(1, 10, True))
+    batch = pack([second, trunk, last, first], [1.0] * 4)
+    assert pack_input(batch).input_ids.shape[1] == 9 + 4 * 10
+    assert pack_input(batch).predicting.shape[0] == batch.num_drawn == 39
+    batch.groups = torch.arange(4)
+    assert pack_input(batch).input_ids.shape[1] == len(batch.input_ids)
+    batch.groups, batch.routed_experts = torch.zeros(4, dtype=torch.long), torch.zeros(len(batch.input_ids), 1, 1)
+    assert pack_input(batch).input_ids.shape[1] == len(batch.input_ids), "each branch has recorded its own experts"
+
+
+def replace_tokens(rollout: Rollout, prompt, tokens) -> Rollout:
+    columns = {
+        name: np.zeros(10, getattr(rollout, name).dtype) for name in ("logprobs", "weight_versions", "sampled_at_ns")
+    }
+    prompt, tokens = (np.array(list(ids), np.int32) for ids in (prompt, tokens))
+    return dataclasses.replace(rollout, prompt_token_ids=prompt, token_ids=tokens, **columns)
+
+
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40)), min_size=1, max_size=6),
     seed=st.integers(0, 50),
     share=st.booleans(),
+    branches=st.booleans(),
 )
-def test_every_token_sees_its_own_sequence_in_order(shape, seed, share):
-    batch = make_batch(seed, tuple(shape))
+def test_every_token_sees_its_own_sequence_in_order(shape, seed, share, branches):
+    batch = of_branches(seed, shape=shape) if branches else make_batch(seed, tuple(shape))
     if not share:
         batch.groups = torch.arange(batch.num_sequences)
     packed = pack_input(batch)
