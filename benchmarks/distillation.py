@@ -1,23 +1,27 @@
-"""Compares learning from a teacher with learning from rewards alone on the demo's task, by the tokens until a reward.
+"""Compares learning from a teacher with learning from rewards alone on the demo's task, by drawn tokens until a reward.
 
-    python benchmarks/distillation.py [FILE]
+    python benchmarks/distillation.py [FILE] [SETTING …]
 
 The task is to spell words backward. The student starts from the checkpoint of `inflight demo`, which has seen 300
-examples. The teacher has the same size and has seen the examples of all words. All runs have the optimizer, the steps
-and the sampling of the demo, and runs of a seed have the same prompts. A run ends when the mean reward of the last
-WINDOW steps is 0.9 of the teacher's. Its figure is the number of drawn tokens in the steps until then. Draws differ
-between runs. vLLM's server needs `make peers`.
+examples. The teacher has the same size and has seen the examples of all words. A step has 512 rollouts: 8 of each
+prompt with rewards, as in the demo, and 1 of each prompt with a teacher, which needs no groups. A run ends when the
+mean reward of the last WINDOW steps is 0.9 of the teacher's, or after the steps of the demo. Its figure is the number
+of drawn tokens in the steps until then. The teacher is a module in the trainer ("module"), a pool of two engines
+("engines"), or vLLM's own server ("server", of `make peers`). "groups" is "module" with 8 rollouts of each prompt.
+Draws differ between runs. The result is written after each run, and runs that it has are not repeated.
 """
 
+import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from harness import finish
 from transformers import PreTrainedModel
 from vllm_server import vllm_server, vllm_version
 
@@ -26,13 +30,31 @@ from inflight.tools.demo.recipes import SMALL
 from inflight.tools.demo.start import ANSWER_TOKENS, MODEL, PROMPT_TOKENS, TASK, load_start
 from inflight.tools.demo.tasks import Task, gym_task
 from inflight.tools.demo.trainer import WarmupConfig, load_trainer, make_optimizer, require_tokenizer, saved, warm_up
+from inflight.tools.environment import write_result
 from inflight.training.data.batch import pack
 from inflight.training.objective.distillation import LOGPROBS
 from inflight.training.teacher import TeacherLike
 
-SEEDS, STEPS, SHARE, WINDOW, TOP_K = (0, 1, 2), SMALL.steps, 0.9, 5, 16
-TEACHER_STEPS = 1000
-SAMPLING = inflight.SamplingParams(n=8, max_tokens=ANSWER_TOKENS)
+SEEDS, SHARE, WINDOW, ROLLOUTS = (0, 1, 2), 0.9, 5, 8 * SMALL.groups_per_step
+TEACHER_STEPS, TOP_K = 500, 16
+FILE = Path(__file__).parent / "results" / "cpu" / "distillation.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    samples: int = 1
+    """Rollouts of a prompt."""
+    learning_rate: float = 1e-3
+    seeds: tuple[int, ...] = SEEDS
+
+
+SETTINGS = {
+    "rewards": Setting(8, SMALL.learning_rate),
+    "module": Setting(),
+    "engines": Setting(),
+    "server": Setting(),
+    "groups": Setting(8, seeds=SEEDS[:1]),
+}
 
 
 def nothing(groups: Sequence[Sequence[inflight.Rollout]]) -> list[float]:
@@ -61,96 +83,98 @@ def options(model: str) -> inflight.EngineOptions:
 
 
 def held_out(engine: inflight.Engine, task: Task, model: PreTrainedModel) -> list[inflight.Rollout]:
-    """Return rollouts of a model for the held-out prompts, sampled as in training."""
+    """Return two rollouts of a model for each held-out prompt."""
+    sampling = inflight.SamplingParams(n=2, max_tokens=ANSWER_TOKENS)
     with engine.publisher(model) as publisher:
         engine.wait_for_version(publisher.publish())
         metadata = [example.metadata for example in task.held_out]
-        groups = engine.generate([example.prompt for example in task.held_out], SAMPLING, metadata=metadata)
+        groups = engine.generate([example.prompt for example in task.held_out], sampling, metadata=metadata)
     return [rollout for group in groups for rollout in group]
-
-
-def reward_of(engine: inflight.Engine, task: Task, model: PreTrainedModel) -> float:
-    return fmean(map(task.score, held_out(engine, task, model)))
 
 
 def difference(teacher: TeacherLike, module: PreTrainedModel, rollouts: list[inflight.Rollout]) -> float:
     """Return the largest difference between log-probabilities of a teacher and of its module, of drawn tokens."""
-    zeros = [0.0] * len(rollouts)
     with closing(inflight.TeacherScorer(teacher, top_k=TOP_K)) as scorer:
         scorer.start(rollouts).result(120)
-    batch = pack(rollouts, zeros)
+    batch = pack(rollouts, [0.0] * len(rollouts))
     ours = inflight.with_teacher(module, batch, top_k=TOP_K).columns[LOGPROBS]
     return (batch.columns[LOGPROBS] - ours)[batch.drawn].abs().max().item()
 
 
 def learn(
-    engine: inflight.Engine, task: Task, seed: int, target: float, teacher: TeacherLike | None, *, rewards: bool
+    engine: inflight.Engine, task: Task, setting: Setting, seed: int, target: float, teacher: TeacherLike | None
 ) -> dict[str, Any]:
-    """Train a student until the target, and return the figures of the run. rewards: train on rewards."""
+    """Train a student until the target, and return the figures of the run. teacher: None trains on rewards."""
     torch.manual_seed(seed)
     model = student()
-    optimizer, scheduler = make_optimizer(model.parameters(), SMALL.learning_rate, ramp=SMALL.ramp, steps=STEPS)
-    taught = {} if teacher is None else {"teacher_weight": 1.0, "teacher_top_k": TOP_K}
+    optimizer, scheduler = make_optimizer(model.parameters(), setting.learning_rate, ramp=SMALL.ramp, steps=SMALL.steps)
+    taught: dict[str, Any] = {"teacher_weight": 1.0, "teacher_top_k": TOP_K, "teacher_kl": "forward"}
     config = inflight.GRPOConfig(
-        steps=STEPS,
-        groups_per_step=SMALL.groups_per_step,
-        sampling=SAMPLING,
-        objective=inflight.Objective(**taught),
-        advantages="grpo" if rewards else nothing,
+        steps=SMALL.steps,
+        groups_per_step=ROLLOUTS // setting.samples,
+        sampling=inflight.SamplingParams(n=setting.samples, max_tokens=ANSWER_TOKENS),
+        objective=inflight.Objective(**({} if teacher is None else taught)),
+        advantages="grpo" if teacher is None else nothing,
     )
-    found, tokens = list[float](), 0
+    rewards, tokens, reached = list[float](), [0], False
     with engine.publisher(model) as publisher:
-        reports = inflight.grpo(
-            engine, publisher, model, optimizer, task.shuffled(seed), task.score, config, scheduler, teacher=teacher
-        )
-        with closing(reports):
-            for report in reports:
-                found.append(report.reward)
-                tokens += report.num_tokens
-                if len(found) >= WINDOW and fmean(found[-WINDOW:]) >= target:
-                    break
-    is_there = fmean(found[-WINDOW:]) >= target
+        prompts = task.shuffled(seed)
+        for report in inflight.grpo(
+            engine, publisher, model, optimizer, prompts, task.score, config, scheduler, teacher=teacher
+        ):
+            rewards.append(report.reward)
+            tokens.append(tokens[-1] + report.num_tokens)
+            reached = len(rewards) >= WINDOW and fmean(rewards[-WINDOW:]) >= target
+            if reached:
+                break
+    ends = range(WINDOW, len(rewards) + 1, WINDOW)
     return {
         "seed": seed,
-        "tokens_to_target": tokens if is_there else None,
-        "tokens": tokens,
-        "steps": len(found),
-        "held_out_reward": reward_of(engine, task, model),
-        "curve": [round(fmean(found[i : i + WINDOW]), 3) for i in range(0, len(found), WINDOW)],
+        "tokens_to_target": tokens[-1] if reached else None,
+        "steps": len(rewards),
+        "held_out_reward": fmean(map(task.score, held_out(engine, task, model))),
+        "curve": [[tokens[end], round(fmean(rewards[end - WINDOW : end]), 3)] for end in ends],
     }
+
+
+def teacher_of(name: str, module: PreTrainedModel, path: str, at_end: ExitStack) -> TeacherLike | None:
+    """Return the teacher of a setting. path: of the saved module."""
+    if name == "engines":
+        return at_end.enter_context(inflight.launch([options(path), options(path)]))
+    if name == "server":
+        return at_end.enter_context(vllm_server(path, "--max-model-len", "64", threads=1))
+    return None if name == "rewards" else module
 
 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    file, names = Path((sys.argv[1:] or [FILE])[0]), sys.argv[2:] or list(SETTINGS)
     task = gym_task(TASK, seed=0)
     module = make_teacher(task)
-    with ExitStack() as at_end:
-        directory = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
-        path = at_end.enter_context(saved(module, require_tokenizer(MODEL), directory / "teacher"))
+    result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"differences": {}, "runs": {}}
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as at_end:
+        path = at_end.enter_context(saved(module, require_tokenizer(MODEL), Path(directory) / "teacher"))
         engine = at_end.enter_context(inflight.launch(options(path)))
-        pool = at_end.enter_context(inflight.launch([options(path), options(path)]))
-        url = at_end.enter_context(vllm_server(path, "--max-model-len", "64", threads=1))
-        rollouts, of_teacher = held_out(engine, task, student()), reward_of(engine, task, module)
-        outside: dict[str, TeacherLike] = {"two engines": pool, "vLLM's server": url}
-        result: dict[str, Any] = {
-            "learning_rate": SMALL.learning_rate,
-            "window": WINDOW,
-            "vllm": vllm_version(),
-            "teacher_reward": of_teacher,
-            "target": SHARE * of_teacher,
-            "student_reward": fmean(map(task.score, rollouts)),
-            "differences": {name: difference(teacher, module, rollouts) for name, teacher in outside.items()},
-            "runs": {},
-        }
-        print(result, flush=True)
-        settings = {"rewards": (None, True), "module": (module, False), "module and rewards": (module, True)}
-        for name, (teacher, rewards) in (settings | {name: (each, False) for name, each in outside.items()}).items():
-            for seed in SEEDS:
-                run = learn(engine, task, seed, result["target"], teacher, rewards=rewards)
-                result["runs"].setdefault(name, []).append(run)
-                print(name, run, flush=True)
-            finish("distillation", result)
+        rollouts = held_out(engine, task, student())
+        of_teacher = fmean(map(task.score, held_out(engine, task, module)))
+        result |= {"student_reward": fmean(map(task.score, rollouts)), "teacher_reward": of_teacher}
+        result |= {"target": SHARE * of_teacher, "window": WINDOW, "teacher_top_k": TOP_K}
+        for name in names:
+            setting, runs = SETTINGS[name], result["runs"].setdefault(name, [])
+            with ExitStack() as after:
+                teacher = teacher_of(name, module, path, after)
+                if name in ("engines", "server"):
+                    result["differences"][name] = difference(teacher, module, rollouts[:64])
+                    print(name, "differs by", result["differences"][name], flush=True)
+                if name == "server":
+                    result["vllm"] = vllm_version()
+                for seed in setting.seeds:
+                    if any(run["seed"] == seed for run in runs):
+                        continue
+                    runs.append(learn(engine, task, setting, seed, result["target"], teacher))
+                    print(name, runs[-1], flush=True)
+                    write_result(file, result)
 
 
 if __name__ == "__main__":
