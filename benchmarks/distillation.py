@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -160,21 +161,18 @@ def main() -> None:
         of_teacher = fmean(map(task.score, held_out(engine, task, module)))
         result |= {"student_reward": fmean(map(task.score, rollouts)), "teacher_reward": of_teacher}
         result |= {"target": SHARE * of_teacher, "window": WINDOW, "teacher_top_k": TOP_K}
-        for name in names:
+        teachers = {name: teacher_of(name, module, path, at_end) for name in names}
+        for name in {"engines", "server"} & set(names):
+            result["differences"][name] = difference(teachers[name], module, rollouts[:64])
+        if "server" in names:
+            result["vllm"] = vllm_version()
+        print(result, flush=True)
+        for seed, name in product(SEEDS, names):
             setting, runs = SETTINGS[name], result["runs"].setdefault(name, [])
-            with ExitStack() as after:
-                teacher = teacher_of(name, module, path, after)
-                if name in ("engines", "server"):
-                    result["differences"][name] = difference(teacher, module, rollouts[:64])
-                    print(name, "differs by", result["differences"][name], flush=True)
-                if name == "server":
-                    result["vllm"] = vllm_version()
-                for seed in setting.seeds:
-                    if any(run["seed"] == seed for run in runs):
-                        continue
-                    runs.append(learn(engine, task, setting, seed, result["target"], teacher))
-                    print(name, runs[-1], flush=True)
-                    write_result(file, result)
+            if seed in setting.seeds and not any(run["seed"] == seed for run in runs):
+                runs.append(learn(engine, task, setting, seed, result["target"], teachers[name]))
+                print(name, runs[-1], flush=True)
+                write_result(file, result)
 
 
 if __name__ == "__main__":
