@@ -162,8 +162,9 @@ def main() -> None:
         result |= {"student_reward": fmean(map(task.score, rollouts)), "teacher_reward": of_teacher}
         result |= {"target": SHARE * of_teacher, "window": WINDOW, "teacher_top_k": TOP_K}
         teachers = {name: teacher_of(name, module, path, at_end) for name in names}
-        for name in {"engines", "server"} & set(names):
-            result["differences"][name] = difference(teachers[name], module, rollouts[:64])
+        for name in ("engines", "server"):
+            if (outside := teachers.get(name)) is not None:
+                result["differences"][name] = difference(outside, module, rollouts[:64])
         if "server" in names:
             result["vllm"] = vllm_version()
         print(result, flush=True)
