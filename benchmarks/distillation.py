@@ -8,7 +8,8 @@ prompt with rewards, as in the demo, and 1 of each prompt with a teacher, which 
 mean reward of the last WINDOW steps is 0.9 of the teacher's, or after the steps of the demo. Its figure is the number
 of drawn tokens in the steps until then. The teacher is a module in the trainer ("module"), a pool of two engines
 ("engines"), or vLLM's own server ("server", of `make peers`). "groups" is "module" with 8 rollouts of each prompt.
-Draws differ between runs. The result is written after each run, and runs that it has are not repeated.
+Draws differ between runs. The result is written after each run, and runs that it has are not repeated. "differences" are
+the largest between log-probabilities of these teachers and of the module.
 """
 
 import json
@@ -32,7 +33,6 @@ from inflight.tools.demo.start import ANSWER_TOKENS, MODEL, PROMPT_TOKENS, TASK,
 from inflight.tools.demo.tasks import Task, gym_task
 from inflight.tools.demo.trainer import WarmupConfig, load_trainer, make_optimizer, require_tokenizer, saved, warm_up
 from inflight.tools.environment import write_result
-from inflight.training.data.batch import pack
 from inflight.training.objective.distillation import LOGPROBS
 from inflight.training.teacher import TeacherLike
 
@@ -93,13 +93,18 @@ def held_out(engine: inflight.Engine, task: Task, model: PreTrainedModel) -> lis
     return [rollout for group in groups for rollout in group]
 
 
+@torch.no_grad()
 def difference(teacher: TeacherLike, module: PreTrainedModel, rollouts: list[inflight.Rollout]) -> float:
     """Return the largest difference between log-probabilities of a teacher and of its module, of drawn tokens."""
-    with closing(inflight.TeacherScorer(teacher, top_k=TOP_K)) as scorer:
+    with closing(inflight.TeacherScorer(teacher)) as scorer:
         scorer.start(rollouts).result(120)
-    batch = pack(rollouts, [0.0] * len(rollouts))
-    ours = inflight.with_teacher(module, batch, top_k=TOP_K).columns[LOGPROBS]
-    return (batch.columns[LOGPROBS] - ours)[batch.drawn].abs().max().item()
+    largest = 0.0
+    for rollout in rollouts:
+        prompt, drawn = (torch.from_numpy(ids).long() for ids in (rollout.prompt_token_ids, rollout.token_ids))
+        logits = module(input_ids=torch.cat([prompt, drawn])[None]).logits[0, len(prompt) - 1 : -1]
+        ours = logits.log_softmax(-1).gather(-1, drawn[:, None])[:, 0]
+        largest = max(largest, (torch.from_numpy(rollout.columns.pop(LOGPROBS)) - ours).abs().max().item())
+    return largest
 
 
 def learn(
@@ -167,7 +172,7 @@ def main() -> None:
                 result["differences"][name] = difference(outside, module, rollouts[:64])
         if "server" in names:
             result["vllm"] = vllm_version()
-        print(result, flush=True)
+        write_result(file, result)
         for seed, name in product(SEEDS, names):
             setting, runs = SETTINGS[name], result["runs"].setdefault(name, [])
             if seed in setting.seeds and not any(run["seed"] == seed for run in runs):
