@@ -8,8 +8,8 @@ prompt with rewards, as in the demo, and 1 of each prompt with a teacher, which 
 mean reward of the last WINDOW steps is 0.9 of the teacher's, or after the steps of the demo. Its figure is the number
 of drawn tokens in the steps until then. The teacher is a module in the trainer ("module"), a pool of two engines
 ("engines"), or vLLM's own server ("server", of `make peers`). "groups" is "module" with 8 rollouts of each prompt.
-Draws differ between runs. The result is written after each run, and runs that it has are not repeated. "differences" are
-the largest between log-probabilities of these teachers and of the module.
+"differences" has the largest one between log-probabilities of an outside teacher and of the module. Draws differ
+between runs. The result is written after each run, and runs that it has are not repeated.
 """
 
 import json
