@@ -136,6 +136,7 @@ def learn(
     ends = range(WINDOW, len(rewards) + 1, WINDOW)
     return {
         "seed": seed,
+        "target": target,
         "tokens_to_target": tokens[-1] if reached else None,
         "steps": len(rewards),
         "held_out_reward": fmean(map(task.score, held_out(engine, task, model))),
@@ -163,9 +164,10 @@ def main() -> None:
         path = at_end.enter_context(saved(module, require_tokenizer(MODEL), Path(directory) / "teacher"))
         engine = at_end.enter_context(inflight.launch(options(path)))
         rollouts = held_out(engine, task, student())
-        of_teacher = fmean(map(task.score, held_out(engine, task, module)))
-        result |= {"student_reward": fmean(map(task.score, rollouts)), "teacher_reward": of_teacher}
-        result |= {"target": SHARE * of_teacher, "window": WINDOW, "teacher_top_k": TOP_K}
+        if "target" not in result:
+            of_teacher = fmean(map(task.score, held_out(engine, task, module)))
+            result |= {"student_reward": fmean(map(task.score, rollouts)), "teacher_reward": of_teacher}
+            result |= {"target": SHARE * of_teacher, "window": WINDOW, "teacher_top_k": TOP_K}
         teachers = {name: teacher_of(name, module, path, at_end) for name in names}
         for name in ("engines", "server"):
             if (outside := teachers.get(name)) is not None:
