@@ -5,7 +5,8 @@
 Every run alternately generates, trains and publishes. The engine's weights are `lag` optimizer steps old from step
 lag + 1 on: all tokens of a step have the same age, whatever the speed of the machine. The tasks are "reverse" (three
 symbols in reverse order) and "sort" (five symbols in ascending order), and models start from random weights. The result
-is written after each run. Both tasks take about 40 minutes on one core.
+is written after each run, and runs that it already has are not repeated: delete the file to repeat them. Both tasks
+take about 40 minutes on one core.
 """
 
 import json
@@ -161,23 +162,30 @@ def main() -> None:
 
 
 def compare(name: str) -> None:
-    """Do the runs of a task, and print its table."""
+    """Do the runs of a task that its result lacks, and print its table."""
     task, path = TASKS[name], RESULTS / f"objective-lags-{name}.json"
-    runs: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
+    done = {(run["seed"], run["objective"], run["lag"]) for run in runs}
     for seed in SEEDS:
+        missing = [(label, lag) for label, lag in settings() if (seed, label, lag) not in done]
+        if not missing:
+            continue
         with TemporaryDirectory() as directory:
             task.model(seed).save_pretrained(directory)
             with inflight.launch(
                 directory, device="cpu", dtype="float32", max_sequences=128, max_context=16, threads=1
             ) as engine:
-                for lag in LAGS:
-                    objectives = OBJECTIVES | (VARIANTS if lag in VARIANT_LAGS else {})
-                    for label, objective in objectives.items():
-                        run = train(engine, task, objective, lag, seed)
-                        runs.append({"seed": seed, "objective": label, "lag": lag} | run)
-                        print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
-                        write_result(path, {"bench": "objective_lags", "task": name, "window": WINDOW, "runs": runs})
+                for label, lag in missing:
+                    run = train(engine, task, (OBJECTIVES | VARIANTS)[label], lag, seed)
+                    runs.append({"seed": seed, "objective": label, "lag": lag} | run)
+                    print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+                    write_result(path, {"bench": "objective_lags", "task": name, "window": WINDOW, "runs": runs})
     print(markdown(runs))
+
+
+def settings() -> list[tuple[str, int]]:
+    """Return the objectives of each lag."""
+    return [(label, lag) for lag in LAGS for label in (OBJECTIVES | VARIANTS if lag in VARIANT_LAGS else OBJECTIVES)]
 
 
 if __name__ == "__main__":

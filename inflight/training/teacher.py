@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams
+from inflight.engine.model.loading import load_tokenizer
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.scoring import GroupScorer, Score
 from inflight.training.data.teacher_scoring import ScoreTokens, Teacher, TeacherScorer
@@ -99,7 +100,4 @@ def _vocab_size(model: nn.Module) -> int:
 def _tokenizer_of(model: nn.Module) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of the checkpoint that a model was loaded from, if it is on this machine."""
     name = getattr(getattr(unwrap(model), "config", None), "_name_or_path", "")
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True) if name else None
-    except (OSError, ValueError, KeyError):  # The directory has no tokenizer.
-        return None
+    return load_tokenizer(name, local_files_only=True) if name else None

@@ -2,14 +2,17 @@
 
 import copy
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
 from made_batches import make_batch, make_rollouts, next_token_kl
 from tiny_models import VOCABULARY, make_model
+from transformers import AutoModelForCausalLM
 
 import inflight
 from inflight.core.errors import VocabularyError
+from inflight.engine.model.shapes import byte_tokenizer
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.data.shares import decode_share, encode_share, split
@@ -20,7 +23,7 @@ from inflight.training.objective.distillation import LOGPROBS, TOP_IDS, TOP_LOGP
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import Objective
 from inflight.training.schedules import Example
-from inflight.training.teacher import with_teacher
+from inflight.training.teacher import prepare_teacher, with_teacher
 
 BANNED = ((3, 20), (150, 199))
 
@@ -179,6 +182,15 @@ def test_vocabularies_are_compared_token_by_token():
     with pytest.raises(VocabularyError, match="8 token ids and the teacher 9, and not both have a tokenizer"):
         check_tokens(ours, None, 8, 9)
     check_tokens(ours, None, 8, 8)
+
+
+def test_a_teacher_saved_without_a_tokenizer_is_compared_by_its_number_of_ids(tmp_path):
+    make_model("qwen3", seed=1).save_pretrained(tmp_path)
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path)
+    engine = SimpleNamespace(tokenizer=byte_tokenizer(), info=None)
+    sampling, objective = inflight.SamplingParams(n=2), Objective(teacher_weight=1.0)
+    _, add = prepare_teacher(teacher, None, objective, make_model("qwen3"), engine, sampling, autocast=True)
+    assert add is not None
 
 
 def test_sampling_masks_leave_no_other_tokens():

@@ -27,6 +27,9 @@ from inflight.core.workers import Workers
 
 _PROBE = 'The 3 quick foxes don\'t jump: {"x": [1.5, -2]}\n\tdéjà vu, 你好, привет'
 """Text with tokens of several kinds, to compare tokenizers."""
+_PROBE_TOKENS = 16
+"""Number of its tokens that one request compares: a tokenizer of bytes makes more of it than a server with a short
+context takes."""
 _LATER = (EngineBusyError, EngineHungError, QueueFullError)
 
 
@@ -105,7 +108,8 @@ class ServerSource:
         tokens, only its answer to an id at the end of the vocabulary is checked."""
         ids = [0, vocab_size - 1] if tokenizer is None else tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
         try:
-            entries = self._prompt_logprobs([*ids], 0)
+            parts = [[*ids[begin : begin + _PROBE_TOKENS + 1]] for begin in range(0, len(ids) - 1, _PROBE_TOKENS)]
+            entries = [entry for part in parts for entry in self._prompt_logprobs(part, 0)[1:]]
         except UnavailableTeacherError:
             raise
         except TeacherError as error:
@@ -113,7 +117,7 @@ class ServerSource:
                 f"the teacher at {self._url} did not score tokens of the policy's vocabulary; take a teacher of the "
                 f"same model family. {error}"
             ) from error
-        for token_id, entry in zip(ids[1:], entries[1:], strict=True):
+        for token_id, entry in zip(ids[1:], entries, strict=True):
             theirs = entry[str(token_id)].get("decoded_token")
             ours = None if tokenizer is None else str(tokenizer.decode([token_id]))
             # Servers show spaces and parts of characters in different ways.

@@ -75,9 +75,10 @@ def check_columns(rollouts, top_k):
 class VLLM:
     """A server with the answers of vLLM's /v1/completions for `prompt_logprobs`, in front of a module."""
 
-    def __init__(self, *, failing: int = 0, text_of=str, lacks: bool = False, k_at_most: int = 20):
+    def __init__(self, *, failing: int = 0, text_of=str, lacks: bool = False, k_at_most: int = 20, context: int = 64):
         self.model, self.failing, self.text_of, self.lacks = make_model("qwen3", seed=1), failing, text_of, lacks
         self.k_at_most, self.requests, self.url, self.lock = k_at_most, [], "", threading.Lock()
+        self.context = context
 
     def answer(self, path, fields):
         if path == "/v1/models":
@@ -91,6 +92,9 @@ class VLLM:
         ids, k = fields["prompt"], fields["prompt_logprobs"]
         if max(ids) >= VOCABULARY:
             return 400, {"error": {"message": f"token id {max(ids)} is out of vocabulary", "code": 400}}
+        if len(ids) >= self.context:
+            message = f"This model's maximum context length is {self.context} tokens"
+            return 400, {"error": {"message": message, "code": 400}}
         with torch.no_grad():
             logs = self.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
         rows = [None]
@@ -295,6 +299,28 @@ def test_the_text_of_tokens_at_a_server_is_compared():
         pytest.raises(VocabularyError, match=r"token 4 is ' 4' for the policy and '5' for the teacher at http"),
     ):
         TeacherScorer(vllm.url).check(Tokenizer(), 5, PARAMS)
+
+
+def test_the_tokens_at_a_server_with_a_short_context_are_compared_in_parts():
+    """Each request of the comparison has at most 24 tokens, of a sentence that is longer."""
+
+    class Tokenizer:
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": list(range(len(text)))}
+
+        def decode(self, ids):
+            return str(ids[0])
+
+    with serving(VLLM(context=24)) as vllm:
+        TeacherScorer(vllm.url).check(Tokenizer(), VOCABULARY, PARAMS)
+        compared = {token for fields in vllm.requests for token in fields["prompt"][1:]}
+    with (
+        serving(VLLM(context=24, text_of=lambda i: str(i + (i == 40)))) as vllm,
+        pytest.raises(VocabularyError, match="token 40 is '40' for the policy and '41' for the teacher"),
+    ):
+        TeacherScorer(vllm.url).check(Tokenizer(), VOCABULARY, PARAMS)
+    assert len(compared) > 40
+    assert compared == set(range(1, 1 + len(compared)))
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
