@@ -23,6 +23,8 @@ from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
 _START_S = 60.0
+_IMPORTS_S = 300.0
+"""Bound of the imports of the template, which take more than a minute next to busy programs."""
 _MESSAGE_BYTES = 1 << 18
 _HELPERS = Path(__file__).parent
 
@@ -39,7 +41,7 @@ class Template:
         with self._lock:
             if self._process is None:
                 self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self._socket.settimeout(_START_S)
+                self._socket.settimeout(_IMPORTS_S)
                 with theirs:
                     self._process = subprocess.Popen(
                         [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()],
