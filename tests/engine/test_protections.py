@@ -351,8 +351,7 @@ class Conversations(RuleBasedStateMachine):
             self.contents |= {(index, to): content for to, content in sources.items()}
 
     def _check_match(self, holding: Holding, tokens: list[int], oldest: int) -> None:
-        """The blocks of a prefix contain its tokens, computed by versions that are allowed, of which the oldest is
-        recorded."""
+        """The blocks of a prefix contain its tokens. Allowed versions computed them, and the oldest is recorded."""
         self._copy(self.cache.restored.take())
         found = []
         for index, (pool, blocks) in enumerate(zip(self.cache._pools, holding.blocks, strict=True)):

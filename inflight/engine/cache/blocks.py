@@ -118,7 +118,7 @@ class BlockPool:
             self.remembered.move_to_end(block, last=False)
 
     def _idle(self, entry: Entry) -> dict[int, Entry]:
-        """Return `protected` or `remembered`, where blocks of an entry belong while they have no holder."""
+        """Return `protected` or `remembered`: the place for blocks of an entry without a holder."""
         return self.protected if entry.num_protections else self.remembered
 
     def free_unseen(self, blocks: list[int], computed: int) -> None:
