@@ -6,8 +6,8 @@ The task is a * b + c. The model calls `multiply`, then `add` with the product, 
 first learns the format from examples in which almost half of the numbers are wrong. Then GRPO trains whole episodes.
 The program takes about a minute on a CPU.
 
---real trains SmolLM2-135M-Instruct (`make demo-real` installs it) with its own chat template, which has no tools. The
-messages before the question show the calls, and the tokenizer's response template reads them.
+--real trains SmolLM2-135M-Instruct (`make demo-real` installs it) with its own chat template, which has no tools. A
+system message names the tools, and the tokenizer's response template reads the calls.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import json
 import random
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -73,7 +73,7 @@ def task(draw: random.Random) -> tuple[int, int, int]:
     return draw.randint(0, 9), draw.randint(0, 9), draw.randint(0, 9)
 
 
-def rows(seed: int, shown: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
+def rows(seed: int, shown: Sequence[dict[str, str]]) -> Iterator[dict[str, Any]]:
     """shown: messages before each question."""
     draw = random.Random(seed)
     while True:
@@ -81,44 +81,7 @@ def rows(seed: int, shown: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
         yield {"shown": shown, "question": f"{a}*{b}+{c}", "answer": a * b + c}
 
 
-# ---- models, and the form in which they write calls --------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Form:
-    """The messages of one model."""
-
-    beginning: str
-    """The text with which the chat template begins an answer."""
-    call: Callable[[str, dict[str, int]], str]
-    """Returns the text of a call with these arguments."""
-    shown: list[dict[str, str]]
-    """Messages before a question."""
-
-
-TINY = Form("<|assistant|>", lambda name, arguments: f"<tool_call>{call_json(name, arguments)}</tool_call>", [])
-REAL = Form(
-    "<|im_start|>assistant\n",
-    lambda name, arguments: f"{name} {json.dumps(arguments)}",
-    [{"role": "system", "content": "Use the tools multiply and add. Then say the result."}],
-)
-RESPONSE = {
-    "start_anchor": REAL.beginning,
-    "fields": {
-        "tool_calls": {
-            "open_pattern": r"(?P<name>\w+) (?P<arguments>\{[^{}]*+\})",
-            "close_pattern": "",
-            "repeats": True,
-            "transform": {"name": "{name}", "arguments": "{arguments}"},
-        },
-        "content": {},
-    },
-}
-"""A response template of Transformers: reads the text of REAL.call as a call, and any other text as content."""
-
-
-def call_json(name: str, arguments: dict[str, int]) -> str:
-    return json.dumps({"name": name, "arguments": arguments})
+# ---- two models --------------------------------------------------------------------------------------------------
 
 
 def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -130,14 +93,80 @@ def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=torch.float32), tokenizer
 
 
+def tiny_call(name: str, arguments: dict[str, int]) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+RESPONSE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"(?P<name>\w+) (?P<arguments>\{[^{}]*+\})",
+            "close_pattern": "",
+            "repeats": True,
+            "transform": {"name": "{name}", "arguments": "{arguments}"},
+        },
+        "content": {},
+    },
+}
+"""A response template of Transformers: reads the text of `real_call` as a call, and any other text as content."""
+
+
 def real_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model, tokenizer = load_real(torch.device("cpu"))
-    tokenizer.response_template = RESPONSE  # its chat template has no tools
-    freeze_lower_layers(model, 12)  # a step takes less time
+    tokenizer.response_template = RESPONSE  # Its chat template has no tools.
+    freeze_lower_layers(model, 12)  # A step takes less time.
     return model, tokenizer
 
 
-def demonstration(draw: random.Random, form: Form) -> list[dict[str, str]]:
+def real_call(name: str, arguments: dict[str, int]) -> str:
+    return f"{name} {json.dumps(arguments)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A model, and the settings of its training."""
+
+    load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
+    call: Callable[[str, dict[str, int]], str]
+    """Returns the text of a call."""
+    beginning: str
+    """The text with which the chat template begins an answer."""
+    shown: tuple[dict[str, str], ...]
+    """Messages before each question."""
+    warm_up: tuple[int, int, float]
+    """Optimizer steps of the warm-up, conversations of each, and the learning rate."""
+    groups_per_step: int
+    learning_rate: float
+    max_tokens: int
+    max_prefill_tokens: int
+
+
+TINY = Setup(
+    load=tiny_model,
+    call=tiny_call,
+    beginning="<|assistant|>",
+    shown=(),
+    warm_up=(300, 64, 3e-3),
+    groups_per_step=16,
+    learning_rate=5e-4,
+    max_tokens=16,
+    max_prefill_tokens=0,
+)
+REAL = Setup(
+    load=real_model,
+    call=real_call,
+    beginning=RESPONSE["start_anchor"],
+    shown=({"role": "system", "content": "Use the tools multiply and add. Then say the result."},),
+    warm_up=(15, 8, 1e-4),
+    groups_per_step=4,
+    learning_rate=2e-4,
+    max_tokens=20,
+    max_prefill_tokens=64,
+)
+
+
+def demonstration(draw: random.Random, setup: Setup) -> list[dict[str, str]]:
     """Return the messages of a conversation. Almost half of its numbers are wrong."""
 
     def sometimes(number: int, largest: int) -> int:
@@ -148,26 +177,25 @@ def demonstration(draw: random.Random, form: Form) -> list[dict[str, str]]:
     product = first * second
     third, fourth = sometimes(product, 81), c
     texts = [
-        *[("user", f"{a}*{b}+{c}"), ("assistant", form.call("multiply", {"a": first, "b": second}))],
-        *[("tool", str(product)), ("assistant", form.call("add", {"a": third, "b": fourth}))],
+        *[("user", f"{a}*{b}+{c}"), ("assistant", setup.call("multiply", {"a": first, "b": second}))],
+        *[("tool", str(product)), ("assistant", setup.call("add", {"a": third, "b": fourth}))],
         *[("tool", str(third + fourth)), ("assistant", str(sometimes(third + fourth, 90)))],
     ]
-    return [*form.shown, *({"role": role, "content": text} for role, text in texts)]
+    return [*setup.shown, *({"role": role, "content": text} for role, text in texts)]
 
 
-def warm_up(
-    model: PreTrainedModel, tokenizer: Any, form: Form, seed: int, *, steps: int, size: int, learning_rate: float
-) -> None:
-    """Train on conversations: the answers of the model, and not the rest. size: conversations of a step."""
+def warm_up(model: PreTrainedModel, tokenizer: Any, setup: Setup, seed: int) -> None:
+    """Train on conversations: the answers of the model, and not the rest."""
+    steps, size, learning_rate = setup.warm_up
     draw = random.Random(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
-    answers = re.compile(f"(?<={re.escape(form.beginning)})(.*?{re.escape(tokenizer.eos_token)})", re.DOTALL)
+    answers = re.compile(f"(?<={re.escape(setup.beginning)})(.*?{re.escape(tokenizer.eos_token)})", re.DOTALL)
     for _ in range(steps):
         rows, labels = [], []
         for _ in range(size):
-            text = tokenizer.apply_chat_template(demonstration(draw, form), tokenize=False)
+            text = tokenizer.apply_chat_template(demonstration(draw, setup), tokenize=False)
             parts = [tokenizer.encode(part, add_special_tokens=False) for part in answers.split(text)]
-            rows.append([token for part in parts for token in part])  # every second part is an answer
+            rows.append([token for part in parts for token in part])  # Every second part is an answer.
             labels.append([token if place % 2 else -100 for place, part in enumerate(parts) for token in part])
         longest = max(map(len, rows))
         batch = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
@@ -176,24 +204,19 @@ def warm_up(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(f"warm-up: loss {loss.item():.3f}", flush=True)
 
 
-def main(steps: int, seed: int, real: bool) -> None:
+def main(steps: int, seed: int, setup: Setup) -> None:
     threads = max(1, torch.get_num_threads() // 2)  # the generator uses the other half of the cores
-    torch.manual_seed(seed)
-    form = REAL if real else TINY
-    model, tokenizer = real_model() if real else tiny_model()
-    if real:
-        warm_up(model, tokenizer, form, seed, steps=15, size=8, learning_rate=1e-4)
     torch.set_num_threads(threads)
-    if not real:
-        warm_up(model, tokenizer, form, seed, steps=300, size=64, learning_rate=3e-3)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4 if real else 5e-4)
+    torch.manual_seed(seed)
+    model, tokenizer = setup.load()
+    warm_up(model, tokenizer, setup, seed)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=setup.learning_rate)
     config = inflight.GRPOConfig(
         steps=steps,
-        groups_per_step=4 if real else 16,
-        sampling=inflight.SamplingParams(n=8, max_tokens=20 if real else 16),
+        groups_per_step=setup.groups_per_step,
+        sampling=inflight.SamplingParams(n=8, max_tokens=setup.max_tokens),
         max_grad_norm=1.0,
     )
     limits = inflight.Limits(max_turns=4)
@@ -202,17 +225,17 @@ def main(steps: int, seed: int, real: bool) -> None:
         tokenizer.save_pretrained(directory)
         with (
             inflight.launch(
-                directory, threads=threads, max_context=256, max_prefill_tokens=64 if real else 0
+                directory, threads=threads, max_context=256, max_prefill_tokens=setup.max_prefill_tokens
             ) as engine,
             inflight.Episodes(engine, rollout, limits=limits) as episodes,
         ):
             publisher = engine.publisher(model)
             rewards = []
-            for report in inflight.grpo(episodes, publisher, model, optimizer, rows(seed, form.shown), None, config):
+            for report in inflight.grpo(episodes, publisher, model, optimizer, rows(seed, setup.shown), None, config):
                 rewards.append(report.reward)
-                if report.step % 5 == 0 or real:
+                if report.step % 5 == 0:
                     age = report.staleness.token_age_ms.mean() if report.staleness is not None else float("nan")
-                    print(f"step {report.step}  reward {report.reward:.3f}  token age {age:.0f} ms")
+                    print(f"step {report.step}  reward {report.reward:.3f}  token age {age:.0f} ms", flush=True)
             print(f"reward before {rewards[0]:.3f}, after {fmean(rewards[-5:]):.3f}")
             counts = episodes.counts
             reused = counts["reused prompt tokens"] / max(1, counts["prompt tokens"])
@@ -225,4 +248,4 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    main(chosen.steps, chosen.seed, chosen.real)
+    main(chosen.steps, chosen.seed, REAL if chosen.real else TINY)
