@@ -1,6 +1,6 @@
 """Training over three turns with two tools, by inflight.grpo.
 
-    python examples/calculator.py [--real] [--steps 50] [--seed 0]
+    python examples/calculator.py [--real] [--steps N] [--seed 0]
 
 The task is a * b + c. The model calls `multiply`, then `add` with the product, and then says the sum. A tiny model
 first learns the format from examples in which almost half of the numbers are wrong. Then GRPO trains whole episodes.
@@ -136,6 +136,7 @@ class Setup:
     """Messages before each question."""
     warm_up: tuple[int, int, float]
     """Optimizer steps of the warm-up, conversations of each, and the learning rate."""
+    steps: int
     groups_per_step: int
     learning_rate: float
     max_tokens: int
@@ -148,6 +149,7 @@ TINY = Setup(
     beginning="<|assistant|>",
     shown=(),
     warm_up=(300, 64, 3e-3),
+    steps=50,
     groups_per_step=16,
     learning_rate=5e-4,
     max_tokens=16,
@@ -159,6 +161,7 @@ REAL = Setup(
     beginning=RESPONSE["start_anchor"],
     shown=({"role": "system", "content": "Use the tools multiply and add. Then say the result."},),
     warm_up=(15, 8, 1e-4),
+    steps=16,
     groups_per_step=4,
     learning_rate=2e-4,
     max_tokens=20,
@@ -245,7 +248,8 @@ def main(steps: int, seed: int, setup: Setup) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--real", action="store_true")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=0, help="50, with --real 16")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    main(chosen.steps, chosen.seed, REAL if chosen.real else TINY)
+    setup = REAL if chosen.real else TINY
+    main(chosen.steps or setup.steps, chosen.seed, setup)

