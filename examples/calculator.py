@@ -6,8 +6,8 @@ The task is a * b + c. The model calls `multiply`, then `add` with the product, 
 first learns the format from examples in which almost half of the numbers are wrong. Then GRPO trains whole episodes.
 The program takes about a minute on a CPU.
 
---real trains SmolLM2-135M-Instruct (`make demo-real` installs it) with its own chat template, which has no tools. A
-system message names the tools, and the tokenizer's response template reads the calls.
+--real trains SmolLM2-135M-Instruct (`make demo-real` installs it) with its own chat template. The template has no
+tools: a system message names them, and the tokenizer's response template reads the calls.
 """
 
 import argparse
