@@ -1,5 +1,6 @@
 """A teacher in the trainer's process: a module that scores the batches of this rank, like a reference policy."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -7,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams
-from inflight.engine.model.loading import load_tokenizer
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.scoring import GroupScorer, Score
 from inflight.training.data.teacher_scoring import ScoreTokens, Teacher, TeacherScorer
@@ -98,6 +98,12 @@ def _vocab_size(model: nn.Module) -> int:
 
 
 def _tokenizer_of(model: nn.Module) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of the checkpoint that a model was loaded from, if it is on this machine."""
+    """Return the tokenizer of the checkpoint that a model was loaded from, if it has one on this machine."""
     name = getattr(getattr(unwrap(model), "config", None), "_name_or_path", "")
-    return load_tokenizer(name, local_files_only=True) if name else None
+    # Transformers makes a tokenizer without tokens for a directory that has none.
+    if not name or (os.path.isdir(name) and not os.path.exists(os.path.join(name, "tokenizer_config.json"))):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError, KeyError):  # It is not in the cache of the hub.
+        return None

@@ -175,17 +175,14 @@ def load_model(
     return loaded.eval().requires_grad_(False)
 
 
-def load_tokenizer(
-    model: str, *, trust: bool = False, local_files_only: bool = False
-) -> PreTrainedTokenizerBase | None:
-    """Return the model's tokenizer, or None if it has none, or consists of code that is not trusted. local_files_only:
-    download nothing."""
+def load_tokenizer(model: str, *, trust: bool = False) -> PreTrainedTokenizerBase | None:
+    """Return the model's tokenizer, or None if it has none, or consists of code that is not trusted."""
     if model in SHAPES:
         return byte_tokenizer()
     if os.path.isdir(model) and not os.path.exists(os.path.join(model, "tokenizer_config.json")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust, local_files_only=local_files_only)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             logger.warning("the tokenizer of %s is code of its repository, which is not run: it has none", model)
