@@ -62,7 +62,8 @@ def speeds(draw: Callable[[], int]) -> dict[str, float]:
 def our_speeds(model: str, *, chooses: bool) -> dict[str, float]:
     environment = {} if chooses else {"GOMP_SPINCOUNT": GCC_SPINS}
     os.environ.update(environment)
-    sizes = {"max_sequences": GROUPS * SAMPLES, "max_context": CONTEXT, "threads": torch.get_num_threads()}
+    sizes: dict[str, Any] = {"max_sequences": GROUPS * SAMPLES, "max_context": CONTEXT}
+    sizes["threads"] = torch.get_num_threads()
     with inflight.launch(model, device="cpu", dtype="float32", **sizes) as engine:
         for name in environment:
             del os.environ[name]
@@ -76,7 +77,7 @@ def our_speeds(model: str, *, chooses: bool) -> dict[str, float]:
 
 def measure(model: str, vllm: Worker) -> dict[str, Any]:
     sequences = GROUPS * SAMPLES
-    job = Job(sequences=sequences, tokens=(TOKENS,) * 2, prompt_tokens=(PROMPT,) * 2, seed=0, group=SAMPLES)
+    job = Job(sequences=sequences, tokens=(TOKENS, TOKENS), prompt_tokens=(PROMPT, PROMPT), seed=0, group=SAMPLES)
     turns = [
         {
             "chosen": our_speeds(model, chooses=True),
