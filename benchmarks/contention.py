@@ -47,7 +47,7 @@ def busy(is_busy: bool) -> Iterator[None]:
 
 
 def speeds(draw: Callable[[], int]) -> dict[str, float]:
-    """Call `draw`, which returns its number of tokens, quiet and next to a busy process."""
+    """Return tokens per second, quiet and next to a busy process. draw: draws, and returns its number of tokens."""
     draw()
     found = {}
     for name in ("quiet", "busy"):

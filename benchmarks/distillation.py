@@ -2,9 +2,9 @@
 
     python benchmarks/distillation.py [FILE] [SETTING …]
 
-The task is to spell words backward. The student starts from the checkpoint of `inflight demo`, which has seen 300
-examples. The teacher has the same size and has seen all training examples. A step has 512 rollouts: 8 of each
-prompt with rewards, as in the demo, and 1 of each prompt with a teacher, which needs no groups. A run ends when the
+The task is to spell words backward. The student starts from the checkpoint of `inflight demo`. It has seen 300
+examples. The teacher has the same size and has seen all training examples. A step has 512 rollouts: 8 of each prompt
+with rewards, as in the demo, and 1 of each prompt with a teacher, because a teacher needs no groups. A run ends when the
 mean reward of the last WINDOW steps is 0.9 of the teacher's, or after the steps of the demo. Its figure is the number
 of drawn tokens in the steps until then. The teacher is a module in the trainer ("module"), a pool of two engines
 ("engines"), or vLLM's own server ("server", of `make peers`). "groups" is "module" with 8 rollouts of each prompt.

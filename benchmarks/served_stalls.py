@@ -2,12 +2,13 @@
 
     python benchmarks/served_stalls.py [FILE] [UPDATES]
 
-Each server is a separate process with one thread for forward passes. The servers get the same load alternately, in two
-rounds: RATE streamed requests per second at the same random times, and a checkpoint to load every second. vLLM is
-paused (mode "keep") around its update. `stall_ms`: per update, the longest time between two tokens of a request that
-overlaps with the update, over all requests. `quiet_ms`: the same for the half second before the call. Updates without a
-running request have no stall. Percentiles leave out the first updates of a server. `engine_stall_ms`: our engine's own
-measure. 100 UPDATES of each server take four minutes on an idle machine. `make peers` installs vLLM.
+Each server is a separate process with one thread for forward passes. The servers run alternately, in two rounds, with
+the same load: RATE streamed requests per second at the same random times, and a checkpoint to load every second. vLLM
+is paused (mode "keep") around its update. `stall_ms`: per update, the longest time between two tokens of a request that
+overlaps with the update, over all requests. `quiet_ms`: the longest such time that ends in the half second before the
+call. Updates without a running request have no stall. Percentiles leave out the first updates of a round.
+`engine_stall_ms`: our engine's own measure. 100 UPDATES of each server take five minutes on an idle machine. `make
+peers` installs vLLM.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from time import monotonic, monotonic_ns
 from typing import Any
 
@@ -52,6 +54,7 @@ class Server:
     def __init__(self, url: str, kind: str, http: aiohttp.ClientSession):
         self._url, self._kind, self._http = url, kind, http
         self._arrivals, self._updates = list[np.ndarray](), list[tuple[int, int]]()
+        self._metrics: list[str] = []
 
     async def _ask(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> str:
         async with self._http.request(method, self._url + path, json=body) as answer:
@@ -91,42 +94,63 @@ class Server:
             raise RuntimeError(f"{self._kind} draws these texts by the two checkpoints: {texts}")
         await asyncio.gather(*drawing)
 
-    async def result(self) -> dict[str, Any]:
-        lines = (await self._ask("/metrics", None, "GET")).splitlines()
+        self._metrics = (await self._ask("/metrics", None, "GET")).splitlines()
+
+    def waits(self) -> tuple[list[float], list[float], list[float]]:
+        """Return milliseconds of each update after the first ones: the longest wait, the longest one before, and the
+        update itself. Updates without a running request have no wait."""
         begins, ends = (
             np.concatenate([times[part] for times in self._arrivals]) for part in (slice(-1), slice(1, None))
         )
 
-        def stalls(periods: list[tuple[int, int]]) -> list[float]:
-            during = [(ends > begin) & (begins < end) for begin, end in periods]
-            return [round(float((ends - begins)[gaps].max()) / 1e6, 1) for gaps in during if gaps.any()]
+        def longest(which: list[np.ndarray]) -> list[float]:
+            return [round(float((ends - begins)[gaps].max()) / 1e6, 1) for gaps in which if gaps.any()]
 
         updates = self._updates[WARM_UP:]
-        found = stalls(updates)
-        return {
-            "stall_ms": percentiles(found),
-            "quiet_ms": percentiles(stalls([(called - 500_000_000, called) for called, _ in updates])),
-            "update_ms": percentiles([(answered - called) / 1e6 for called, answered in updates]),
-            "engine_stall_ms": {x.split('"')[1]: 1e3 * float(x.split()[1]) for x in lines if "stall_seconds{" in x},
-            "stalls_ms": found,
-        }
+        return (
+            longest([(ends > called) & (begins < answered) for called, answered in updates]),
+            longest([(ends > called - 500_000_000) & (ends < called) for called, _ in updates]),
+            [(answered - called) / 1e6 for called, answered in updates],
+        )
+
+    def engine_stalls(self) -> dict[str, float]:
+        """Return our engine's own stalls in milliseconds by quantile, or none for vLLM."""
+        return {x.split('"')[1]: 1e3 * float(x.split()[1]) for x in self._metrics if "stall_seconds{" in x}
+
+
+def result(servers: list[Server]) -> dict[str, Any]:
+    stalls, quiet, updates = (
+        list(chain.from_iterable(each)) for each in zip(*(server.waits() for server in servers), strict=True)
+    )
+    return {
+        "stall_ms": percentiles(stalls),
+        "quiet_ms": percentiles(quiet),
+        "update_ms": percentiles(updates),
+        "engine_stall_ms": [server.engine_stalls() for server in servers],
+        "stalls_ms": stalls,
+    }
 
 
 async def main() -> None:
     updates = int(sys.argv[2]) if len(sys.argv) > 2 else 100
+    names = ("--served-model-name", MODEL, "--max-model-len", str(CONTEXT), "--max-num-seqs", SEQUENCES)
+    rounds: dict[str, list[Server]] = {"inflight": [], "vllm": []}
     with ExitStack() as at_end:
         directories = [save_model(at_end.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(shape_config(MODEL), dtype=torch.float32).save_pretrained(directories[1])
-        names = ("--served-model-name", MODEL, "--max-model-len", str(CONTEXT), "--max-num-seqs", SEQUENCES)
-        ours = at_end.enter_context(our_server(directories[0]))
-        theirs = at_end.enter_context(vllm_server(directories[0], *names, threads=1))
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), raise_for_status=True) as http:
-            servers = {"inflight": Server(ours, "inflight", http), "vllm": Server(theirs, "vllm", http)}
-            for seed in range(ROUNDS):
-                for server in servers.values():
-                    await server.measure(directories, updates // ROUNDS, seed)
-            found = {kind: await server.result() for kind, server in servers.items()}
+        starts = {
+            "inflight": lambda: our_server(directories[0]),
+            "vllm": lambda: vllm_server(directories[0], *names, threads=1),
+        }
+        for seed in range(ROUNDS):
+            for kind, servers in rounds.items():
+                connector = aiohttp.TCPConnector(limit=0)
+                async with aiohttp.ClientSession(connector=connector, raise_for_status=True) as http:
+                    with starts[kind]() as url:  # A server without requests would use processor time, too.
+                        servers.append(Server(url, kind, http))
+                        await servers[-1].measure(directories, updates // ROUNDS, seed)
+    found = {kind: result(servers) for kind, servers in rounds.items()}
     load = {"model": MODEL, "requests_per_s": RATE, "tokens": TOKENS, "rounds": ROUNDS, "vllm": vllm_version()}
     finish("served-stalls", {"benchmark": "served_stalls", **load, "servers": found})
 
