@@ -4,9 +4,9 @@
 
 The task is to spell words backward. The student starts from the checkpoint of `inflight demo`. It has seen 300
 examples. The teacher has the same size and has seen all training examples. A step has 512 rollouts: 8 of each prompt
-with rewards, as in the demo, and 1 of each prompt with a teacher, because a teacher needs no groups. A run ends when the
-mean reward of the last WINDOW steps is 0.9 of the teacher's, or after the steps of the demo. Its figure is the number
-of drawn tokens in the steps until then. The teacher is a module in the trainer ("module"), a pool of two engines
+with rewards, as in the demo, and 1 of each prompt with a teacher, because a teacher needs no groups. A run ends when
+the mean reward of the last WINDOW steps is 0.9 of the teacher's, or after the steps of the demo. Its figure is the
+number of drawn tokens in the steps until then. The teacher is a module in the trainer ("module"), a pool of two engines
 ("engines"), or vLLM's own server ("server", of `make peers`). "groups" is "module" with 8 rollouts of each prompt.
 "differences" has the largest one between log-probabilities of an outside teacher and of the module. Draws differ
 between runs. The result is written after each run, and runs that it has are not repeated.
@@ -24,14 +24,15 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from demo_task import held_out, options, student
 from transformers import PreTrainedModel
 from vllm_server import vllm_server, vllm_version
 
 import inflight
 from inflight.tools.demo.recipes import SMALL
-from inflight.tools.demo.start import ANSWER_TOKENS, MODEL, PROMPT_TOKENS, TASK, load_start
+from inflight.tools.demo.start import ANSWER_TOKENS, MODEL, TASK
 from inflight.tools.demo.tasks import Task, gym_task
-from inflight.tools.demo.trainer import WarmupConfig, load_trainer, make_optimizer, require_tokenizer, saved, warm_up
+from inflight.tools.demo.trainer import WarmupConfig, make_optimizer, require_tokenizer, saved, warm_up
 from inflight.tools.environment import write_result
 from inflight.training.objective.distillation import LOGPROBS
 from inflight.training.teacher import TeacherLike
@@ -63,34 +64,12 @@ def nothing(groups: Sequence[Sequence[inflight.Rollout]]) -> list[float]:
     return [0.0 for group in groups for _ in group]
 
 
-def student() -> PreTrainedModel:
-    model = load_trainer(MODEL, torch.device("cpu"))
-    load_start(model)
-    return model
-
-
 def make_teacher(task: Task) -> PreTrainedModel:
     model, tokenizer = student(), require_tokenizer(MODEL)
     recipe = WarmupConfig(steps=TEACHER_STEPS, seed=0, demonstrations=len(task.train))
     for _ in warm_up(model, tokenizer, task.train, recipe):
         pass
     return model
-
-
-def options(model: str) -> inflight.EngineOptions:
-    """Return the options of an engine of students or teachers. A teacher draws one token that is not used."""
-    length = PROMPT_TOKENS + ANSWER_TOKENS + 1
-    return inflight.EngineOptions(model, device="cpu", threads=1, max_sequences=SMALL.max_sequences, max_context=length)
-
-
-def held_out(engine: inflight.Engine, task: Task, model: PreTrainedModel) -> list[inflight.Rollout]:
-    """Return two rollouts of a model for each held-out prompt."""
-    sampling = inflight.SamplingParams(n=2, max_tokens=ANSWER_TOKENS)
-    with engine.publisher(model) as publisher:
-        engine.wait_for_version(publisher.publish())
-        metadata = [example.metadata for example in task.held_out]
-        groups = engine.generate([example.prompt for example in task.held_out], sampling, metadata=metadata)
-    return [rollout for group in groups for rollout in group]
 
 
 @torch.no_grad()
