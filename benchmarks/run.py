@@ -66,7 +66,7 @@ SCRIPTS = {
     "swap": ["swap_growth"],
     "episodes": ["waiting_sessions"],
     "loss": ["correction_bias", "objective_lags"],
-    "learning": ["curriculum"],
+    "learning": ["curriculum", "demo_ranks"],
     "serve": ["serve", "served_stalls"],
     "fuzz": ["fuzz"],
     "coverage": ["coverage_of_models"],

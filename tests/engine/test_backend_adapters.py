@@ -71,7 +71,7 @@ def test_every_request_draws_with_its_own_adapter(adapted_engine):
                 assert adapter_error(model, rollout, name) < TOLERANCE
                 worst[name] = min(adapter_error(model, rollout, other) for other in {*asked} - {name})
 
-    check(0)  # they are zero, and so are those of PEFT
+    check(0)  # they are zero, as in PEFT
     for seed in (1, 2):
         torch.manual_seed(seed)
         with torch.no_grad():
