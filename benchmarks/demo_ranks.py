@@ -52,7 +52,7 @@ def learn(seed: int) -> dict[str, Any]:
         }
         if not dist.is_initialized():
             found["held_out"] = fmean(map(task.score, held_out(engine, task, model)))
-    if dist.is_initialized():  # One rank evaluates, with an engine of its own.
+    if dist.is_initialized():  # One rank evaluates, with another engine.
         rank = dist.get_rank()
         dist.destroy_process_group()
         if rank == 0:

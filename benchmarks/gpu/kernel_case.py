@@ -29,7 +29,7 @@ class Sizes:
     contexts: tuple[int, int] = (100, 1124)
     """Tokens of the sequences that decode, drawn uniformly."""
     chunks: tuple[int, int] = (4, 512)
-    """Chunks of prompts in a pass, and tokens of each."""
+    """Number of chunks of prompts in a pass, and number of tokens of each."""
     vocab: int = 151_936
     logprob_rows: int = 4096
     copied: tuple[int, ...] = (151_936 * 4096, *[4096 * 4096] * 16, *[4096] * 16)

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_full_collections() -> Iterator[None]:
-    """Keep the collector from objects that exist already. Walking those of torch and Transformers takes up to a quarter
-    of a second, now and then."""
+    """Keep the collector from objects that exist already. A full collection walks all objects of torch and
+    Transformers, and takes up to a quarter of a second."""
     gc.collect()
     gc.freeze()
     try:

@@ -80,8 +80,8 @@ class Membership:
         live, own = summed(list(self._calls.statuses().values())).version, member.status().version
         if live != own and not any(publisher.sent_version for publisher in self._published.open_publishers):
             raise ValueError(
-                f"the member has version {own} and the engine {live}; versions are those of one publisher, and no "
-                "open one has sent a version that it could send to this member"
+                f"the member has version {own} and the engine {live}, and no open publisher has sent a version that it "
+                "could send to this member"
             )
 
 
