@@ -126,17 +126,18 @@ class Parts:
             banned = [token for token in ids_without_token(tokenizer, self.vocab_size) if token not in eos_ids]
         if banned:
             logger.info("%d ids of the model's vocabulary are not in the tokenizer and are never drawn", len(banned))
+        banned_ranges = ranges_of(banned)
         self.requests = Requests(
             self.scheduler,
             self.slot_table,
             options,
             vocab_size=self.vocab_size,
             can_read_text=tokenizer is not None,
-            banned=ranges_of(banned),
+            banned=banned_ranges,
             media_ids=media_token_ids(modules[0].config),
         )
         own_columns = load_columns(options.columns, vocab_size=self.vocab_size, device=self.device)
-        self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns, banned)
+        self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns, banned_ranges)
         # Logits that are changed before a draw are fp32, and so are all logits of a fused model (fused.py).
         drawn_from = {torch.float32} | ({modules[0].dtype} if self.runner.unfused_reason is not None else set())
         warm_up(drawn_from, self.vocab_size, self.memory)

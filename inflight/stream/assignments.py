@@ -1,6 +1,5 @@
 """Assigns groups to engines, and takes them over from other trainers."""
 
-import secrets
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -26,8 +25,7 @@ class Assignments:
         seed gets one, since another engine needs it to continue the group. `Ledger.claim` sets its owner."""
         params, ids = prompt.params, self.next_ids
         if params.seed is None:
-            params = msgspec.structs.replace(params, seed=secrets.randbits(62))
-            prompt = msgspec.structs.replace(prompt, params=params)
+            prompt = msgspec.structs.replace(prompt, params=params.seeded())
         self.next_ids = Ids(ids.group_id + 1, ids.first_request_id + params.n)
         record = self._table.records[ids.group_id] = GroupRecord(
             ids.group_id, prompt=prompt, ids=ids, origin=origin, at=at

@@ -436,20 +436,24 @@ static inline __attribute__((always_inline)) void multiply_panel(const char *x, 
 static inline __attribute__((always_inline)) void store_panel(vf (*sums)[PANEL / TILE], int64_t rows, int64_t columns,
         const void *bias, ptrdiff_t first, void *y, int64_t y_stride, const int bf) {
     const int size = bf ? 2 : 4;
+    vf shifts[PANEL / TILE];
     for (int64_t n = 0; n < columns; n += TILE) {
-        const int64_t real = columns - n < TILE ? columns - n : TILE;
         vf shift = {0};
-        for (int i = 0; bias && i < LANES; i++) shift[i] = i % TILE < real ? load1(bias, bf, first + n + i % TILE) : 0;
-        for (int64_t m = 0; m < rows; m += ROWS) {
+        for (int i = 0; bias && i < LANES; i++)
+            shift[i] = n + i % TILE < columns ? load1(bias, bf, first + n + i % TILE) : 0;
+        shifts[n / TILE] = shift;
+    }
+    for (int64_t m = 0; m < rows; m += ROWS)
+        for (int64_t n = 0; n < columns; n += TILE) {
+            const int64_t real = columns - n < TILE ? columns - n : TILE;
             char tile[LANES * 4] __attribute__((aligned(64)));
-            store(tile, bf, 0, sums[m / ROWS][n / TILE] + shift);
+            store(tile, bf, 0, sums[m / ROWS][n / TILE] + shifts[n / TILE]);
             for (int64_t i = 0; i < ROWS && m + i < rows; i++) {
                 char *to = (char *)y + ((m + i) * y_stride + first + n) * size;
                 if (real == TILE) memcpy(to, tile + i * TILE * size, TILE * size);
                 else memcpy(to, tile + i * TILE * size, real * size);
             }
         }
-    }
 }
 
 // Writes the columns from n on, at most PANEL of them, of x [rows, K] . w [N, K]^T to y [rows, N].

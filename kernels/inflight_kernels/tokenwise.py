@@ -33,11 +33,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     given = (x, weight) if bias is None else (x, weight, bias)
-    fits = x.shape[1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
+    (rows, width), (columns, depth) = x.shape, weight.shape
+    fits = width == depth and (bias is None or bias.shape == (columns,))
     if fits and weight.is_contiguous() and _cpu.takes(*given):
-        out = x.new_empty(len(x), len(weight))
+        out = x.new_empty(rows, columns)
         is_bf16 = x.dtype == torch.bfloat16
-        if _cpu.call("linear", x, x.stride(0), weight, bias, out, is_bf16, len(x), len(weight), x.shape[1]):
+        if _cpu.call("linear", x, x.stride(0), weight, bias, out, is_bf16, rows, columns, width):
             return out
     return product(x, weight, bias)
 
@@ -134,7 +135,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> 
 
         return _tokenwise_triton.add_rms_norm(x, residual, norm)
     if _cpu.takes(x, norm.weight, *(() if residual is None else (residual,))):
-        y = torch.empty(x.shape, dtype=x.dtype)
+        y = x.new_empty(x.shape)
         s, stride = (None, 0) if residual is None else (torch.empty_like(y), residual.stride(0))
         is_bf16 = x.dtype == torch.bfloat16
         if _cpu.call("rms_norm", x, x.stride(0), residual, stride, s, norm.weight, y, is_bf16, *x.shape, *norm[1:]):

@@ -31,8 +31,9 @@ class Backlog:
     def end(self, sequence: Sequence) -> None:
         """Mark a sequence as finished."""
         sequence.finished = True
-        self.unfinished -= Counter((sequence.pin,))
-        if sequence.pin not in self.unfinished:
+        self.unfinished[sequence.pin] -= 1
+        if not self.unfinished[sequence.pin]:
+            del self.unfinished[sequence.pin]
             self._queues.pop(sequence.pin, None)
 
     def wait(self, sequence: Sequence, *, in_front: bool = False) -> None:

@@ -1,6 +1,5 @@
 """The requests of an engine: unfinished requests, and the groups and finishes that frames report."""
 
-import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
@@ -229,8 +228,8 @@ class Requests:
     def _accept(self, prompt: Prompt, ids: Ids | None = None, forked_from: tuple[int, int] | None = None) -> int:
         """Begin a new group and return its id."""
         params, ids = prompt.params, ids or self.next_ids
-        seed = params.seed if params.seed is not None else secrets.randbits(62)
-        prompt = msgspec.structs.replace(prompt, params=msgspec.structs.replace(params, seed=seed))
+        if params.seed is None:
+            prompt = msgspec.structs.replace(prompt, params=params.seeded())
         parent = self.unfinished[forked_from[0]] if forked_from else None
         if params.prompt_logprobs is not None or self._options.record_routed_experts:
             parent = None  # the fork computes all its tokens

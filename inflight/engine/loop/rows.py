@@ -59,7 +59,7 @@ class Rows:
         self.known = np.zeros(count, np.int64)
         """The tokens among them whose ids this process knows."""
         self.limits = np.zeros(count, np.int64)
-        """Maximum length of the whole sample."""
+        """Maximum length of the whole sample, 0 for an empty row."""
         self.regimes = np.zeros(count, np.int64)
         """The scheduler's number for the version and the stamp of the last pass in which it drew; PREFILL if it has not
         drawn in this row. After a draw its last token is in the device state of the row, and all tokens before it are
@@ -85,6 +85,8 @@ class Rows:
         self.stop_ids = np.full((_STOP_IDS, count), _NO_TOKEN, np.int64)
         self.watched = np.zeros(count, bool)
         """Each of its tokens can end it: it has stop strings, or more stop ids than are compared."""
+        self._traits: tuple[SamplingParams, bool, bool, np.ndarray] | None = None
+        """The parameters of the sequence that entered last, with their values of `plain`, `watched` and `stop_ids`."""
         self._numbers, self._all = np.arange(count), np.ones(count, bool)
         self._cohort = self._make_cohort(self._numbers[:0])
         """The sequences that drew last."""
@@ -107,12 +109,8 @@ class Rows:
         self.pins[row] = _NOT_PINNED if sequence.pin is None else sequence.pin
         self.reserved[row] = self.fills[row] = self.num_blocks[row] = 0
         self.adapters[row] = _NO_ADAPTER if sequence.adapter is None else self._adapters[sequence.adapter]
-        self.seeds[row], self.temperatures[row], self.plain[row] = sequence.seed, params.temperature, is_plain(params)
-        stop_ids = {*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, *self._eos_ids}
-        self.watched[row] = bool(params.stop) or len(stop_ids) > _STOP_IDS
-        self.stop_ids[:, row] = _NO_TOKEN
-        if not self.watched[row]:
-            self.stop_ids[: len(stop_ids), row] = list(stop_ids)
+        self.seeds[row], self.temperatures[row] = sequence.seed, params.temperature
+        self.plain[row], self.watched[row], self.stop_ids[:, row] = self._traits_of(params)
         self.update_blocks(sequence)
 
     def leave(self, sequence: Sequence) -> None:
@@ -121,7 +119,7 @@ class Rows:
         sequence.num_unread = int(self.lengths[row] - self.known[row])
         sequence.rows, sequence.batch_row = None, -1
         self.epoch += 1
-        self.entered[row] = 0
+        self.entered[row] = self.limits[row] = 0
         self.sequences[row], self.request_ids[row] = None, NOBODY
         self._free.append(row)
 
@@ -194,6 +192,16 @@ class Rows:
         if cohort.epoch == self.epoch:
             return self._all[:count]
         return self.entered[cohort.rows[:count]] == cohort.entered[:count]
+
+    def _traits_of(self, params: SamplingParams) -> tuple[bool, bool, np.ndarray]:
+        """Return the values of `plain`, `watched` and `stop_ids` for a row with these parameters."""
+        if self._traits is None or self._traits[0] is not params:  # the samples of a prompt have the same
+            ids = {*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, *self._eos_ids}
+            watched, stop_ids = bool(params.stop) or len(ids) > _STOP_IDS, np.full(_STOP_IDS, _NO_TOKEN)
+            if not watched:
+                stop_ids[: len(ids)] = list(ids)
+            self._traits = params, is_plain(params), watched, stop_ids
+        return self._traits[1:]
 
     def _make_cohort(self, rows: np.ndarray) -> Cohort:
         stop_ids, sequences = self.stop_ids[:, rows], self.sequences[rows].tolist()

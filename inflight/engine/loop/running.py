@@ -66,8 +66,7 @@ class RunningSequences:
 
     def num_growing(self) -> int:
         """Return the number of sequences that might need another block."""
-        rows, among = self._rows, self.in_order()
-        return int((rows.num_blocks[among] * self._cache.block_size < rows.limits[among]).sum())
+        return np.count_nonzero(self._rows.num_blocks * self._cache.block_size < self._rows.limits)
 
     def enter(self, sequence: Sequence) -> None:
         """Give a sequence a batch row. One must be free."""

@@ -133,14 +133,14 @@ class Sampler:
         eos_ids: frozenset[int],
         last_tokens: torch.Tensor,
         own_columns: Mapping[str, ColumnFunction] | None = None,
-        banned: Seq[int] = (),
+        banned: Seq[tuple[int, int]] = (),
     ):
-        """banned: ids that are never drawn, because the tokenizer does not have them."""
+        """banned: ranges [begin, end) of ids that are never drawn, because the tokenizer does not have them."""
         self._vocab_size, self._eos_ids = vocab_size, sorted(eos_ids)
         self._last_tokens = last_tokens
         self._own_columns = own_columns or {}
         self._device = last_tokens.device
-        self._banned = torch.tensor(banned, dtype=torch.int64, device=self._device) if banned else None
+        self._banned = banned
         self._rows: _Rows | None = None
         self._seen: torch.Tensor | None = None
         """bool[batch_rows, V]: tokens of the prompt or sampled, for sequences with a repetition penalty."""
@@ -150,8 +150,8 @@ class Sampler:
     def sample(self, logits_MV: torch.Tensor, draws: Draws) -> Samples:
         """Sample the next token of each sequence from its row of logits of any float dtype. Ids that are banned, or
         that filters remove, can become −inf in them."""
-        if self._banned is not None:
-            logits_MV.index_fill_(1, self._banned, float("-inf"))
+        for begin, end in self._banned:
+            logits_MV[:, begin:end] = float("-inf")
         rows, sequences = self._rows_of(draws.cohort), draws.cohort.sequences
         positions = to_device(torch.from_numpy(draws.positions), self._device)
         if rows.adjusted:
