@@ -52,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **LATENT, "n_routed_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 384, "n_group": 1,
         "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 8, "head_dim": 32,
+        "topk_method": "noaux_tc",
     },
     "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 384},
     "qwen3_5_text": DELTA,
@@ -64,7 +65,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mamba", "mlp", "mamba", "mlp", "mamba", "mlp", "attention", "mlp"],
         "mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 64, "n_groups": 1,
     },
-    "lfm2": {"layer_types": (["conv"] * 3 + ["full_attention"]) * 2, "block_auto_adjust_ff_dim": False},
+    "lfm2": {
+        "layer_types": (["conv"] * 3 + ["full_attention"]) * 2, "block_auto_adjust_ff_dim": False,
+        "conv_dim": SIZES["hidden_size"], "block_dim": SIZES["hidden_size"],
+    },
 }  # fmt: skip
 
 

@@ -510,7 +510,7 @@ int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t
         free(starts);
         return 1;
     }
-#pragma omp parallel for schedule(dynamic, 8) num_threads(threads)
+#pragma omp parallel for schedule(guided, 8) num_threads(threads)
     for (int64_t item = 0; item < runs * panels; item++) {
         const int64_t first = starts[item / panels];
         multiply_rows((const char *)x + first * x_stride * size, x_stride, starts[item / panels + 1] - first,
