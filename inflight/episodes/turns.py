@@ -94,7 +94,10 @@ class Turns:
             if params.protect_s is None:
                 params = msgspec.structs.replace(params, protect_s=PROTECT_S)
             metadata = [{EPISODE: list(place)}]
-            [group_id] = await self._engine.asubmit([token_ids], params, metadata=metadata, adapter=adapter)
+            episode = (place.group_id, place.sample)
+            [group_id] = await self._engine.asubmit(
+                [token_ids], params, metadata=metadata, adapter=adapter, session=episode
+            )
         try:
             turn = await self._collect(group_id, watch, every)
         except BaseException:

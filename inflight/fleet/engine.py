@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -263,14 +263,16 @@ class Engine(ClosedAtEnd):
         metadata: Sequence[Mapping[str, Any]] | None = None,
         version: int | None = None,
         adapter: str | None = None,
+        session: Hashable = None,
     ) -> list[int]:
         """Do the same as `submit(…, train=False)`, for asyncio; `stream.acollect(ids)` and `stream.agroups(ids)` return
-        the groups. Cancelling the task cancels its prompts."""
+        the groups. Cancelling the task cancels its prompts. session: a conversation. Of several engines the one that
+        drew its last prompts draws these, too, while it has a free batch row: its cache has their beginning."""
         messages = self._messages(prompts, params, metadata, version, adapter)
         if version is not None:
             await asyncio.to_thread(self._wait_until_held, version)
         self.stream  # noqa: B018
-        return await self._submissions.asubmit(messages)
+        return await self._submissions.asubmit(messages, session)
 
     def prompt_lengths(self, prompts: Iterable[PromptLike]) -> list[int]:
         """Return the number of tokens of each prompt. Raises InvalidRequestError, naming the prompt."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NoReturn
@@ -17,6 +17,7 @@ from inflight.fleet.member import Member
 from inflight.stream.group_table import GroupRecord
 
 _MOST_CALLS = 64
+_MOST_SESSIONS = 65_536
 Part = tuple[Member, EngineFrames, list[tuple[int, GroupRecord]]]
 """An engine, the connection to its process, and the groups for it, each with its place in the submitted list."""
 Sent = tuple[Part, Callable[[], Any]]
@@ -29,15 +30,18 @@ class Submissions:
     def __init__(self, fleet: Fleet, calls: FleetCalls):
         self._fleet, self._calls = fleet, calls
         self._threads = ThreadPoolExecutor(_MOST_CALLS, thread_name_prefix="inflight-fleet-submit")
+        self._of_sessions: dict[Hashable, Member] = {}
+        """The engines that drew the last prompts of sessions, the session that drew last at the end."""
 
     def submit(self, prompts: Sequence[Prompt], *, reserved: bool) -> list[int]:
         """Submit all prompts or none, each to the least loaded engine. Returns the ids of their groups. Raises the
         error of an engine that refuses one."""
         return self._complete(_send(self._assign(list(enumerate(prompts)))) if prompts else [], reserved)
 
-    async def asubmit(self, prompts: Sequence[Prompt]) -> list[int]:
+    async def asubmit(self, prompts: Sequence[Prompt], session: Hashable = None) -> list[int]:
         """Do the same for asyncio, with groups that are reserved. If the task is cancelled, its groups are discarded.
-        Prompts of several tasks are sent in the order of the calls, unless their engine is being restarted."""
+        Prompts of several tasks are sent in the order of the calls, unless their engine is being restarted. session:
+        while the engine that drew its last prompts has a free batch row, that engine draws these, too."""
 
         def discard(submitted: "Future[list[int]]") -> None:
             if not submitted.cancelled() and submitted.exception() is None:
@@ -45,7 +49,7 @@ class Submissions:
 
         several = len(self._fleet.members) > 1 and any(prompt.version not in (None, LIVE_VERSION) for prompt in prompts)
         with self._fleet.lock:  # An engine that is lost in between would block the event loop.
-            parts = self._assign(list(enumerate(prompts))) if self._fleet.usable and not several else None
+            parts = self._assign(list(enumerate(prompts)), session) if self._fleet.usable and not several else None
         sent = None if parts is None else _send(parts)
         try:
             if sent is None:
@@ -82,8 +86,8 @@ class Submissions:
         """Accept no further prompts of asyncio tasks."""
         self._threads.shutdown(wait=False)
 
-    def _assign(self, prompts: Sequence[tuple[int, Prompt]]) -> list[Part]:
-        """Give each prompt to the least loaded engine, or to one that has its version."""
+    def _assign(self, prompts: Sequence[tuple[int, Prompt]], session: Hashable = None) -> list[Part]:
+        """Give each prompt to the least loaded engine, to one that has its version, or to that of its session."""
         versions = {prompt.version for _, prompt in prompts} - {None, LIVE_VERSION}
         several = bool(versions) and len(self._fleet.members) > 1
         statuses = self._calls.statuses() if several else {}
@@ -94,9 +98,16 @@ class Submissions:
             for index, prompt in prompts:
                 fit = [member for member in serving if member in holders.get(prompt.version, ())]
                 member = min(fit or serving, key=lambda member: member.load)
+                if session is not None:
+                    last = self._of_sessions.pop(session, None)
+                    if last in serving and last.load < 1 and not fit:  # its cache has the tokens so far
+                        member = last
+                    self._of_sessions[session] = member
                 part = parts.setdefault(member, (member, serving[member], []))
                 part[2].append((index, self._fleet.ledger.engines.begin(prompt, serving[member])))
                 member.num_given += prompt.params.n
+            while len(self._of_sessions) > _MOST_SESSIONS:
+                del self._of_sessions[next(iter(self._of_sessions))]
         return list(parts.values())
 
     def _complete(self, sent: list[Sent], reserved: bool) -> list[int]:
