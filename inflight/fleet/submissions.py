@@ -87,7 +87,7 @@ class Submissions:
         self._threads.shutdown(wait=False)
 
     def _assign(self, prompts: Sequence[tuple[int, Prompt]], session: Hashable = None) -> list[Part]:
-        """Give each prompt to the least loaded engine, to one that has its version, or to that of its session."""
+        """Give each prompt to the least loaded engine, to one that has its version, or to the engine of its session."""
         versions = {prompt.version for _, prompt in prompts} - {None, LIVE_VERSION}
         several = bool(versions) and len(self._fleet.members) > 1
         statuses = self._calls.statuses() if several else {}
