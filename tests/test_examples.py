@@ -114,8 +114,7 @@ def test_a_text_game_is_learned():
 
 @pytest.mark.long
 def test_an_environment_of_verifiers_is_learned():
-    if find_spec("verifiers") is None:
-        pytest.skip("pip install 'inflight-rl[verifiers]'")
+    assert find_spec("verifiers"), "`make test-long` installs verifiers: pip install 'inflight-rl[verifiers]' uv"
     done = run_program(str(EXAMPLES / "verifiers_env.py"))
     rewards = [float(reward) for reward in re.findall(r"reward (\S+)", done.stdout)]
     assert len(rewards) == 25, done.stdout + done.stderr

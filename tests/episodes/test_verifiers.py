@@ -1,7 +1,9 @@
 """Environments of verifiers are played unchanged, and their agents draw the tokens of an episode."""
 
+import importlib
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -192,7 +194,8 @@ def test_without_verifiers_the_extra_is_named(monkeypatch):
 @pytest.mark.slow
 def test_verifiers_itself(chat_engine, monkeypatch, caplog):
     """A taskset with a tool, a reward that fails for its second task, and verifiers' own chat loop in a process."""
-    vf = pytest.importorskip("verifiers.v1", reason="pip install 'inflight-rl[verifiers]' uv")
+    assert find_spec("verifiers"), "`make test-slow` installs verifiers: pip install 'inflight-rl[verifiers]' uv"
+    vf = importlib.import_module("verifiers.v1")
     path = [str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))  # for the process of the tool
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
