@@ -20,6 +20,7 @@ USER = {"role": "user", "content": "What time is it?"}
 ADD = {
     "type": "function",
     "function": {
+        "strict": True,  # openai 2 streams only such tools
         "name": "add",
         "description": "Add two numbers.",
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
