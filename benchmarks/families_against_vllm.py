@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     )
 } | {"bos_token_id": 1}  # fmt: skip
 EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 384}
-LATENT = {"q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+LATENT = {"q_lora_rank": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
 DELTA = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
 }  # fmt: skip
@@ -51,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 384},
     "deepseek_v3": {
         **LATENT, "n_routed_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 384, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 8, "head_dim": 32,
+        "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 8, "head_dim": 64,
         "topk_method": "noaux_tc",
     },
     "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 384},
