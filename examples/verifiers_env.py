@@ -28,7 +28,8 @@ class DigitTask(vf.Task[vf.TaskData]):
 
 class Digits(vf.Taskset[DigitTask, vf.TasksetConfig]):
     def load(self):
-        return [DigitTask(vf.TaskData(prompt=f"Digits, {number}"), self.config.task) for number in range(64)]
+        data = [vf.TaskData(prompt=f"Digits, {number}") for number in range(64)]  # pyright: ignore[reportCallIssue]
+        return [DigitTask(each, self.config.task) for each in data]
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):

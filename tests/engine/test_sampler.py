@@ -19,6 +19,7 @@ from sampler_cases import (
     assert_chi_square,
     draw,
     draw_many,
+    draws_of,
     entropy_of,
     expected_logprobs,
     make_sequence,
@@ -29,7 +30,7 @@ from sampler_cases import (
 )
 
 from inflight.core.sampling import SamplingParams
-from inflight.engine.loop.sampler import _candidates
+from inflight.engine.loop.sampler import Sampler, _candidates
 from inflight.engine.loop.sequence import sample_seed
 
 # ---- distributions ---------------------------------------------------------------------------------------------------
@@ -296,3 +297,16 @@ def test_kernel_and_reference_draw_the_same_but_at_a_boundary(vocabulary, dtype,
     torch.testing.assert_close(drawn.logprobs[same], reference.logprobs[same], atol=1e-5, rtol=0)
     torch.testing.assert_close(drawn.columns["entropies"], reference.columns["entropies"], atol=1e-5, rtol=0)
     torch.testing.assert_close(drawn.columns["top_logprobs"], reference.columns["top_logprobs"], atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("banned", [((40, 50),), ((0, 3), (48, 50)), tuple((i, i + 1) for i in range(0, 50, 2))])
+def test_banned_ids_are_never_drawn(banned, dtype):
+    sampler = Sampler(50, frozenset(), torch.zeros(64, dtype=torch.int64), banned=banned)
+    ids = [token for begin, end in banned for token in range(begin, end)]
+    sequences = [make_sequence(row, SamplingParams(seed=row)) for row in range(64)]
+    logits = torch.zeros(64, 50, dtype=dtype)
+    logits[:, ids] = 30.0
+    drawn = set(sampler.sample(logits, draws_of(sequences)).tokens.tolist())
+    assert drawn
+    assert not drawn & set(ids)

@@ -66,7 +66,7 @@ class RunningSequences:
 
     def num_growing(self) -> int:
         """Return the number of sequences that might need another block."""
-        return np.count_nonzero(self._rows.num_blocks * self._cache.block_size < self._rows.limits)
+        return int(np.count_nonzero(self._rows.num_blocks * self._cache.block_size < self._rows.limits))
 
     def enter(self, sequence: Sequence) -> None:
         """Give a sequence a batch row. One must be free."""

@@ -23,6 +23,8 @@ from inflight.engine.model.device import to_device
 
 _MANY = 512
 """Number of candidates that are tried before a whole vocabulary is sorted."""
+_FEW_RANGES = 4
+"""Number of ranges of ids up to which filling them one by one is faster than filling all ids by index."""
 _LAST_ID = 2**31 - 1
 _LARGE_MASK = 16384
 """A mask that leaves more tokens than this, and most of the vocabulary, is recorded as the list of removed tokens."""
@@ -140,7 +142,10 @@ class Sampler:
         self._last_tokens = last_tokens
         self._own_columns = own_columns or {}
         self._device = last_tokens.device
-        self._banned = banned
+        self._banned = banned if len(banned) <= _FEW_RANGES else ()
+        others = [torch.arange(begin, end, device=self._device) for begin, end in banned] if not self._banned else []
+        self._banned_ids = torch.cat(others) if others else None
+        """i64[…]: the banned ids, if they are in more than a few ranges."""
         self._rows: _Rows | None = None
         self._seen: torch.Tensor | None = None
         """bool[batch_rows, V]: tokens of the prompt or sampled, for sequences with a repetition penalty."""
@@ -152,6 +157,8 @@ class Sampler:
         that filters remove, can become −inf in them."""
         for begin, end in self._banned:
             logits_MV[:, begin:end] = float("-inf")
+        if self._banned_ids is not None:
+            logits_MV.index_fill_(1, self._banned_ids, float("-inf"))
         rows, sequences = self._rows_of(draws.cohort), draws.cohort.sequences
         positions = to_device(torch.from_numpy(draws.positions), self._device)
         if rows.adjusted:
