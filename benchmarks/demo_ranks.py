@@ -2,8 +2,8 @@
 
     python benchmarks/demo_ranks.py [FILE]
 
-Task, checkpoint, steps and learning rate are those of the demo. Two ranks over gloo share one engine and its stream,
-and each trains on half of the rollouts of a step. `rewards` are means over WINDOW steps, and `held_out` is the mean
+It uses the demo's task, checkpoint, steps and learning rate. Two ranks over gloo share one engine and its stream, and
+each trains on half of the rollouts of a step. `rewards` are means over WINDOW steps, and `held_out` is the mean
 reward of held-out prompts at the end. Draws differ between runs. Three seeds take about eight minutes.
 """
 

@@ -9,6 +9,8 @@ that its response repeats; 0 requests no response. A slot has one owner at a tim
 engine fill it (Fill, Done) before it announces the slot as usual.
 """
 
+import copy
+import secrets
 from typing import Any, TypeVar
 
 import msgspec
@@ -82,6 +84,14 @@ class Prompt(msgspec.Struct, frozen=True):
     accepted). A slot keeps that version until the request ends. None: the live version at each token."""
     adapter: str | None = None
     """Name of the adapter that draws its tokens; None: the weights alone."""
+
+    def seeded(self) -> "Prompt":
+        """Return the prompt, with a random seed if its parameters have none."""
+        if self.params.seed is not None:
+            return self
+        params = copy.copy(self.params)  # `msgspec.structs.replace` would check all fields again
+        msgspec.structs.force_setattr(params, "seed", secrets.randbits(62))
+        return msgspec.structs.replace(self, params=params)
 
 
 class Ids(msgspec.Struct, frozen=True, array_like=True):

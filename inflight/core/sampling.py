@@ -1,12 +1,8 @@
 """The sampling parameters of a request."""
 
-import copy
 import math
-import secrets
 from collections.abc import Mapping
 from typing import ClassVar
-
-import msgspec
 
 from inflight.core.checked_struct import CheckedStruct
 
@@ -149,12 +145,6 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"protect_s must be in [0, {MAX_PROTECT_S}] (a day), got {self.protect_s}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
-
-    def seeded(self) -> "SamplingParams":
-        """Return the same parameters with a random seed."""
-        params = copy.copy(self)  # `msgspec.structs.replace` would check all fields again
-        msgspec.structs.force_setattr(params, "seed", secrets.randbits(62))
-        return params
 
     @property
     def greedy(self) -> bool:

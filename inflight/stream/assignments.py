@@ -23,10 +23,8 @@ class Assignments:
     def begin(self, prompt: Prompt, at: Any, origin: tuple[int, int] | None = None) -> GroupRecord:
         """Make the record of a prompt that is about to be sent to an engine, with the lock held. A prompt without a
         seed gets one, since another engine needs it to continue the group. `Ledger.claim` sets its owner."""
-        params, ids = prompt.params, self.next_ids
-        if params.seed is None:
-            prompt = msgspec.structs.replace(prompt, params=params.seeded())
-        self.next_ids = Ids(ids.group_id + 1, ids.first_request_id + params.n)
+        prompt, ids = prompt.seeded(), self.next_ids
+        self.next_ids = Ids(ids.group_id + 1, ids.first_request_id + prompt.params.n)
         record = self._table.records[ids.group_id] = GroupRecord(
             ids.group_id, prompt=prompt, ids=ids, origin=origin, at=at
         )

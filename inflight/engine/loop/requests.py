@@ -227,9 +227,8 @@ class Requests:
 
     def _accept(self, prompt: Prompt, ids: Ids | None = None, forked_from: tuple[int, int] | None = None) -> int:
         """Begin a new group and return its id."""
-        params, ids = prompt.params, ids or self.next_ids
-        if params.seed is None:
-            prompt = msgspec.structs.replace(prompt, params=params.seeded())
+        prompt, ids = prompt.seeded(), ids or self.next_ids
+        params = prompt.params
         parent = self.unfinished[forked_from[0]] if forked_from else None
         if params.prompt_logprobs is not None or self._options.record_routed_experts:
             parent = None  # the fork computes all its tokens

