@@ -188,7 +188,7 @@ def read_command(command: str, results: Path) -> tuple[dict[str, str], list[str]
     """The variables that a command begins with, and its arguments."""
     words = [word.format(out=results) for word in shlex.split(command)]
     variables: dict[str, str] = {}
-    while words and re.match(r"[A-Z_]+=", words[0]):
+    while words and re.match(r"[A-Z0-9_]+=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
     return variables, words
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BENCH = "-m inflight.tools.cli bench"
-VLLM_TESTS = "tests/engine/test_backends.py tests/engine/test_backend_adapters.py"
+VLLM_TESTS, ADAPTER_TESTS = "tests/engine/test_backends.py", "tests/engine/test_backend_adapters.py"
 SWAP_TESTS = "tests/engine/test_swaps.py"
 PYTEST = "-m pytest -q -rP -p no:cacheprovider -p benchmarks.gpu.failures"
 MPS_SHARES = (50, 75, 100)
@@ -92,7 +92,7 @@ def gpu_parts() -> list[Part]:
             ],
             by_default=False,
         ),
-        Part("vllm", 450, [f"{PYTEST} -m peers {VLLM_TESTS}"], by_default=False, vllm=True),
+        Part("vllm", 450, vllm_tests(), by_default=False, vllm=True),
         Part(
             "vllm-swap",
             450,
@@ -168,6 +168,17 @@ def tests(selection: list[str], workers: int) -> list[str]:
     return [f"{pytest} {few} {SWAP_TESTS}", f"{pytest} {spread} {' '.join(where)}"]
 
 
+def vllm_tests() -> list[str]:
+    """Return commands for the tests of the vLLM backend: with vLLM's first model runner in fp32, with its second one in
+    bf16. vLLM's kernels of adapters take 16 bits only."""
+    tests, bf16 = f"{PYTEST} -m peers", "INFLIGHT_TEST_DTYPE=bfloat16"
+    return [
+        f"{tests} {VLLM_TESTS}",
+        f"{bf16} VLLM_USE_V2_MODEL_RUNNER=1 {tests} {VLLM_TESTS}",
+        f"{bf16} {tests} {ADAPTER_TESTS}",
+    ]
+
+
 def rehearsal_parts() -> list[Part]:
     """List the same commands as the GPU's, with models and numbers that a CPU gets through."""
     throughput = "throughput --device cpu --dtype bfloat16 --sequences 4 --prompt-tokens 4-8 --tokens 4-8 --pairs 1"
@@ -192,7 +203,7 @@ def rehearsal_parts() -> list[Part]:
     vllm = Part(
         "vllm",
         REHEARSAL_LIMIT_S,
-        [f"{PYTEST} -m peers -n 0 {VLLM_TESTS} -k seed_decides"],
+        [f"{PYTEST} -m peers -n 0 {VLLM_TESTS} {ADAPTER_TESTS} -k seed_decides"],
         by_default=False,
         vllm=True,
     )

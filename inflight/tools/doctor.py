@@ -119,6 +119,10 @@ def _gpu() -> Finding:
 
 def _sharing() -> Finding:
     if mps_runs():
+        share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
+        if share not in ("50", "100"):
+            advice = "on an H200 with 75 % matrix products of cuBLAS left parts of their output unset; take 50 or 100"
+            return Finding("note", "gpu sharing", f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={share}: {advice}")
         return Finding("ok", "gpu sharing", "NVIDIA MPS runs: kernels of trainer and engine run side by side")
     advice = "nvidia-cuda-mps-control -d, as the user of both, lets them run side by side"
     return Finding("note", "gpu sharing", f"trainer and engine on one GPU take turns, some ms each; {advice}")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from backends import BACKENDS, TOLERANCE, launch, make_tied
+from backends import BACKENDS, DEVICE, DTYPE, FAR, TOLERANCE, launch, make_tied
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_adapters import error as adapter_error
 from waiting import draw_some
@@ -18,6 +18,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def backend(request) -> str:
+    if (request.param, DEVICE, DTYPE) == ("vllm", "cuda", "float32"):
+        pytest.skip("vLLM's kernels of adapters take 16 bits only: INFLIGHT_TEST_DTYPE=bfloat16")
     return request.param
 
 
@@ -81,7 +83,7 @@ def test_every_request_draws_with_its_own_adapter(adapted_engine):
         with engine.publisher(model) as publisher:
             engine.wait_for_version(publisher.publish())
         check(2 * seed - 1)
-        assert min(worst.values()) > 100 * TOLERANCE
+        assert min(worst.values()) > FAR
         base = model.get_base_model()
         perturb_base(base, seed)
         plain = make_tied()

@@ -17,7 +17,7 @@ import numpy as np
 import own_columns
 import pytest
 import torch
-from backends import BACKENDS, TOLERANCE, launch, make_tied
+from backends import BACKENDS, DEVICE, DTYPE, FAR, TOLERANCE, launch, make_tied
 from full_forward import logprob_error
 from truth_teller import make_truth_teller
 from waiting import draw_some, wait_until
@@ -37,6 +37,10 @@ from inflight.tools.demo.trainer import load_trainer
 from inflight.weights.trainer import engine_link
 
 pytestmark = pytest.mark.slow
+no_ties = pytest.mark.skipif(DTYPE != "float32", reason="logits of 16 bits tie, and vLLM's top-k keeps tied tokens")
+two_workers = pytest.mark.skipif(DEVICE == "cuda", reason="tensor_parallel_size above 1 is refused on GPUs")
+second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+"""vLLM's second model runner, which has no column recorder."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +54,7 @@ def backend(request) -> str:
 def engine(backend, tmp_path_factory) -> Iterator[inflight.Engine]:
     directory = tmp_path_factory.mktemp("tied")
     make_tied().save_pretrained(directory)
-    with launch(str(directory), backend, columns=(f"{own_columns.__file__}:rank",)) as engine:
+    with launch(str(directory), backend, columns=() if second_runner else (f"{own_columns.__file__}:rank",)) as engine:
         yield engine
 
 
@@ -101,9 +105,10 @@ def test_recorded_logprobs_are_those_of_the_weights_that_are_live(engine, traine
             perturb(trainer, seed)
             engine.wait_for_version(publisher.publish())
             assert worst_error(engine, trainer) < TOLERANCE
-    assert worst_error(engine, before) > 100 * TOLERANCE  # so that weights that stay behind would show
+    assert worst_error(engine, before) > FAR  # so that weights that stay behind would show
 
 
+@no_ties
 def test_filters_record_what_they_leave(engine, trainer):
     """top-k, top-p and min-p: the probabilities of what they left add up to 1."""
     for params in (
@@ -118,6 +123,8 @@ def test_filters_record_what_they_leave(engine, trainer):
             np.testing.assert_allclose(top[np.arange(len(at)), at], rollout.logprobs, atol=1e-6)
 
 
+@no_ties
+@pytest.mark.skipif(second_runner, reason="it has no columns")
 def test_what_is_asked_for_is_that_of_the_distribution_that_was_drawn_from(engine):
     """Entropies, sampling masks and custom columns, of requests that ask for one, next to others."""
     plain = inflight.SamplingParams(max_tokens=6, ignore_eos=True, seed=4)
@@ -188,6 +195,7 @@ def test_cancel_pause_and_fork(engine):
     assert len(forked.token_ids) == 6
 
 
+@pytest.mark.skipif(second_runner, reason="it has no columns")
 def test_bad_requests_are_refused_and_the_engine_serves_on(engine):
     for prompt, params, message in (
         ([], inflight.SamplingParams(), "is empty"),
@@ -305,13 +313,17 @@ def truth_told(engine, publisher: subprocess.Popen) -> tuple[set[int], int]:
 
 def start_publisher(engine, count: int) -> subprocess.Popen:
     program = ROOT / "tests" / "helpers" / "truth_teller.py"
-    command = [sys.executable, program, engine.address.endpoint, "publish", str(count), "1", "cpu", "slots"]
+    command = [sys.executable, program, engine.address.endpoint, "publish", str(count), "1", DEVICE, "slots"]
     return subprocess.Popen(command)
 
 
 @pytest.mark.parametrize(
     ("backend", "workers"),
-    [("inflight", 1), *(pytest.param("vllm", workers, marks=pytest.mark.peers) for workers in (1, 2))],
+    [
+        ("inflight", 1),
+        pytest.param("vllm", 1, marks=pytest.mark.peers),
+        pytest.param("vllm", 2, marks=[pytest.mark.peers, two_workers]),
+    ],
 )
 def test_every_token_tells_the_truth(truth_teller_dir, backend, workers):
     """Of one process, with vLLM's model compiled, and of two workers that commit before the same step, always."""
@@ -329,6 +341,7 @@ def test_every_token_tells_the_truth(truth_teller_dir, backend, workers):
     assert spanning > 20
 
 
+@two_workers
 @pytest.mark.peers
 def test_a_killed_worker_is_a_named_error_and_a_restarted_engine_goes_on(truth_teller_dir):
     options = {"vllm": {"tensor_parallel_size": 2}, "restarts": 1}

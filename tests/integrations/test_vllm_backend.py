@@ -1,6 +1,7 @@
 """The loop around vLLM, with an engine core that pretends to be it; `test_backends.py` has the real one."""
 
 import math
+import os
 import sys
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.sequence import Sequence
 from inflight.engine.process.process import state_of
-from inflight.integrations.vllm_backend.arguments import _memory_share, check_options
+from inflight.integrations.vllm_backend.arguments import _memory_share, check_options, set_environment
 from inflight.integrations.vllm_backend.build import _check_version, start
 from inflight.integrations.vllm_backend.columns import ASKED, ColumnRecorder, asked
 from inflight.integrations.vllm_backend.sampling import request_arguments
@@ -383,6 +384,14 @@ def test_requests_that_vllm_cannot_serve(engine, params, message):
 def test_options_that_vllm_does_not_have(options, message):
     with pytest.raises(BackendError, match=message):
         check_options(EngineOptions("tiny", backend="vllm", **options))
+
+
+def test_columns_select_the_model_runner_that_records_them(monkeypatch):
+    """A choice of the user stays."""
+    for columns, before, after in (((), None, None), (("m.py:f",), None, "0"), (("m.py:f",), "1", "1")):
+        monkeypatch.setattr(os, "environ", {} if before is None else {"VLLM_USE_V2_MODEL_RUNNER": before})
+        set_environment(EngineOptions("tiny", backend="vllm", columns=columns))
+        assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == after
 
 
 def test_options_of_vllm_need_vllm():

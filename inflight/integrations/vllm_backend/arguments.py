@@ -166,6 +166,8 @@ def set_environment(options: EngineOptions) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if not options.cuda_graphs:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of its sampler are still compiled
+    if options.columns:
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # its second model runner has no column recorder
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     if os.path.isdir(options.model) or options.model in SHAPES:
