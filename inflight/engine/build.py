@@ -14,7 +14,6 @@ from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.loop.order import load_order
-from inflight.engine.loop.outputs import RoutedExpertsRecorder
 from inflight.engine.loop.own_columns import load_columns
 from inflight.engine.loop.requests import Requests
 from inflight.engine.loop.rows import Rows
@@ -40,6 +39,7 @@ from inflight.engine.model.loading import (
     ranges_of,
     resolve_dtype,
 )
+from inflight.engine.model.routing import RoutedExpertsRecorder
 from inflight.engine.model.runner import ModelRunner
 from inflight.engine.model.shapes import SHAPES
 from inflight.engine.model.warm_up import warm_up
@@ -117,7 +117,12 @@ class Parts:
             eos_ids=eos_ids,
             adapters=options.adapters,
         )
-        self.runner = ModelRunner(modules, self.memory, self.rows, options, adapters, unfused_reason)
+        self.routed_experts: RoutedExpertsRecorder | None = None
+        if options.record_routed_experts:
+            self.routed_experts = RoutedExpertsRecorder(modules, text_config)
+        self.runner = ModelRunner(
+            modules, self.memory, self.rows, options, adapters, unfused_reason, self.routed_experts
+        )
         self.scheduler: Scheduler = Scheduler(self.cache, self.rows, options, order)
         self.stop = StopCondition(eos_ids, tokenizer)
         self.vocab_size = int(text_config.vocab_size)
@@ -141,22 +146,17 @@ class Parts:
         # Logits that are changed before a draw are fp32, and so are all logits of a fused model (fused.py).
         drawn_from = {torch.float32} | ({modules[0].dtype} if self.runner.unfused_reason is not None else set())
         warm_up(drawn_from, self.vocab_size, self.memory)
-        self.routed_experts: RoutedExpertsRecorder | None = None
-        if options.record_routed_experts:
-            self.routed_experts = RoutedExpertsRecorder(modules, text_config)
 
 
 def _resolved(options: EngineOptions, config: PretrainedConfig, device: torch.device) -> EngineOptions:
     """Return the options with the model's and the device's numbers where an option is 0, and without features that
     recorded experts exclude. Raises UnsupportedModelError if the model does not support an option."""
     prefill_tokens = options.max_prefill_tokens or _PREFILL_TOKENS[device.type]
-    records = options.record_routed_experts
     return msgspec.structs.replace(
         options,
         max_context=context_limit(config, options.max_context),
         max_prefill_tokens=prefill_limit(config, prefill_tokens, options.max_sequences),
-        prefix_caching=options.prefix_caching and not records,
-        cuda_graphs=options.cuda_graphs and not records,
+        prefix_caching=options.prefix_caching and not options.record_routed_experts,
     )
 
 

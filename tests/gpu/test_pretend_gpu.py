@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,11 @@ from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine import build as build_module
+from inflight.engine.loop import sampler
 from inflight.engine.loop.engine import Engine
 from inflight.engine.model import runner as model_runner
 from inflight.engine.model.attention.flashinfer import FlashInferAttention
-from inflight.engine.model.graphs import Recorder
+from inflight.engine.model.graphs import Recorder, _waiting_forbidden
 from inflight.stream.assembler import Assembler
 from inflight.training.objective.loss import policy_loss
 from inflight.weights.tensors import slot_views
@@ -57,8 +59,9 @@ SAMPLING = {
 EXACT = ("token_ids", "weight_versions", "finish_reason", "forked_from")
 
 
-def live(device: str, adapters: tuple[str, ...] = ()) -> list[Rollout]:
-    """Rollouts of an engine to which everything happens, always between the same steps."""
+def live(device: str, adapters: tuple[str, ...] = (), *, without_waiting: bool = True) -> list[Rollout]:
+    """Rollouts of an engine to which everything happens, always between the same steps. without_waiting: a pass that
+    waits for the device before its end raises."""
     options = EngineOptions(
         model=MODEL,
         device=device,
@@ -100,7 +103,8 @@ def live(device: str, adapters: tuple[str, ...] = ()) -> list[Rollout]:
     for step in itertools.count():
         if step in events:
             events[step]()
-        frame = engine.step()
+        with _waiting_forbidden() if without_waiting else nullcontext():
+            frame = engine.step()
         rollouts += [rollout for group in assembler.add(frame) for rollout in group] if frame is not None else []
         if not engine.has_work and step > max(events):
             break
@@ -146,7 +150,12 @@ def sorted_masks(rollout: Rollout) -> list[np.ndarray]:
 
 def engine_draws_the_same() -> None:
     for adapters in ((), ("default",)):
-        assert_same(live("cuda", adapters), live("cpu", adapters))
+        expected = live("cpu", adapters)
+        assert_same(live("cuda", adapters), expected)
+    # Masks that are longer than the copies that are made without a wait.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "_MASK_IDS", 2)
+        assert_same(live("cuda", ("default",), without_waiting=False), expected)
 
 
 def engine_that_forgets_draws_something_else() -> None:
@@ -321,6 +330,42 @@ def every_kind_of_draw_is_compiled_at_start() -> None:
             assert set(kinds) <= at_start, (kinds, at_start)
 
 
+def experts_recorded_by_graphs_are_those_of_the_cpu() -> None:
+    """Of single tokens, with prompt tokens as rows of a graph, next to a prompt that is computed kernel by kernel, and
+    after sleep, when the graphs are recorded again."""
+    make_model("qwen3-moe").save_pretrained("qwen3-moe")
+    expected, recorded = (experts_of(device) for device in ("cpu", "cuda"))
+    assert len(expected) == 6
+    for one, other in zip(recorded, expected, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        assert len(np.unique(other.routed_experts)) > 2
+        np.testing.assert_array_equal(one.routed_experts, other.routed_experts)
+
+
+def experts_of(device: str) -> list[Rollout]:
+    options = EngineOptions(
+        model="qwen3-moe", device=device, dtype="float32", max_sequences=6, max_context=128, max_prefill_tokens=60,
+        attention="torch", record_routed_experts=True,
+    )  # fmt: skip
+    engine, rollouts, assembler = Engine(options, overlap=True), [], Assembler()
+    assert (engine.runner.num_graphs > 0) == (device == "cuda")
+    arrivals = {0: 3, 2: 40, 4: 5, 5: 50, 9: 12, 11: 2}  # tokens of the prompt at each step
+    for step in itertools.count():
+        if step in arrivals:
+            prompt = [(7 * step + 5 * i) % VOCABULARY for i in range(arrivals[step])]
+            params = SamplingParams(max_tokens=14, seed=step, ignore_eos=True, top_k=20, return_sampling_mask=True)
+            engine.requests.submit([Prompt(prompt, params)])
+        if step == 7:
+            engine.sleep()
+            engine.wake()
+        frame = engine.step()
+        rollouts += [rollout for group in assembler.add(frame) for rollout in group] if frame is not None else []
+        if not engine.has_work and step > max(arrivals):
+            break
+    engine.close()
+    return sorted(rollouts, key=lambda rollout: rollout.request_id)
+
+
 def stall_of_a_swap_has_the_time_of_the_device() -> None:
     for num_operations in (0, 3):
         stall_ms = stall_of_a_swap_with(num_operations)
@@ -384,6 +429,11 @@ def test_pretended_gpu_is_as_strict_as_one(tmp_path):
         graph_reads_and_writes_the_same_memory,
         a_pass_that_waits_is_found_before_its_capture_begins,
     )
+
+
+@pytest.mark.medium
+def test_experts_recorded_by_graphs_are_those_of_the_cpu(tmp_path):
+    run_with_gpu(tmp_path, experts_recorded_by_graphs_are_those_of_the_cpu)
 
 
 @pytest.mark.medium

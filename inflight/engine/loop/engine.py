@@ -244,7 +244,7 @@ class Engine(Parts, Backend):
         tokens = samples.tokens.numpy().astype(np.int32)
         if len(rows) < len(request_ids):
             request_ids, tokens, logprobs = (column[rows] for column in (request_ids, tokens, logprobs))
-        extras = token_columns(samples.columns, rows)
+        extras = token_columns(samples.read_columns(), rows)
         if self.routed_experts is not None and launched.routed_experts is not None:
             extras |= routed_experts_columns(schedule, launched.routed_experts, self.routed_experts.dtype)
         if launched.scores is not None:

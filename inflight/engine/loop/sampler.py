@@ -26,6 +26,8 @@ _MANY = 512
 _FEW_RANGES = 4
 """Number of ranges of ids up to which filling them one by one is faster than filling all ids by index."""
 _LAST_ID = 2**31 - 1
+_MASK_IDS = 256
+"""Average number of ids in the masks of a pass that a GPU copies to the host without a wait."""
 _LARGE_MASK = 16384
 """A mask that leaves more tokens than this, and most of the vocabulary, is recorded as the list of removed tokens."""
 
@@ -42,6 +44,8 @@ class Samples:
     tokens: torch.Tensor
     logprobs: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    mask_AV: torch.Tensor | None = None
+    """bool[A, V] on a GPU: the tokens whose ids are in mask_token_ids, which there has another length."""
 
     @classmethod
     def none(cls, device: torch.device) -> "Samples":
@@ -51,7 +55,16 @@ class Samples:
     def to_host(self) -> "Samples":
         """Return a copy on the CPU. On a GPU the copies are queued after the pass and are valid once they are done."""
         columns = {name: column.to("cpu", non_blocking=True) for name, column in self.columns.items()}
-        return Samples(self.tokens.to("cpu", non_blocking=True), self.logprobs.to("cpu", non_blocking=True), columns)
+        tokens, logprobs = self.tokens.to("cpu", non_blocking=True), self.logprobs.to("cpu", non_blocking=True)
+        return Samples(tokens, logprobs, columns, self.mask_AV)
+
+    def read_columns(self) -> dict[str, torch.Tensor]:
+        """Return the columns on the CPU, after the copies."""
+        if self.mask_AV is not None:
+            total, ids = int(self.columns["mask_counts"].sum()), self.columns["mask_token_ids"]
+            ids = ids[:total] if total <= len(ids) else self.mask_AV.nonzero()[:, 1].cpu()
+            self.columns["mask_token_ids"], self.mask_AV = ids, None
+        return self.columns
 
 
 @dataclass(slots=True)
@@ -168,7 +181,14 @@ class Sampler:
         samples = self._sample(logits_MV, rows, positions)
         if rows.filtered is not None and rows.filtered.masks is not None:
             mask_AV = logits_MV[rows.filtered.masks] > float("-inf")
-            samples.columns.update(mask_columns(mask_AV, rows.filtered.masks, num_rows=len(sequences)))
+            columns, mask_AV = count_mask(mask_AV, rows.filtered.masks, num_rows=len(sequences))
+            if mask_AV.is_cuda:  # the length of the result of nonzero() would have to be waited for
+                size = min(mask_AV.numel(), _MASK_IDS * len(mask_AV))
+                columns["mask_token_ids"] = torch.nonzero_static(mask_AV, size=size)[:, 1]
+                samples.mask_AV = mask_AV
+            else:
+                columns["mask_token_ids"] = mask_AV.nonzero()[:, 1]
+            samples.columns |= columns
         if rows.own:
             logprobs_MV = (logits_MV.float() / _recorded_temperatures(rows.temperatures)).log_softmax(-1)
             samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
@@ -251,8 +271,11 @@ class Sampler:
         return samples
 
 
-def mask_columns(mask_AV: torch.Tensor, rows_A: torch.Tensor, *, num_rows: int) -> dict[str, torch.Tensor]:
-    """Return the sampling mask of some rows among `num_rows`, in the columns of `Samples`.
+def count_mask(
+    mask_AV: torch.Tensor, rows_A: torch.Tensor, *, num_rows: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the columns of `Samples` for the sampling mask of some rows among `num_rows`, except mask_token_ids, and
+    bool[A, V]: True for the tokens whose ids are in mask_token_ids.
 
     mask_AV: True for the tokens that are left. rows_A: the rows.
     """
@@ -264,8 +287,7 @@ def mask_columns(mask_AV: torch.Tensor, rows_A: torch.Tensor, *, num_rows: int) 
         counts_A = torch.where(by_cut_A, vocabulary - counts_A, counts_A)
         mask_AV = mask_AV ^ by_cut_A[:, None]
     columns["mask_counts"] = _spread(rows_A, counts_A, num_rows)
-    columns["mask_token_ids"] = mask_AV.nonzero()[:, 1]
-    return columns
+    return columns, mask_AV
 
 
 def _spread(index_A: torch.Tensor, values_A: torch.Tensor, count: int) -> torch.Tensor:

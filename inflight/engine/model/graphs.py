@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,10 +24,12 @@ from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.attention.backend import ForwardBatch, GraphBackend, Places
 from inflight.engine.model.device import reachable
 from inflight.engine.model.fused import FusedDecoder
+from inflight.engine.model.routing import RoutedExpertsRecorder
 
 PROMPT_ROWS = 32
 """Maximum number of prompt tokens in a recorded pass. Few passes compute more, if groups of 8 end one by one
 (docs/gpu.md)."""
+Result = TypeVar("Result")
 _failed: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture failed: the allocator of pinned memory might keep a pointer to each (torch's CUDAGraph.cpp)."""
 
@@ -52,10 +55,8 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _stream(device)
 
-    def __call__(
-        self, compute: Callable[[], torch.Tensor], *, proven: bool = False
-    ) -> tuple[Callable[[], None], torch.Tensor]:
-        """Record a computation. Return (the function that replays it, the tensor that then holds the result). Raises
+    def __call__(self, compute: Callable[[], Result], *, proven: bool = False) -> tuple[Callable[[], None], Result]:
+        """Record a computation. Return (the function that replays it, the tensors that then hold the result). Raises
         RuntimeError if the computation waits for the device, because no graph can do that. proven: such a pass was
         recorded before. Otherwise it first runs once while waiting is forbidden, because a failed capture is hard to
         end."""
@@ -112,12 +113,15 @@ class DecodeGraphs:
         memory: KVMemory,
         backend: GraphBackend,
         max_rows: int,
+        routed_experts: RoutedExpertsRecorder | None = None,
         *,
         proven: bool = False,
     ):
-        """Record all graphs. Raises RuntimeError if a pass cannot be recorded. proven: the same graphs were recorded
-        before in this process, and its other threads might wait for the device by now."""
-        self._memory, self._backend = memory, backend
+        """Record all graphs. Raises RuntimeError if a pass cannot be recorded.
+
+        routed_experts: gets the experts of each pass. proven: the same graphs were recorded before in this process, and
+        its other threads might wait for the device by now."""
+        self._memory, self._backend, self._routed_experts = memory, backend, routed_experts
         device = memory.device
         self._sizes = graph_sizes(max_rows)
         self._inputs = torch.zeros((2 + len(memory.groups)) * (max_rows + 1), dtype=torch.int64, device=device)
@@ -126,8 +130,9 @@ class DecodeGraphs:
         self._batches: dict[int, tuple[torch.Tensor, torch.Tensor, ForwardBatch]] = {}
         """Maps sizes to their part of the inputs, [2 + groups, size or one more], its batch rows [size], and the batch
         that reads it."""
-        self._graphs: dict[tuple[int, int], tuple[Callable[[], None], torch.Tensor]] = {}
-        """Maps (slot, size) to the function that replays a graph, and the graph's result, the input of the head."""
+        self._graphs: dict[tuple[int, int], tuple[Callable[[], None], tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        """Maps (slot, size) to the function that replays a graph, and the graph's results: the input of the head, and
+        the experts if they are recorded."""
         self._backend.prepare_graphs(memory, max_rows)
         record = Recorder(device)
         with torch.inference_mode():
@@ -135,8 +140,12 @@ class DecodeGraphs:
                 batch = self._make_batch(size)
                 for slot, decoder in enumerate(decoders):
                     backend.begin_graph(batch, memory)
-                    self._graphs[slot, size] = record(partial(decoder.hidden, batch), proven=proven)
+                    self._graphs[slot, size] = record(partial(self._compute, decoder, batch), proven=proven)
                     proven = True
+
+    def _compute(self, decoder: FusedDecoder, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        compute = partial(decoder.hidden, batch)
+        return (compute(), None) if self._routed_experts is None else self._routed_experts.record(compute)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -164,8 +173,10 @@ class DecodeGraphs:
         batch.tables = [_padded(table, size, NO_BLOCK) for table in places.tables]
         batch.contexts = _padded(places.contexts, size, 1).astype(np.int32)
         self._backend.begin_graph(batch, self._memory)
-        replay, hidden = self._graphs[slot, size]
+        replay, (hidden, experts) = self._graphs[slot, size]
         replay()
+        if self._routed_experts is not None and experts is not None:
+            self._routed_experts.add(experts[:count])
         return hidden[:count]
 
     def _make_batch(self, size: int) -> ForwardBatch:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from inflight.engine.model.attention.hook import run_packed
 from inflight.engine.model.device import to_device
 from inflight.engine.model.fused import FusedDecoder, use_kernels
 from inflight.engine.model.graphs import PROMPT_ROWS, DecodeGraphs
+from inflight.engine.model.routing import RoutedExpertsRecorder
 
 logger = logging.getLogger("inflight.engine")
 
@@ -37,8 +39,10 @@ class ModelRunner:
         options: EngineOptions,
         adapters: AdapterBank | None,
         unfused_reason: str | None,
+        routed_experts: RoutedExpertsRecorder | None,
     ):
         self._modules = list(modules)
+        self._routed_experts = routed_experts
         self._adapters = adapters
         self._memory, self._rows, self._options = memory, rows, options
         self._weights_as_tokens = sum(p.nbytes for p in self._modules[0].parameters()) // max(1, memory.token_bytes)
@@ -78,7 +82,9 @@ class ModelRunner:
             return
         num_rows = self._options.max_sequences + min(PROMPT_ROWS, self._options.max_prefill_tokens)
         try:
-            self._graphs = DecodeGraphs(self._decoders, self._memory, backend, num_rows, proven=self._recorded_before)
+            self._graphs = DecodeGraphs(
+                self._decoders, self._memory, backend, num_rows, self._routed_experts, proven=self._recorded_before
+            )
             self._recorded_before = True
         except RuntimeError as error:  # a mixture of experts that reads the number of tokens per expert from the device
             logger.warning("the engine runs without CUDA graphs, as a pass cannot be recorded: %s", error)
@@ -147,7 +153,11 @@ class ModelRunner:
         them. rows: the rows with logits among the tokens of these chunks, rising."""
         batch = self._batch(schedule, first, rows)
         self._select_adapters(schedule.rows[first:], schedule.counts[first:])
-        return self._run(batch, slot)
+        if self._routed_experts is None:
+            return self._run(batch, slot)
+        logits, experts = self._routed_experts.record(partial(self._run, batch, slot))
+        self._routed_experts.add(experts)
+        return logits
 
     def _run(self, batch: ForwardBatch, slot: int) -> torch.Tensor:
         """Return the logits of a batch, kernel by kernel."""

@@ -11,7 +11,7 @@ import torch
 
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.own_columns import ColumnFunction, compute_columns
-from inflight.engine.loop.sampler import mask_columns
+from inflight.engine.loop.sampler import count_mask
 
 ASKED = "inflight_columns"
 """The extra argument of vLLM's SamplingParams with the columns of a request."""
@@ -69,7 +69,8 @@ class ColumnRecorder:
         if _MASK in everything:
             rows_A = torch.tensor([i for i, own in enumerate(wanted) if _MASK in own], device=logprobs_SV.device)
             mask_AV = logprobs_SV[rows_A] > float("-inf")
-            columns |= mask_columns(mask_AV, rows_A, num_rows=len(names))
+            counts, mask_AV = count_mask(mask_AV, rows_A, num_rows=len(names))
+            columns |= counts | {"mask_token_ids": mask_AV.nonzero()[:, 1]}
         own = {name: function for name, function in self._functions.items() if name in everything}
         columns |= compute_columns(own, logprobs_SV, tokens_S)
         self._columns = names, {name: column.cpu() for name, column in columns.items()}
