@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 no_ties = pytest.mark.skipif(DTYPE != "float32", reason="logits of 16 bits tie, and vLLM's top-k keeps tied tokens")
 two_workers = pytest.mark.skipif(DEVICE == "cuda", reason="tensor_parallel_size above 1 is refused on GPUs")
 second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-"""vLLM's second model runner, which has no column recorder."""
+"""True if vLLM uses its second model runner. It has no column recorder."""
 
 ROOT = Path(__file__).parents[2]
 

@@ -30,8 +30,9 @@ def token_columns(recorded: Mapping[str, torch.Tensor], rows: Iterable[int]) -> 
 
 
 def routed_experts_columns(schedule: Schedule, chosen: torch.Tensor, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Return the experts [tokens, layers, k] of all tokens that a pass computed, which are on the CPU, and the requests
-    that they belong to. dtype: of the column."""
+    """Return the experts of all tokens that a pass computed, and the requests of these tokens.
+
+    chosen: [tokens, layers, k] on the CPU. dtype: of the column."""
     return {
         "routed_request_ids": np.repeat(schedule.request_ids, schedule.counts),
         "routed_positions": places_of(schedule.begins, schedule.counts),

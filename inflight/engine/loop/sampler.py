@@ -45,7 +45,7 @@ class Samples:
     logprobs: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     mask_AV: torch.Tensor | None = None
-    """bool[A, V] on a GPU: the tokens whose ids are in mask_token_ids, which there has another length."""
+    """bool[A, V] on a GPU: the tokens of the masks. mask_token_ids has a fixed length there, and can be too short."""
 
     @classmethod
     def none(cls, device: torch.device) -> "Samples":
@@ -182,7 +182,7 @@ class Sampler:
         if rows.filtered is not None and rows.filtered.masks is not None:
             mask_AV = logits_MV[rows.filtered.masks] > float("-inf")
             columns, mask_AV = count_mask(mask_AV, rows.filtered.masks, num_rows=len(sequences))
-            if mask_AV.is_cuda:  # the length of the result of nonzero() would have to be waited for
+            if mask_AV.is_cuda:  # nonzero() would wait for the device, because its result can have any length
                 size = min(mask_AV.numel(), _MASK_IDS * len(mask_AV))
                 columns["mask_token_ids"] = torch.nonzero_static(mask_AV, size=size)[:, 1]
                 samples.mask_AV = mask_AV
