@@ -78,5 +78,6 @@ def test_every_token_has_the_version_of_its_engine(tmp_path):
         for rollout in rollouts:
             assert (rollout.token_ids[rollout.drawn] - 1).tolist() == rollout.weight_versions[rollout.drawn].tolist()
         versions.append({int(version) for r in rollouts for version in r.weight_versions[r.drawn]})
-    assert len(versions[0]) > len(versions[1]) > 1
-    assert swaps[0] > swaps[1] > 1
+    assert min(map(len, versions)) > 1
+    assert versions[0] != versions[1]
+    assert min(swaps) > 1

@@ -74,7 +74,7 @@ class Policies:
         assert {rollout.adapter for rollout in rollouts} == set(NAMES)
         for rollout in rollouts:
             assert self.errors(rollout).max() < 1e-3
-            assert np.median(self.errors(rollout, wrong=True)) > 0.1
+            assert np.median(self.errors(rollout, wrong=True)) > 0.01
 
 
 def submit(engine: inflight.Engine, params: inflight.SamplingParams = PARAMS) -> None:
