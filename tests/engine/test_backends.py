@@ -105,7 +105,7 @@ def test_recorded_logprobs_are_those_of_the_weights_that_are_live(engine, traine
             perturb(trainer, seed)
             engine.wait_for_version(publisher.publish())
             assert worst_error(engine, trainer) < TOLERANCE
-    assert worst_error(engine, before) > FAR  # so that weights that stay behind would show
+    assert worst_error(engine, before) > FAR  # so old weights would fail the checks above
 
 
 @no_ties
