@@ -169,8 +169,8 @@ def tests(selection: list[str], workers: int) -> list[str]:
 
 
 def vllm_tests() -> list[str]:
-    """Return commands for the tests of the vLLM backend. All run in bf16 with vLLM's second model runner. Tests that share
-    an engine also run in fp32 with its first one. Adapters run in bf16, because vLLM's kernels need 16 bits."""
+    """Return commands for the tests of the vLLM backend. All run in bf16 with vLLM's second model runner. Tests that
+    share an engine also run in fp32 with its first one. Adapters run in bf16, because vLLM's kernels need 16 bits."""
     tests, bf16 = f"{PYTEST} -m peers", "INFLIGHT_TEST_DTYPE=bfloat16"
     return [
         f"{bf16} VLLM_USE_V2_MODEL_RUNNER=1 {tests} {VLLM_TESTS}",
