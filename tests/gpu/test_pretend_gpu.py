@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pretend_gpu
@@ -32,6 +33,7 @@ from inflight.engine.loop.engine import Engine
 from inflight.engine.model import runner as model_runner
 from inflight.engine.model.attention.flashinfer import FlashInferAttention
 from inflight.engine.model.graphs import Recorder, _waiting_forbidden
+from inflight.integrations.vllm_backend.worker import StagedWeights
 from inflight.stream.assembler import Assembler
 from inflight.training.objective.loss import policy_loss
 from inflight.weights.tensors import slot_views
@@ -395,6 +397,15 @@ def stall_of_a_swap_with(num_operations: int) -> float:
     return swap.stall_ns / 1e6
 
 
+def commit_of_a_vllm_worker_has_the_time_of_the_device() -> None:
+    counter, device = torch.zeros(1, device="cuda"), torch.device("cuda", 0)
+    worker = StagedWeights()
+    worker.model_runner = SimpleNamespace(device=device)
+    worker._inflight_shadows = {False: SimpleNamespace(commit=lambda: [counter.add_(1) for _ in range(3)])}
+    worker.inflight_commit(adapters=False)
+    assert worker.inflight_commit_ns() == 3 * pretend_gpu.OPERATION_MS * 1e6
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -438,7 +449,9 @@ def test_experts_recorded_by_graphs_are_those_of_the_cpu(tmp_path):
 
 @pytest.mark.medium
 def test_stall_of_a_swap_contains_what_it_enqueues_and_it_enqueues_nothing(tmp_path):
-    run_with_gpu(tmp_path, stall_of_a_swap_has_the_time_of_the_device)
+    run_with_gpu(
+        tmp_path, stall_of_a_swap_has_the_time_of_the_device, commit_of_a_vllm_worker_has_the_time_of_the_device
+    )
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ class PretendCore:
         self.waiting: deque[Any] = deque()
         self.calls: list[tuple[str, tuple]] = []
         self.prepared = [True] * workers
+        self.commit_ns = [0] * workers
         self.logprob = -1.5
         self.failure: Exception | None = None
         self.columns: tuple[list[str], dict[str, torch.Tensor]] | None = None
@@ -50,7 +51,7 @@ class PretendCore:
     def collective_rpc(self, method: str, timeout: float | None = None, args: tuple = ()) -> list[Any]:
         self.calls.append((method, args))
         answers = {"inflight_prepared": self.prepared, "inflight_columns": [None, self.columns]}
-        answers["inflight_allocate"] = ["", self.missing]
+        answers |= {"inflight_allocate": ["", self.missing], "inflight_commit_ns": self.commit_ns}
         return answers.get(method, [None] * len(self.prepared))
 
     def reset_prefix_cache(self) -> bool:

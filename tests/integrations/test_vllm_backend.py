@@ -70,6 +70,20 @@ def test_a_version_goes_live_once_every_worker_has_prepared_it_and_before_a_step
     assert engine.slot_table.lend() == [slot]
 
 
+def test_a_swap_on_a_gpu_costs_at_least_the_time_of_the_slowest_worker_there(engine, core, monkeypatch):
+    core.commit_ns = [10**12, 2 * 10**12]
+    stalls = []
+    for version, device in enumerate(("cpu", "cuda"), start=1):
+        monkeypatch.setattr(engine, "device", torch.device(device))
+        engine.requests.submit([Prompt([1, 2], SamplingParams(max_tokens=9))])
+        engine.step()
+        announce(engine, version)
+        frames = [engine.step() for _ in range(3)]
+        stalls += [frame.header.swap.stall_ns for frame in frames if frame.header.swap is not None]
+    assert 0 < stalls[0] < 10**12
+    assert stalls[1:] == [2 * 10**12]
+
+
 def test_a_version_that_is_overtaken_while_it_waits_is_never_prepared(engine, core):
     core.prepared = [False]
     first, second = engine.slot_table.lend()

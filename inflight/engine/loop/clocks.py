@@ -62,8 +62,12 @@ def record_time(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def with_device_time(swap: Swap, began: torch.cuda.Event, ended: torch.cuda.Event) -> Swap:
-    """Return a swap that costs at least the time between two events, recorded before and after it on the stream of the
-    passes. Both have happened, so that nothing waits. A swap without sequences that wait costs nothing."""
-    on_device_ns = round(began.elapsed_time(ended) * 1e6)
+def elapsed_ns(began: torch.cuda.Event, ended: torch.cuda.Event) -> int:
+    """Return the device time between two events that have happened, in ns."""
+    return round(began.elapsed_time(ended) * 1e6)
+
+
+def with_device_time(swap: Swap, on_device_ns: int) -> Swap:
+    """Return a swap that costs at least the time that it kept the device from the passes. A swap without sequences that
+    wait costs nothing."""
     return msgspec.structs.replace(swap, stall_ns=max(swap.stall_ns, on_device_ns)) if swap.stall_ns else swap

@@ -19,7 +19,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
 from inflight.engine.build import Parts
-from inflight.engine.loop.clocks import record_time, with_device_time
+from inflight.engine.loop.clocks import elapsed_ns, record_time, with_device_time
 from inflight.engine.loop.headers import FrameHeaders
 from inflight.engine.loop.outputs import routed_experts_columns, token_columns
 from inflight.engine.loop.prompt_scores import Scores, score_prompts
@@ -236,7 +236,7 @@ class Engine(Parts, Backend):
         """Return the frame of a pass, with these draws."""
         schedule, samples, swap = launched.schedule, launched.samples, launched.swap
         if swap is not None and launched.swap_events is not None:
-            swap = with_device_time(swap, *launched.swap_events)
+            swap = with_device_time(swap, elapsed_ns(*launched.swap_events))
         header = self.headers.header(
             schedule.stamp, self.step_count, len(rows), swap, schedule.starts, schedule.taken_over
         )

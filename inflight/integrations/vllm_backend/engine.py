@@ -18,6 +18,7 @@ from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
 from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
+from inflight.engine.loop.clocks import with_device_time
 from inflight.engine.loop.headers import FrameHeaders
 from inflight.engine.loop.outputs import token_columns
 from inflight.engine.loop.requests import Requests
@@ -184,6 +185,8 @@ class VllmEngine(Backend):
         starts = [row.sequence for row in rows if row.starts]
         taken_over = [sequence.prefix_taken_over() for sequence in starts if sequence.taken_over]
         swap = self.headers.take_swap()
+        if swap is not None and self.device.type == "cuda":
+            swap = with_device_time(swap, max(started.rpc("inflight_commit_ns")))
         header = self.headers.header(self.version, self.step_count, len(rows), swap, starts, taken_over)
         return TokenFrame(header, *_columns_of(rows, columns))
 

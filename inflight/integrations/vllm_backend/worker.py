@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.layout import Alias, WeightLayout
 from inflight.core.messages import SharedMemoryDescriptor
+from inflight.engine.loop.clocks import elapsed_ns, record_time
 from inflight.engine.loop.own_columns import load_columns
 from inflight.integrations.vllm_backend.adapters import AdapterShadow, without_adapters
 from inflight.integrations.vllm_backend.columns import ColumnRecorder, Columns, can_record
@@ -154,14 +155,26 @@ class StagedWeights:
 
     def inflight_commit(self, adapters: bool) -> None:
         """Compute with the prepared version from now on."""
-        if (shadow := self._inflight_shadows[adapters]) is not None:
-            shadow.commit()
-            return
         runner = self.model_runner
-        with without_adapters(runner.get_model()):
-            runner.reload_weights(weights_iterator=iter(self._inflight_tensors(self._inflight_slot).items()))
-        if runner.device.type == "cuda":
+        on_gpu = runner.device.type == "cuda"
+        began = record_time(runner.device) if on_gpu else None
+        shadow = self._inflight_shadows[adapters]
+        if shadow is not None:
+            shadow.commit()
+        else:
+            with without_adapters(runner.get_model()):
+                runner.reload_weights(weights_iterator=iter(self._inflight_tensors(self._inflight_slot).items()))
+        self._inflight_committed = None if began is None else (began, record_time(runner.device))
+        if shadow is None and on_gpu:
             torch.cuda.current_stream(runner.device).synchronize()  # The publisher can write to the slot after this.
+
+    def inflight_commit_ns(self) -> int:
+        """Return the time that the last commit took on a GPU, in ns; 0 on a CPU. A step has run since the commit."""
+        if self._inflight_committed is None:
+            return 0
+        began, ended = self._inflight_committed
+        ended.synchronize()
+        return elapsed_ns(began, ended)
 
     def inflight_columns(self) -> Columns | None:
         """Return the columns that requests asked for in the last step; None if there are none, or another worker has
