@@ -146,8 +146,8 @@ class Session:
         if not messages or messages[-1].get("role") == "assistant":
             raise ValueError("messages must end with a message that the policy answers, of a user or a tool")
         schemas, adapter = schemas_of(tools), self._turns.adapter if adapter is None else adapter
-        digests = digests_of(comparable(messages), (schemas, template_kwargs, adapter))
         began = perf_counter()
+        digests = digests_of(comparable(messages), (schemas, template_kwargs, adapter))
         segment, given = self._continue_messages(messages, digests, schemas, template_kwargs, adapter)
         self.seconds["rendering"] += perf_counter() - began
         segment.give(given)
@@ -156,8 +156,8 @@ class Session:
         turn = await self._draw(segment, max_tokens, watch, every)
         began = perf_counter()
         answer = self._turns.conversation.read(segment.token_ids[:num_prompt], turn.token_ids.tolist(), schemas)
-        self.seconds["rendering"] += perf_counter() - began
         [replied] = digests_of(comparable([answer.message]), digests[-1])
+        self.seconds["rendering"] += perf_counter() - began
         self._marks.setdefault(replied, Mark(segment, len(segment.token_ids), True))
         return Reply(
             answer.message,

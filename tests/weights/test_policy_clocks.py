@@ -7,74 +7,16 @@ import signal
 import numpy as np
 import pytest
 import torch
-from full_forward import full_forward_logprobs
 from msgspec.structs import replace
-from tiny_adapters import with_adapters
+from policies import NAMES, Policies
 from waiting import wait_until
 
 import inflight
 from inflight.core.errors import NonFiniteWeightsError
 from inflight.training.model.forward import token_logprobs
 
-NAMES = ("one", "two")
 OPTIONS = {"device": "cpu", "threads": 1, "max_sequences": 8, "max_context": 256, "lora_rank": 4, "adapters": NAMES}
 PARAMS = inflight.SamplingParams(n=2, max_tokens=200, ignore_eos=True)
-
-
-class Policies:
-    """A model with two adapters, and the values that each had when it was published."""
-
-    def __init__(self, seed: int = 0):
-        self.model = with_adapters("qwen3", *NAMES)
-        self.random = torch.Generator().manual_seed(seed)
-        self.own = {
-            name: {n: p for n, p in self.model.named_parameters() if f".{name}." in n and "lora_" in n}
-            for name in NAMES
-        }
-        self.published: dict[str, dict[int, dict[str, torch.Tensor]]] = {name: {} for name in NAMES}
-
-    @torch.no_grad()
-    def change(self, *names: str) -> None:
-        for name in names:
-            for parameter in self.own[name].values():
-                parameter.normal_(std=0.2, generator=self.random)
-
-    def note(self, version: int, *names: str) -> None:
-        for name in names:
-            self.published[name][version] = {n: p.detach().clone() for n, p in self.own[name].items()}
-
-    def publish(self, publisher: inflight.Publisher, name: str) -> int:
-        """Change both adapters and publish one of them."""
-        publisher.wait_copied()
-        self.change(*NAMES)
-        version = publisher.publish(adapter=name)
-        self.note(version, name)
-        return version
-
-    @torch.no_grad()
-    def errors(self, rollout: inflight.Rollout, wrong: bool = False) -> np.ndarray:
-        """Differences f64[T] between recorded log-probabilities and those under the weights of each token's version.
-        wrong: under the weights one publish older; for the first version, one publish younger."""
-        own, published = self.own[rollout.adapter], self.published[rollout.adapter]
-        self.model.set_adapter(rollout.adapter)
-        errors = np.zeros(len(rollout.token_ids))
-        clock = sorted(published)
-        places = np.searchsorted(clock, rollout.weight_versions, side="right") - 1
-        if wrong:
-            places = np.where(places > 0, places - 1, 1)
-        for place in set(places.tolist()):
-            for name, value in published[clock[place]].items():
-                own[name].copy_(value)
-            expected = full_forward_logprobs(self.model, rollout)
-            errors[places == place] = np.abs(expected - rollout.logprobs)[places == place]
-        return errors
-
-    def check(self, rollouts: list[inflight.Rollout]) -> None:
-        """Assert that each token is of its version, and that this can be seen."""
-        assert {rollout.adapter for rollout in rollouts} == set(NAMES)
-        for rollout in rollouts:
-            assert self.errors(rollout).max() < 1e-3
-            assert np.median(self.errors(rollout, wrong=True)) > 0.01
 
 
 def submit(engine: inflight.Engine, params: inflight.SamplingParams = PARAMS) -> None:

@@ -21,7 +21,7 @@ class DemoOptions(ModelChoice):
     """File to learn from instead of a task: JSON lines, each {"prompt": …, "answer": …}."""
     max_tokens: int | None = option(None, min=1, shown="what the task needs, or 64", panel="Task")
     """Maximum number of tokens of an answer."""
-    steps: int | None = option(None, min=1, shown="180, or 40 with --real")
+    steps: int | None = option(None, min=1, shown="180, or 80 with --real")
     """Optimizer steps of reinforcement learning."""
     warmup_steps: int | None = option(
         None,
@@ -37,7 +37,7 @@ class DemoOptions(ModelChoice):
     """Lead of the generator: as little as the trainer needs (auto), or this number of batches."""
     group_size: int = option(8, min=2)
     """Samples per prompt."""
-    groups_per_step: int | None = option(None, min=1, shown="64, or 8 with --real")
+    groups_per_step: int | None = option(None, min=1, shown="64, or 2 with --real")
     """Prompts per optimizer step."""
     learning_rate: float | None = option(None, min=0, shown="0.0004, or 0.0001 with --real")
     """Peak learning rate of reinforcement learning."""

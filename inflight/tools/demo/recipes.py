@@ -41,15 +41,15 @@ SMALL = Recipe(
     quick_evaluation=128,
 )
 REAL = Recipe(
-    steps=40,
-    groups_per_step=8,
+    steps=80,
+    groups_per_step=2,
     learning_rate=1e-4,
     ramp=5,
     temperature=0.8,
     max_sequences=64,
     max_prefill_tokens=64,
     trained_layers=12,
-    evaluate_every=10,
+    evaluate_every=20,
     quick_evaluation=32,
 )
 
