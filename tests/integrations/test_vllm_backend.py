@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pretend_vllm import END, PretendCore, make_pretender
+from pretend_vllm import END, MEDIA, PretendCore, make_pretender
 
 import inflight
 from inflight.core.errors import BackendError, DeviceMemoryError, InvalidRequestError, ProtocolError
@@ -425,11 +425,16 @@ def test_without_vllm_there_is_an_error_that_says_what_to_do(monkeypatch):
 
 def test_parts_of_a_tensor_go_by_the_names_that_checkpoints_give_them():
     whole = torch.arange(24.0).view(2, 3, 4)
-    views = {"experts": whole, "norm": torch.ones(2)}
+    views = {"experts": whole, "norm": torch.ones(2), "language_model.bias": torch.zeros(2)}
     parts = [Alias(f"experts.{i}.up", "experts", (3, 4), (4, 1), 12 * i) for i in range(2)]
-    named = by_checkpoint_names(views, [*parts, Alias("tied", "norm", (2,), (1,), 0)])
-    assert named.keys() == {"experts.0.up", "experts.1.up", "norm"}
+    named = by_checkpoint_names(views, [*parts, Alias("model.bias", "language_model.bias", (2,), (1,), 0)])
+    assert named.keys() == {"experts.0.up", "experts.1.up", "norm", "model.bias"}
     assert torch.equal(named["experts.1.up"], whole[1])
+
+
+def test_a_prompt_with_a_token_in_place_of_an_image_is_refused(engine):
+    with pytest.raises(InvalidRequestError, match=f"token id {MEDIA} in place of an image"):
+        engine.requests.submit([Prompt([1, MEDIA, 2], SamplingParams())])
 
 
 def test_versions_of_vllm_that_are_too_old_are_refused_and_newer_ones_than_tested_are_named(caplog):

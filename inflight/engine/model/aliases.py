@@ -21,13 +21,23 @@ logger = logging.getLogger("inflight.engine")
 
 def aliases_of(model: PreTrainedModel) -> list[Alias]:
     """Return all names of the model's tensors, and of parts of them, that are not in its layout."""
-    tensors = published_tensors(model)
-    own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
-    names = {id(tensor): name for name, tensor in tensors.items()}
+    own, names = _empty(model), {id(tensor): name for name, tensor in published_tensors(model).items()}
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     published = [(name, names[id(tensor)]) for name, tensor in every if id(tensor) in names]
     tied = [_alias(name, tensor, own[tensor]) for name, tensor in published if name != tensor]
-    return tied + _in_checkpoints(model, own)
+    return tied + checkpoint_aliases(model)
+
+
+def checkpoint_aliases(model: PreTrainedModel) -> list[Alias]:
+    """Return the names in checkpoints, of the model's tensors and of parts of them, that are not in its layout."""
+    own = _empty(model)
+    names = {id(tensor): name for name, tensor in own.items()}
+    aliases = []
+    for name, part in _saved(model, own).items():
+        tensor = names.get(id(part)) or names.get(id(part._base))  # none for tensors that are joined from several
+        if name not in own and tensor is not None:
+            aliases.append(_alias(name, tensor, part))
+    return aliases
 
 
 def ignored_aliases(model: PreTrainedModel) -> list[Alias]:
@@ -49,14 +59,10 @@ def _saved(model: PreTrainedModel, own: dict[str, torch.Tensor]) -> dict[str, to
         return {}
 
 
-def _in_checkpoints(model: PreTrainedModel, own: dict[str, torch.Tensor]) -> list[Alias]:
-    names = {id(tensor): name for name, tensor in own.items()}
-    aliases = []
-    for name, part in _saved(model, own).items():
-        tensor = names.get(id(part)) or names.get(id(part._base))  # none for tensors that are joined from several
-        if name not in own and tensor is not None:
-            aliases.append(_alias(name, tensor, part))
-    return aliases
+def _empty(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the published tensors of a model without values."""
+    tensors = published_tensors(model)
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
 
 
 def _alias(name: str, tensor: str, part: torch.Tensor) -> Alias:

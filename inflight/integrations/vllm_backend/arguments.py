@@ -50,6 +50,8 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "worker_extension_cls": (f"{StagedWeights.__module__}.StagedWeights", "inflight has one of its own"),
     "lora_modules": (None, "adapters are those of the options lora_rank and adapters, and are published"),
     "enable_sleep_mode": (None, "sleep() frees the KV cache without it"),
+    "language_model_only": (True, "the engine draws text from text"),
+    "limit_mm_per_prompt": (None, "the engine draws text from text"),
     "load_format": (None, "weights are loaded as vLLM does by default, and published from then on"),
     "skip_tokenizer_init": (True, "text is read outside of vLLM"),
     "tokenizer": (None, "text is read outside of vLLM"),

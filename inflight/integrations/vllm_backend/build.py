@@ -33,10 +33,17 @@ from inflight.core.options import EngineOptions
 from inflight.engine.loop.own_columns import load_columns
 from inflight.engine.loop.sequence import Sequence
 from inflight.engine.model.adapters import SLOTS, adapter_layout
-from inflight.engine.model.aliases import aliases_of, ignored_aliases
+from inflight.engine.model.aliases import aliases_of, checkpoint_aliases, ignored_aliases
 from inflight.engine.model.checkpoints import auto_class, compare_checkpoint
 from inflight.engine.model.device import resolve_device
-from inflight.engine.model.loading import context_limit, eos_token_ids, load_tokenizer, read_config, resolve_dtype
+from inflight.engine.model.loading import (
+    context_limit,
+    eos_token_ids,
+    load_tokenizer,
+    media_token_ids,
+    read_config,
+    resolve_dtype,
+)
 from inflight.engine.model.shapes import SHAPES
 from inflight.integrations.vllm_backend import worker
 from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits, parameters_without_memory
@@ -75,6 +82,8 @@ class Started:
     slot_table: StagedSlots
     adapter_slots: StagedSlots | None
     aliases: list[Alias]
+    media_ids: frozenset[int]
+    """Tokens in place of images, videos or sound."""
     records_columns: bool
     """Columns other than tokens and log-probabilities can be recorded."""
     reload_reason: str
@@ -147,10 +156,6 @@ def start(options: EngineOptions) -> Started:
         torch.set_num_threads(options.threads)
 
     config = read_config(options.model, trust=options.trust_remote_code)
-    if auto_class(config) is not AutoModelForCausalLM:
-        raise UnsupportedModelError(
-            f"{config.model_type} is multimodal, and AutoModelForCausalLM does not load it; take backend='inflight'"
-        )
     text = config.get_text_config()
     vocab_size = int(text.vocab_size)
     # Invalid columns fail here, before the model is loaded.
@@ -160,12 +165,11 @@ def start(options: EngineOptions) -> Started:
     dtype = dtype or getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
     options = msgspec.structs.replace(options, max_context=context, dtype=str(dtype).removeprefix("torch."))
     with parameters_without_memory(), torch.device("cpu"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=options.trust_remote_code
         )
     ignored = ignored_aliases(model)
     drop_towers(model)
-    aliases = aliases_of(model) + ignored
     weights = StagedSlots.make(layout_of(model), options.slots - 1, device)
     adapters = StagedSlots.make(adapter_layout(model, options), SLOTS, device) if options.lora_rank else None
     with tempfile.TemporaryDirectory(prefix="inflight-vllm-") as directory:
@@ -175,7 +179,7 @@ def start(options: EngineOptions) -> Started:
                 EngineArgs(**arguments_of(options, path, text, dtype, device, weights.layout.total_bytes)),
                 enable_multiprocessing=False,
             )
-            workers = _attach(engine.engine_core, options, aliases, vocab_size, weights, adapters)
+            workers = _attach(engine.engine_core, options, checkpoint_aliases(model), vocab_size, weights, adapters)
             reason = _why_lost([one.weights for one in workers], weights.layout)
             if adapters is not None and (lost := _why_lost([one.adapters for one in workers], adapters.layout)):
                 raise UnsupportedModelError(f"vLLM takes no adapters of {options.model!r}: {lost}")
@@ -215,7 +219,8 @@ def start(options: EngineOptions) -> Started:
         device=device,
         slot_table=weights,
         adapter_slots=adapters,
-        aliases=aliases,
+        aliases=aliases_of(model) + ignored,
+        media_ids=media_token_ids(config),
         records_columns=records,
         reload_reason=reason,
         vocab_size=vocab_size,

@@ -73,6 +73,7 @@ class VllmEngine(Backend):
             self.options,
             vocab_size=self.vocab_size,
             can_read_text=started.tokenizer is not None,
+            media_ids=started.media_ids,
         )
         self.headers = FrameHeaders(self.requests)
         self.stop = StopCondition(started.eos_ids, started.tokenizer)

@@ -52,6 +52,7 @@ class Attachment(msgspec.Struct, frozen=True):
 
     weights: SharedSlots
     aliases: list[Alias]
+    """Names in checkpoints, as `checkpoint_aliases` returns them."""
     cores: list[int]
     """CPU cores on which a version can be prepared."""
     columns: tuple[str, ...] = ()
@@ -94,7 +95,8 @@ class StagedWeights:
         self._inflight_map_slots(attachment)
         runner = self.model_runner
         loader = get_model_loader(runner.vllm_config.load_config)
-        targets = self._inflight_tensors(0)
+        # Files have the names of checkpoints, or the model's own names.
+        targets = {**slot_views(self._inflight_slots[0], self._inflight_layout), **self._inflight_tensors(0)}
         for name, tensor in loader.get_all_weights(runner.vllm_config.model_config, runner.get_model()):
             if name in targets and targets[name].shape == tensor.shape:
                 targets[name].copy_(tensor)
@@ -212,7 +214,7 @@ class StagedWeights:
         return attached
 
     def _inflight_tensors(self, slot: int) -> Mapping[str, torch.Tensor]:
-        """Return views of a slot by their names in checkpoints, tied tensors once."""
+        """Return views of a slot by their names in checkpoints."""
         views = slot_views(self._inflight_slots[slot], self._inflight_layout)
         return by_checkpoint_names(views, self._inflight_aliases)
 
@@ -229,17 +231,15 @@ def _path(make: Callable[[], Shadow]) -> tuple[Shadow | None, UpdatePath]:
 
 
 def by_checkpoint_names(views: Mapping[str, torch.Tensor], aliases: list[Alias]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a slot, or their parts if checkpoints hold a tensor in parts. A tied tensor has one
-    name."""
-    parts: dict[str, list[Alias]] = {}
-    for alias in (alias for alias in aliases if alias.tensor):
-        whole = alias.offset == 0 and torch.Size(alias.shape) == views[alias.tensor].shape
-        if not whole:
-            parts.setdefault(alias.tensor, []).append(alias)
+    """Return the tensors of a slot, or their parts if checkpoints hold a tensor in parts. Without an alias, a tensor
+    keeps its name."""
+    renamed: dict[str, list[Alias]] = {}
+    for alias in aliases:
+        renamed.setdefault(alias.tensor, []).append(alias)
     named: dict[str, torch.Tensor] = {}
     for name, view in views.items():
-        if name not in parts:
+        if name not in renamed:
             named[name] = view
-        for alias in parts.get(name, ()):
+        for alias in renamed.get(name, ()):
             named[alias.name] = view.as_strided(alias.shape, alias.strides, view.storage_offset() + alias.offset)
     return named
