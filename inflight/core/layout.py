@@ -99,7 +99,8 @@ class WeightLayout(msgspec.Struct, frozen=True):
 
 
 def _runs(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> Iterator[list[tuple[str, tuple[int, ...], str]]]:
-    """Split tensors into runs to be placed without gaps: siblings of one dtype together, every other tensor alone."""
+    """Split tensors into runs to be placed without gaps: the siblings that a module has together, if they have one
+    dtype, every other tensor alone."""
     left = {tensor[0]: tensor for tensor in tensors}
     for name in list(left):
         if name not in left:
@@ -108,5 +109,5 @@ def _runs(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> Iterator[list[
         siblings = next((s for s in _SIBLINGS if parent and module in s), ())
         family = [left[key] for sibling in siblings if (key := f"{parent}.{sibling}.{leaf}") in left]
         kinds = {(dtype, shape[1:]) for _, shape, dtype in family}
-        run = family if len(family) == len(siblings) and len(kinds) == 1 else [left[name]]
+        run = family if len(kinds) == 1 else [left[name]]
         yield [left.pop(member[0]) for member in run]

@@ -11,7 +11,7 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.engine import Engine
-from inflight.engine.model import delta_net, fused, rotation
+from inflight.engine.model import delta_net, fused, layer_parts, rotation
 
 PARTS = {
     "starcoder2": "LayerNorm",
@@ -31,6 +31,8 @@ PARTS = {
     "olmo_hybrid": "layers with a state that have other norms than attention",
     "granitemoehybrid-published": "Mamba-2, and no positions at all",
     "bamba": "Mamba-2, and other names of norms and MLPs",
+    "gemma4-published-e2b": "normed values, keys of earlier layers, inputs per layer, a scalar per layer",
+    "gemma4-published-31b": "values that are normed keys, with other heads in layers with full attention",
     "kimi_linear": "KDA, and latent attention without positions",
 }
 QUICK = ["granite", "cohere", "ministral3-yarn"]
@@ -82,6 +84,16 @@ def swapped_gates(a, b, *parameters):
     return delta_gates(b, a, *parameters)
 
 
+def shifted_inputs(*given):
+    inputs = layer_inputs(*given)
+    return None if inputs is None else inputs.roll(1, 1)
+
+
+def without_scalar(end, x, own):
+    return layer_end(end, x, own) / end.scalar
+
+
+layer_inputs, layer_end = fused.inputs_per_layer, layer_parts.LayerEnd.__call__
 rotation_order, delta_gates = rotation._halves_first, delta_net.delta_gates
 MISTAKES = {
     "logit scale": ("granite", fused, "_logit_scale", lambda model: 1.0),
@@ -90,6 +102,9 @@ MISTAKES = {
     "positions in all layers": ("exaone4", rotation, "_rotates", lambda attention: True),
     "no query scale": ("ministral3-yarn", rotation, "_query_scale", lambda attention: None),
     "decays for betas": ("qwen3_5_text", delta_net, "delta_gates", swapped_gates),
+    "no norm of values": ("gemma4-published-e2b", fused, "value_norm", lambda module, head_dim: None),
+    "inputs of other layers": ("gemma4-published-e2b", fused, "inputs_per_layer", shifted_inputs),
+    "no scalar": ("gemma4-published-e2b", layer_parts.LayerEnd, "__call__", without_scalar),
     "a missing MLP": ("granitemoeshared", fused, "MLPS", ("block_sparse_moe",)),
 }
 

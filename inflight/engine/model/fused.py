@@ -10,12 +10,10 @@ No weights are copied. q, k and v are adjacent in the slot, and so are gate and 
 tokens, D head dimension, M rows that are drawn from, V vocabulary.
 """
 
-import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -32,6 +30,14 @@ from inflight.engine.model.attention.backend import ForwardBatch
 from inflight.engine.model.attention.hook import has_state, running
 from inflight.engine.model.attention.latent import LatentHeads
 from inflight.engine.model.delta_net import DeltaNet
+from inflight.engine.model.layer_parts import (
+    AttentionOrder,
+    LayerEnd,
+    inputs_per_layer,
+    norm_of,
+    value_norm,
+    with_values,
+)
 from inflight.engine.model.rotation import Rotation, Rotations, latents_rotate_neighbours
 from inflight.model_checks.mixers import names_in_forward
 
@@ -64,6 +70,10 @@ _Block = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class _Attention:
     index: int
+    keys_of: int
+    """Index of the layer whose keys and values it attends to."""
+    products: int
+    """Number of products that `qkv` covers: 2 without values, 1 without keys."""
     qkv: _Linear
     out: _Linear
     rotation: Rotation
@@ -71,6 +81,7 @@ class _Attention:
     """Norms of each query and key head (Qwen 3, Gemma 3)."""
     whole_norms: tuple[RMSNorm, RMSNorm] | None
     """Norms of all query heads together, and of all key heads (OLMo 2)."""
+    value_norm: RMSNorm | None
     sinks: torch.Tensor | None
     gated_heads: int
     """Query heads that have a gate next to them in the product (Qwen 3.5), or 0."""
@@ -86,6 +97,8 @@ class _Attention:
             q_width, k_width = len(q_norm.weight), len(k_norm.weight)
             q, k, v = qkv.tensor_split((q_width, q_width + k_width), 1)
             qkv = torch.cat((rms_norm(q, q_norm), rms_norm(k, k_norm), v), 1)
+        if self.value_norm is not None or self.products < 3:
+            qkv = with_values(qkv, self.products, memory.keys[self.index][0, 0].numel(), self.value_norm)
         rotation = self.rotation
         if rotation.order is not None:
             qkv = qkv[:, rotation.order]
@@ -101,7 +114,7 @@ class _Attention:
         )
         if rotation.query_scale is not None:
             query = rotation.query_scale(query, batch.positions)
-        attended = memory.backend.attend(self.index, query, self.sinks)
+        attended = memory.backend.attend(self.keys_of, query, self.sinks)
         return self.out((attended if gate is None else attended * gate.sigmoid()).flatten(1))
 
 
@@ -196,18 +209,20 @@ class _Layer:
     """Attention and MLP have the same residual."""
     scale: float
     """Factor on the outputs of attention and MLP."""
+    end: LayerEnd | None
 
     def run(
-        self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch, memory: KVMemory
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map the normed input and the residual to the output of the last block and the residual before it. x: [T, H],
-        residual: [T, H]."""
+        self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch, memory: KVMemory, own: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Map the normed input and the residual to the output of the last block and the residual before it, if it is
+        not added yet. x: [T, H], residual: [T, H], own: the input of this layer [T, P]."""
         attended = self._scaled(self.attention(x, batch, memory), self.after_attention)
         if self.parallel:
             x = x if self.before_mlp is None else _normed(residual, self.before_mlp)
             return attended + self._scaled(self.mlp(x), self.after_mlp), residual
         x, residual = _add(attended, residual, self.before_mlp)
-        return self._scaled(self.mlp(x), self.after_mlp), residual
+        x = self._scaled(self.mlp(x), self.after_mlp)
+        return (x, residual) if self.end is None else (self.end(x + residual, own), None)
 
     def _scaled(self, x: torch.Tensor, norm: _Norm | None) -> torch.Tensor:
         x = x if norm is None else _normed(x, norm)
@@ -220,11 +235,12 @@ class FusedDecoder:
     def __init__(self, model: PreTrainedModel, memory: KVMemory, max_context: int):
         self._memory = memory
         body = model.get_decoder()  # It can be inside a multimodal model.
+        self._body = body
         self._embed = _part(body, "embed_tokens", nn.Module)
         rotations = Rotations(getattr(body, "rotary_emb", None), max_context)
-        indices = count()
-        self._layers = [_layer(module, rotations, indices) for module in _part(body, "layers", nn.ModuleList)]
-        self._norm = _norm(_part(body, next((name for name in LAST_NORMS if hasattr(body, name)), "norm"), nn.Module))
+        order = AttentionOrder()
+        self._layers = [_layer(module, rotations, order) for module in _part(body, "layers", nn.ModuleList)]
+        self._norm = norm_of(_part(body, next((name for name in LAST_NORMS if hasattr(body, name)), "norm"), nn.Module))
         self._head = _linear(_part(model, "lm_head", nn.Linear))
         self._embed_scale = float(getattr(body, "embedding_multiplier", 1.0))
         self._logit_scale = _logit_scale(model)
@@ -239,13 +255,14 @@ class FusedDecoder:
         residual = self._embed(batch.token_ids)
         if self._embed_scale != 1:
             residual = residual * self._embed_scale
+        own = inputs_per_layer(self._body, batch.token_ids, residual)
         x = residual if (first := self._layers[0].before_attention) is None else _normed(residual, first)
         with running(batch, self._memory):
             for index, layer in enumerate(self._layers):
-                x, residual = layer.run(x, residual, batch, self._memory)
+                x, last = layer.run(x, residual, batch, self._memory, None if own is None else own[:, index])
                 if index + 1 < len(self._layers):
-                    x, residual = _add(x, residual, self._layers[index + 1].before_attention)
-        return _add(x[batch.rows], residual[batch.rows], self._norm)[0]
+                    x, residual = _add(x, last, self._layers[index + 1].before_attention)
+        return _add(x[batch.rows], None if last is None else last[batch.rows], self._norm)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [M, V] of hidden states [M, H]. On a GPU they are fp32, as in the trainer's loss: a logit of 16
@@ -262,11 +279,11 @@ def _normed(x: torch.Tensor, norm: _Norm) -> torch.Tensor:
     return rms_norm(x, norm) if isinstance(norm, RMSNorm) else norm(x)
 
 
-def _add(x: torch.Tensor, residual: torch.Tensor, norm: _Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (norm(x + residual), x + residual)."""
+def _add(x: torch.Tensor, residual: torch.Tensor | None, norm: _Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (norm(x + residual), x + residual). None: the residual is in x."""
     if isinstance(norm, RMSNorm):
         return add_rms_norm(x, residual, norm)
-    total = x + residual
+    total = x if residual is None else x + residual
     return (total if norm is None else norm(total)), total
 
 
@@ -287,25 +304,25 @@ def _logit_scale(model: PreTrainedModel) -> float:
     return scale * float(getattr(model, "logit_scale", 1.0))
 
 
-def _layer(layer: nn.Module, rotations: Rotations, indices: Iterator[int]) -> _Layer:
-    """indices: of attention layers, in the order in which they run."""
+def _layer(layer: nn.Module, rotations: Rotations, order: AttentionOrder) -> _Layer:
     norms = {name: child for name, child in layer.named_children() if name.endswith("layernorm")}
     kind = next((kind for kind in LAYER_NORMS if kind.last in norms), LAYER_NORMS[-1])
     places = (kind.before_attention, kind.after_attention, kind.before_mlp, kind.after_mlp)
     if unknown := set(norms) - set(places):
         raise UnknownPartError(f"{type(layer).__name__} has {', '.join(sorted(unknown))}")
-    before, after, before_mlp, after_mlp = (_norm(norms[name]) if name in norms else None for name in places)
-    attention = _mixer(layer, rotations, indices)
+    before, after, before_mlp, after_mlp = (norm_of(norms[name]) if name in norms else None for name in places)
+    attention = _mixer(layer, rotations, order)
     mlps = [_mlp(part) for name in MLPS if isinstance(part := getattr(layer, name, None), nn.Module)]
     mlp = _mlp(_part(layer, "mlp", nn.Module)) if not mlps else mlps[0] if len(mlps) == 1 else _Sum(tuple(mlps))
     parallel = getattr(layer, "use_parallel_residual", not {after, before_mlp, after_mlp} - {None})
     scales = (getattr(layer, name, None) for name in ("residual_multiplier", "residual_scale"))  # the latter: MiniCPM 3
     scale = float(next((scale for scale in scales if isinstance(scale, (int, float))), 1.0))
-    return _Layer(before, attention, after, before_mlp, mlp, after_mlp, bool(parallel), scale)
+    end = LayerEnd.of(layer, _linear, lambda norm: partial(_normed, norm=norm_of(norm)))
+    return _Layer(before, attention, after, before_mlp, mlp, after_mlp, bool(parallel), scale, end)
 
 
 def _mixer(
-    layer: nn.Module, rotations: Rotations, indices: Iterator[int]
+    layer: nn.Module, rotations: Rotations, order: AttentionOrder
 ) -> _Attention | _LatentAttention | DeltaNet | _StateLayer:
     with_state = [child for child in layer.children() if has_state(child)]
     if len(with_state) > 1 or (with_state and getattr(layer, "self_attn", None) not in (None, with_state[0])):
@@ -317,14 +334,19 @@ def _mixer(
         return _StateLayer(with_state[0])
     module = _part(layer, "self_attn", nn.Module)
     if (heads := LatentHeads.of(module)) is not None:
-        return _latent_attention(module, heads, rotations, next(indices))
-    return _attention(module, rotations, next(indices))
+        return _latent_attention(module, heads, rotations, order.of(module)[0])
+    return _attention(module, rotations, order)
 
 
-def _attention(module: nn.Module, rotations: Rotations, index: int) -> _Attention:
+def _attention(module: nn.Module, rotations: Rotations, order: AttentionOrder) -> _Attention:
     head_dim = int(_part(module, "head_dim", int))
     names = next((names for names in ATTENTION if hasattr(module, names.out)), ATTENTION[0])
+    index, keys_of = order.of(module)
     parts = (names.whole,) if hasattr(module, names.whole) else names.parts
+    if keys_of != index:
+        parts = parts[:1]
+    elif getattr(module, parts[-1], module) is None:  # values are keys
+        parts = parts[:2]
     products, out = [_part(module, name, nn.Linear) for name in parts], _part(module, names.out, nn.Linear)
     qkv = _linear(*products)
     is_gated = len(products) > 1 and products[0].out_features == 2 * out.in_features
@@ -340,11 +362,14 @@ def _attention(module: nn.Module, rotations: Rotations, index: int) -> _Attentio
         raise UnknownPartError(f"{type(module).__name__} norms heads and rotates neighbouring numbers")
     return _Attention(
         index=index,
+        keys_of=keys_of,
+        products=3 if hasattr(module, names.whole) else len(parts),
         qkv=qkv,
         out=_linear(out),
         rotation=rotation,
         head_norms=norms if per_head else None,
         whole_norms=None if per_head else norms,
+        value_norm=value_norm(module, head_dim),
         sinks=getattr(module, "sinks", None),
         gated_heads=q_width // head_dim if is_gated else 0,
     )
@@ -360,9 +385,9 @@ def _latent_attention(module: nn.Module, heads: LatentHeads, rotations: Rotation
     return _LatentAttention(
         index=index,
         queries=tuple(_linear(_part(module, name, nn.Linear)) for name in names),
-        query_norm=_norm(_part(module, "q_a_layernorm", nn.Module)) if len(names) == 2 else None,
+        query_norm=norm_of(_part(module, "q_a_layernorm", nn.Module)) if len(names) == 2 else None,
         latent=_linear(_part(module, "kv_a_proj_with_mqa", nn.Linear)),
-        latent_norm=_norm(_part(module, "kv_a_layernorm", nn.Module)),
+        latent_norm=norm_of(_part(module, "kv_a_layernorm", nn.Module)),
         heads=heads,
         out=_linear(_part(module, "o_proj", nn.Linear)),
         cos=cos,
@@ -374,7 +399,10 @@ def _latent_attention(module: nn.Module, heads: LatentHeads, rotations: Rotation
 def _query_key_norms(module: nn.Module) -> tuple[RMSNorm, RMSNorm] | None:
     if not hasattr(module, "q_norm"):
         return None
-    q_norm, k_norm = (_norm(_part(module, name, nn.Module)) for name in ("q_norm", "k_norm"))
+    q_norm, k_norm = (
+        norm_of(_part(module, name, nn.Module))
+        for name in ("q_norm", "k_norm" if hasattr(module, "k_norm") else "q_norm")
+    )
     if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
         raise UnknownPartError(f"{type(module.q_norm).__name__} in place of an RMSNorm of queries")
     if q_norm[1:] != k_norm[1:]:  # all but the weights
@@ -432,26 +460,6 @@ def _cover(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.detach().as_strided(shape, first.stride(), first.storage_offset())
 
 
-def _norm(module: nn.Module) -> _Norm:
-    """Return the RMSNorm that a module computes, identified by its output for random numbers in the dtype of its
-    weight; or the module, if it is a norm of another kind."""
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):
-        return module
-    generator = torch.Generator().manual_seed(0)
-    probe = copy.deepcopy(module).cpu()
-    x, w = (torch.randn(n, len(weight), generator=generator).to(weight.dtype) for n in (7, 1))
-    probe.weight = nn.Parameter(w[0], requires_grad=False)
-    expected = probe(x)
-    candidates = [RMSNorm(w[0], eps, *kind) for kind in ((0.0, True), (0.0, False), (1.0, False))]
-    errors = [float((rms_norm(x, norm).float() - expected.float()).abs().mean()) for norm in candidates]
-    best = candidates[errors.index(min(errors))]
-    if min(errors) > 1e-3 or getattr(module, "bias", None) is not None:
-        return module
-    return RMSNorm(weight, eps, best.offset, best.cast_first)
-
-
 # ---- models that run as in Transformers -----------------------------------------------------------------------------
 
 
@@ -482,7 +490,7 @@ def _kernel_of(module: nn.Module) -> _Block | None:
         return partial(linear, weight=module.weight, bias=module.bias)
     if len(inspect.signature(module.forward).parameters) != 1:
         return None
-    if isinstance(norm := _norm(module), RMSNorm):
+    if isinstance(norm := norm_of(module), RMSNorm):
         return partial(rms_norm, norm=norm)
     try:
         # Other names are of something else that it computes, such as Gemma 3n's sparse gates.

@@ -1,0 +1,112 @@
+"""Norms, and parts of fused layers that few models have (Gemma 4).
+
+Values can be normed keys. A layer can attend to the keys of an earlier layer, have an input of its own, and multiply
+its output by a scalar.
+
+T tokens, D head dimension, H hidden size, N width of queries, keys and values together, P width of the input per layer.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from inflight_kernels import Norm, rms_norm
+from torch import nn
+
+_Block = Callable[[torch.Tensor], torch.Tensor]
+
+
+class AttentionOrder:
+    """Numbers the attention layers of a decoder in the order in which they run."""
+
+    def __init__(self) -> None:
+        self._indices = count()
+        self._stored: dict[str | None, int] = {}
+
+    def of(self, module: nn.Module) -> tuple[int, int]:
+        """Return the index of the next layer, and the index of the layer whose keys and values it attends to. Raises
+        KeyError if no earlier layer of its type shares its keys."""
+        index, kind = next(self._indices), getattr(module, "layer_type", None)
+        if getattr(module, "is_kv_shared_layer", False):
+            return index, self._stored[kind]
+        if getattr(module, "store_full_length_kv", False):
+            self._stored[kind] = index
+        return index, index
+
+
+def value_norm(module: Any, head_dim: int) -> Norm | None:
+    """Return the norm of each value head of an attention layer. It has no weight of its own."""
+    norm = getattr(module, "v_norm", None)
+    return None if norm is None else Norm(module.q_norm.weight.new_ones(head_dim), norm.eps)
+
+
+def with_values(qkv_TN: torch.Tensor, products: int, width: int, norm: Norm | None) -> torch.Tensor:
+    """Return queries, keys and values [T, N] from the outputs of 3 products, of 2 (the values are the keys before their
+    norm), or of 1 (the layer attends to the keys of another one, its own are zero). width: of the keys."""
+    if products == 1:
+        return F.pad(qkv_TN, (0, 2 * width))
+    if norm is None:
+        return qkv_TN
+    values = rms_norm(qkv_TN[:, -width:].reshape(-1, len(norm.weight)), norm).view(-1, width)
+    return torch.cat((qkv_TN if products == 2 else qkv_TN[:, :-width], values), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEnd:
+    """The last steps of a layer: a block gated by the input per layer, and a scalar."""
+
+    gate: _Block | None
+    activation: _Block | None
+    projection: _Block | None
+    norm: _Block | None
+    scalar: torch.Tensor
+    """[1]"""
+
+    @classmethod
+    def of(cls, layer: Any, product_of: Callable[..., _Block], block_of: Callable[..., _Block]) -> "LayerEnd | None":
+        """Return the end of a layer, or None if it has none. product_of and block_of: make parts of modules."""
+        if not isinstance(getattr(layer, "layer_scalar", None), torch.Tensor):
+            return None
+        if not hasattr(layer, "per_layer_input_gate"):
+            return cls(None, None, None, None, layer.layer_scalar)
+        products = (product_of(layer.per_layer_input_gate), product_of(layer.per_layer_projection))
+        return cls(
+            products[0], layer.act_fn, products[1], block_of(layer.post_per_layer_input_norm), layer.layer_scalar
+        )
+
+    def __call__(self, x: torch.Tensor, input_TP: torch.Tensor | None) -> torch.Tensor:
+        """Map the output of the MLP with its residual, [T, H], to the output of the layer, [T, H]."""
+        if self.gate is not None and self.activation and self.projection and self.norm and input_TP is not None:
+            x = x + self.norm(self.projection(self.activation(self.gate(x)) * input_TP))
+        return x * self.scalar
+
+
+def inputs_per_layer(body: Any, token_ids: torch.Tensor, embedded_TH: torch.Tensor) -> torch.Tensor | None:
+    """Return the inputs of the layers of a decoder, [T, layers, P], or None if it has none."""
+    if not getattr(body, "hidden_size_per_layer_input", None):
+        return None
+    return body.project_per_layer_inputs(embedded_TH[None], body.get_per_layer_inputs(token_ids[None], None))[0]
+
+
+def norm_of(module: nn.Module) -> Norm | nn.Module:
+    """Return the RMSNorm that a module computes, identified by its output for random numbers in the dtype of its
+    weight; or the module, if it is a norm of another kind."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+        return module
+    generator = torch.Generator().manual_seed(0)
+    probe = copy.deepcopy(module).cpu()
+    x, w = (torch.randn(n, len(weight), generator=generator).to(weight.dtype) for n in (7, 1))
+    probe.weight = nn.Parameter(w[0], requires_grad=False)
+    expected = probe(x)
+    candidates = [Norm(w[0], eps, *kind) for kind in ((0.0, True), (0.0, False), (1.0, False))]
+    errors = [float((rms_norm(x, norm).float() - expected.float()).abs().mean()) for norm in candidates]
+    best = candidates[errors.index(min(errors))]
+    if min(errors) > 1e-3 or getattr(module, "bias", None) is not None:
+        return module
+    return Norm(weight, eps, best.offset, best.cast_first)
