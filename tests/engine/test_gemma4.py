@@ -79,7 +79,8 @@ def test_greedy_tokens_are_those_of_generate(make_engine, saved, name):
     model = AutoModelForCausalLM.from_pretrained(saved(name), dtype=torch.float32).eval()
     engine = make_engine(saved(name))
     drawn = run(engine, [Prompt(p, SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)) for p in prompts])
-    # With a cache, `generate` of Transformers 5.24 draws other tokens than a whole forward pass would.
-    config = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "use_cache": False}
-    expected = model.generate(torch.tensor(prompts), **config)
+    ids = torch.tensor(prompts)
+    expected = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=None
+    )
     assert [rollout.token_ids.tolist() for rollout in drawn] == expected[:, 20:].tolist()
