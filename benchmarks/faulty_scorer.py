@@ -21,7 +21,7 @@ import inflight
 from inflight.training.report import StepReport
 from inflight.training.schedules import Example
 
-PAIRS, STEPS, FIRST = 3, 60, 10
+PAIRS, STEPS, FIRST = 3, 120, 60
 """Pairs of runs, and the optimizer steps of a run. The first steps are not measured."""
 GROUPS, SAMPLES, TOKENS, VOCABULARY = 16, 8, 16, 64
 SCORE_S, TIMEOUT_S = 1.0, 2.0

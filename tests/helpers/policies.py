@@ -42,7 +42,7 @@ class Policies:
 
     @torch.no_grad()
     def errors(self, rollout: inflight.Rollout, wrong: bool = False) -> np.ndarray:
-        """Differences f64[drawn] between recorded log-probabilities and those under the weights of a token's version.
+        """Errors f64[drawn] of recorded log-probabilities: their distance to a forward pass of the token's version.
         wrong: under the weights one publish older; for the first version, one publish younger."""
         own, published = self.own[rollout.adapter], self.published[rollout.adapter]
         self.model.set_adapter(rollout.adapter)

@@ -1,7 +1,7 @@
 """Norms, and parts of fused layers that few models have (Gemma 4).
 
-Values can be normed keys. A layer can attend to the keys of an earlier layer, have an input of its own, and multiply
-its output by a scalar.
+Values can be normed keys. A layer can attend to the keys of an earlier layer, have an input besides the hidden
+states, and multiply its output by a scalar.
 
 T tokens, D head dimension, H hidden size, N width of queries, keys and values together, P width of the input per layer.
 """
@@ -39,7 +39,7 @@ class AttentionOrder:
 
 
 def value_norm(module: Any, head_dim: int) -> Norm | None:
-    """Return the norm of each value head of an attention layer. It has no weight of its own."""
+    """Return the norm of each value head of an attention layer. It has no weight."""
     norm = getattr(module, "v_norm", None)
     return None if norm is None else Norm(module.q_norm.weight.new_ones(head_dim), norm.eps)
 
