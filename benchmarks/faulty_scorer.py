@@ -4,8 +4,8 @@
 
 `inflight.grpo` trains a tiny model with this scorer and with one that has no faults, in alternation. A hash of the
 sample decides its fault. `time_lost` is the median over pairs of the seconds of the faulty run / the seconds of the
-other one − 1, without the first steps. The script ends with an error if a sample is lost, is doubled or has a wrong
-reward, or if faults are not counted by name.
+other one − 1, without the first steps. The script ends with an error if a sample is lost or doubled, if a
+sample without a score is trained on, or if faults are not counted by name.
 """
 
 import asyncio

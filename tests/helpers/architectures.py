@@ -59,6 +59,12 @@ _SHAPE = {
     "intermediate_size": 96,
     "max_position_embeddings": 256,
 }
+_GEMMA = {
+    **_SHAPE,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 _ENCODER = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _BART = {
@@ -138,37 +144,28 @@ RIGHT: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "nemotron": lambda: NemotronConfig(head_dim=16, **_SHAPE),
     "gemma3n_text": lambda: Gemma3nTextConfig(
-        head_dim=16,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"] * 2,
         num_kv_shared_layers=1,
         vocab_size_per_layer_input=VOCABULARY,
         hidden_size_per_layer_input=16,
         activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0],
         laurel_rank=8,
-        **_SHAPE,
+        **_GEMMA,
     ),
     "gemma4_text": lambda: Gemma4TextConfig(
-        head_dim=16,
         global_head_dim=32,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"] * 2,
         num_kv_shared_layers=2,
         vocab_size_per_layer_input=VOCABULARY,
         hidden_size_per_layer_input=16,
-        **_SHAPE,
+        **_GEMMA,
     ),
     "gemma4_text-large": lambda: Gemma4TextConfig(
-        head_dim=16,
         global_head_dim=32,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"] * 2,
         num_kv_shared_layers=0,
         hidden_size_per_layer_input=0,
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
         final_logit_softcapping=30.0,
-        **_SHAPE,
+        **_GEMMA,
     ),
     "flex_olmo": lambda: FlexOlmoConfig(num_experts=4, num_experts_per_tok=2, **_SHAPE),
     "gpt2": lambda: GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=256, **_BASE),

@@ -73,7 +73,7 @@ class _Attention:
     keys_of: int
     """Index of the layer whose keys and values it attends to."""
     products: int
-    """Number of products that `qkv` covers: 2 without values, 1 without keys."""
+    """Number of products in `qkv`: queries, keys and values; 2 if values are made of keys, 1 for queries alone."""
     qkv: _Linear
     out: _Linear
     rotation: Rotation
