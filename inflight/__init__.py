@@ -26,6 +26,7 @@ _HOME = {
         "inflight.episodes.episodes": "Episodes",
         "inflight.episodes.limits": "EpisodeEnd Limits",
         "inflight.episodes.session": "Session",
+        "inflight.episodes.watching": "Feedback",
         "inflight.run": "Run",
         "inflight.training.data.advantages": (
             "gdpo_advantages group_advantages pass_at_k_advantages per_group policy_advantages spared_advantages "
@@ -79,6 +80,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.episodes.limits import EpisodeEnd as EpisodeEnd
     from inflight.episodes.limits import Limits as Limits
     from inflight.episodes.session import Session as Session
+    from inflight.episodes.watching import Feedback as Feedback
     from inflight.fleet.engine import Engine as Engine
     from inflight.fleet.launching import attach as attach
     from inflight.fleet.launching import launch as launch

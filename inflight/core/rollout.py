@@ -82,9 +82,10 @@ class Turn(msgspec.Struct, frozen=True):
     reward: float | None = None
     """The reward of a drawn turn, or None."""
     finish_reason: str = ""
-    """Of a drawn turn: stop | length, or stopped if a function that watched it ended it."""
+    """Of a drawn turn: stop | length, or stopped if a function that watched it ended it. "": the part of a turn up to
+    a reward; the next turn continues it."""
     began_ns: int = 0
-    """CLOCK_MONOTONIC when the turn was requested; 0 for given tokens."""
+    """CLOCK_MONOTONIC when the turn was requested, or when the part before it was drawn; 0 for given tokens."""
     ended_ns: int = 0
     """CLOCK_MONOTONIC when all of its tokens had arrived; 0 for given tokens."""
     prefix_tokens: int = 0
@@ -182,6 +183,22 @@ class Rollout:
         arrays = [*fixed, self.weight_versions, self.sampled_at_ns, *self.columns.values(), self.routed_experts]
         arrays += [] if mask is None else [mask.token_ids, mask.offsets, mask.cut_from]
         return sum(array.nbytes for array in arrays if array is not None)
+
+    def until(self, end: int) -> "Rollout":
+        """Return the first `end` tokens with their columns, as an unfinished sample without sampling masks, experts and
+        text."""
+        return replace(
+            self,
+            token_ids=self.token_ids[:end],
+            logprobs=self.logprobs[:end],
+            weight_versions=self.weight_versions[:end],
+            sampled_at_ns=self.sampled_at_ns[:end],
+            columns={name: column[:end] for name, column in self.columns.items()},
+            sampling_mask=None,
+            routed_experts=None,
+            finish_reason="",
+            text="",
+        )
 
     def since(self, begin: int) -> "Rollout":
         """Return the tokens from `begin` on with their columns, without the prompt's scores and the text. A finished

@@ -21,7 +21,8 @@ from inflight.core.messages import shorten
 from inflight.core.sampling import SamplingParams
 from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd
-from inflight.episodes.session import Reply, Session
+from inflight.episodes.reply import Reply
+from inflight.episodes.session import Session
 from inflight.server import answers
 from inflight.server.anthropic import MessagesRequest, error_response, stream_events, whole_message
 from inflight.server.options import ServerOptions

@@ -17,8 +17,9 @@ from inflight.core.rollout import Rollout, samples_of
 from inflight.core.waiting import Wait
 from inflight.episodes.episodes import RolloutFunction
 from inflight.episodes.limits import EpisodeEnd
+from inflight.episodes.reply import Reply
 from inflight.episodes.segment import Message
-from inflight.episodes.session import Reply, Session
+from inflight.episodes.session import Session
 from inflight.training.data.advantages import per_group, rloo_advantages
 
 _CAPACITY_S = 0.5

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import fsum
 from typing import Any
 
 import msgspec
@@ -63,7 +64,9 @@ class Segment:
     _times: list[tuple[int, int]] = field(default_factory=list)
     """For each drawn turn the times of its request and of its end."""
     rewards: list[float | None] = field(default_factory=list)
-    """For each drawn turn its reward."""
+    """For each drawn turn its reward, without the rewards of parts of it."""
+    _part_rewards: list[Sequence[tuple[int, float]]] = field(default_factory=list)
+    """For each drawn turn the rewards of parts of it, each with the number of the turn's tokens up to its end."""
     num_routed: int = 0
     """Number of leading tokens whose experts are in the drawn turns."""
 
@@ -102,13 +105,30 @@ class Segment:
             self._append(token_ids)
             self._parts.append(len(token_ids))
 
-    def draw(self, turn: Rollout, began_ns: int, ended_ns: int) -> None:
-        """Append a turn that an engine drew after all tokens so far. Its prompt can be empty."""
+    def origin(self, length: int) -> "tuple[Segment, int]":
+        """Return the segment that contains the end of the first `length` tokens, and the number of its tokens after its
+        prompt up to there: this segment, or one that it was forked from."""
+        segment = self
+        while length < len(segment.prompt) and segment.forked_from is not None:
+            segment = segment.forked_from[0]
+        return segment, length - len(segment.prompt)
+
+    def draw(self, turn: Rollout, began_ns: int, ended_ns: int, part_rewards: Sequence[tuple[int, float]] = ()) -> None:
+        """Append a turn that an engine drew after all tokens so far. Its prompt can be empty. part_rewards: rewards of
+        parts of it, each with the number of tokens up to the end of the part."""
         self._append(turn.token_ids.tolist())
         self.num_routed += 0 if turn.routed_experts is None else len(turn.routed_experts)
         self._parts.append(turn)
         self._times.append((began_ns, ended_ns))
+        self._part_rewards.append(part_rewards)
         self.rewards.append(None)
+
+    @property
+    def total_reward(self) -> float | None:
+        """Sum of all rewards; None if there are none."""
+        given = [reward for reward in self.rewards if reward is not None]
+        given += [reward for parts in self._part_rewards for _, reward in parts]
+        return fsum(given) if given else None
 
     def rollout(
         self, *, group_id: int, sample: int, params: SamplingParams, metadata: dict[str, Any], finish_reason: str
@@ -116,14 +136,17 @@ class Segment:
         """Return the segment up to its last drawn token as a rollout without a reward. It needs a drawn turn."""
         parts = self._parts[: max(i for i, part in enumerate(self._parts) if isinstance(part, Rollout)) + 1]
         drawn = [part for part in parts if isinstance(part, Rollout)]
-        turns, begin, times, rewards = [], 0, iter(self._times), iter(self.rewards)
+        turns, begin, drawn_turns = [], 0, zip(self._times, self.rewards, self._part_rewards, strict=True)
         for part in parts:
             if isinstance(part, int):
                 turns.append(Turn(begin, begin + part, False))
             else:
-                (began, ended), reward, end = next(times), next(rewards), begin + len(part.token_ids)
+                (began, ended), reward, part_rewards = next(drawn_turns)
                 prefix = part.prefix_tokens, part.prefix_version
-                turns.append(Turn(begin, end, True, reward, part.finish_reason, began, ended, *prefix))
+                whole = Turn(
+                    begin, begin + len(part.token_ids), True, reward, part.finish_reason, began, ended, *prefix
+                )
+                turns += _split(whole, part_rewards, part.sampled_at_ns)
             begin = turns[-1].end
         first, num_prompt = drawn[0], len(self.prompt)
         return Rollout(
@@ -154,7 +177,26 @@ class Segment:
             return None
         parent, length = self.forked_from
         first = next((part for part in parent._parts if isinstance(part, Rollout)), None)
-        return None if first is None else (first.request_id, length)
+        # A turn that was cut off by a limit is not in its segment.
+        is_there = len(parent.prompt) + length <= len(parent.token_ids)
+        return (first.request_id, length) if first is not None and is_there else None
+
+
+def _split(turn: Turn, part_rewards: Sequence[tuple[int, float]], sampled_at_ns: np.ndarray) -> list[Turn]:
+    """Split a drawn turn after each part with a reward. part_rewards: as in `Segment.draw`, in order. sampled_at_ns:
+    i64[T], times of its tokens."""
+    turns, rest = [], turn
+    for count, reward in part_rewards:
+        end = turn.begin + count
+        if end > rest.begin and end < turn.end:
+            ended_ns = int(sampled_at_ns[count - 1])
+            turns.append(msgspec.structs.replace(rest, end=end, reward=reward, finish_reason="", ended_ns=ended_ns))
+            rest = msgspec.structs.replace(rest, begin=end, began_ns=ended_ns, prefix_tokens=0, prefix_version=None)
+        elif end == turn.end:
+            rest = msgspec.structs.replace(rest, reward=(rest.reward or 0.0) + reward)
+        else:  # another reward at the end of the part before
+            turns[-1] = msgspec.structs.replace(turns[-1], reward=(turns[-1].reward or 0.0) + reward)
+    return [*turns, rest]
 
 
 def _joined(parts: Sequence[Rollout | int], drawn: Sequence[np.ndarray]) -> np.ndarray:

@@ -1,19 +1,19 @@
 """The handle of one episode: a rollout function draws turns with it, calls tools, and sets rewards."""
 
 import asyncio
-import inspect
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from math import isfinite
+from math import fsum, isfinite
 from random import Random
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, PromptTooLongError
@@ -23,10 +23,12 @@ from inflight.core.workers import is_async
 from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd, Limits
+from inflight.episodes.reply import Reply, Request
 from inflight.episodes.saved_turns import Place
 from inflight.episodes.segment import Message, Segment, comparable, digests_of
 from inflight.episodes.tools import Tool, schemas_of
-from inflight.episodes.turns import Turns, Watch
+from inflight.episodes.turns import Turns
+from inflight.episodes.watching import Every, Feedback, Watch, Watcher, feedback_of
 from inflight.training.data.advantages import WEIGHT
 
 logger = logging.getLogger(__name__)
@@ -40,39 +42,6 @@ class Mark(NamedTuple):
     """Number of tokens up to here."""
     is_reply: bool
     """True after a drawn turn, False before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A drawn turn."""
-
-    message: dict[str, Any]
-    """The reply as a chat message: role, content, and if there are some, reasoning_content and tool_calls. Append it to
-    the messages of the next `chat`. Empty after `complete`."""
-    text: str
-    """The drawn tokens as text, special tokens as in `SamplingParams.skip_special_tokens`."""
-    token_ids: list[int]
-    """The drawn tokens."""
-    finish_reason: str
-    """stop | length, or stopped by `watch`"""
-    place: tuple[Segment, int]
-    """Its segment, and its index among the drawn turns of the segment."""
-    has_unreadable_call: bool = False
-    """True if the content contains the beginning of a tool call that cannot be read."""
-    prompt_tokens: int = 0
-    """Number of tokens before the turn."""
-    prefix_tokens: int = 0
-    """Number of them whose keys and values were reused."""
-
-    @property
-    def content(self) -> str:
-        """The content of the message."""
-        return self.message.get("content") or ""
-
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        """The tool calls of the message, as in the API of OpenAI."""
-        return self.message.get("tool_calls") or []
 
 
 class Session:
@@ -129,16 +98,17 @@ class Session:
         max_tokens: int | None = None,
         adapter: str | None = None,
         watch: Watch | None = None,
-        every: int = 32,
+        every: Every = 32,
         **template_kwargs: Any,
     ) -> Reply:
         """Draw the reply to chat messages: the whole conversation so far, with earlier replies as they were returned.
 
         tools: functions with type hints and a docstring with "Args:", or schemas of the API of OpenAI. max_tokens: at
         most `params.max_tokens`, its default. adapter: the LoRA adapter that draws the turn, one of several policies;
-        each has its own token sequences. None: the adapter of the `Episodes`. watch: a function that is called with the
-        unfinished turn, a Rollout, after each further `every` tokens; if it returns True, the turn ends there. It can
-        be async; drawing continues in the meantime. template_kwargs: variables of the chat template. Messages that do
+        each has its own token sequences. None: the adapter of the `Episodes`. watch: a function, also async, that gets
+        the unfinished turn, a Rollout, after each further `every` tokens, or with every="line" after each line. Drawing
+        continues in the meantime. It returns True to end the turn, or `Feedback` with a reward or forks. After the end
+        of the turn it gets the rest. template_kwargs: variables of the chat template. Messages that do
         not continue an earlier call, such as a history without its thoughts, begin a new token sequence. Raises
         EpisodeEnd, and InvalidRequestError for messages that do not fit the chat template.
         """
@@ -153,22 +123,7 @@ class Session:
         segment.give(given)
         num_prompt = len(segment.token_ids)
         self._marks.setdefault(digests[-1], Mark(segment, num_prompt, False))
-        turn = await self._draw(segment, max_tokens, watch, every)
-        began = perf_counter()
-        answer = self._turns.conversation.read(segment.token_ids[:num_prompt], turn.token_ids.tolist(), schemas)
-        [replied] = digests_of(comparable([answer.message]), digests[-1])
-        self.seconds["rendering"] += perf_counter() - began
-        self._marks.setdefault(replied, Mark(segment, len(segment.token_ids), True))
-        return Reply(
-            answer.message,
-            turn.text,
-            turn.token_ids.tolist(),
-            turn.finish_reason,
-            (segment, segment.num_turns - 1),
-            answer.calls == "unreadable",
-            num_prompt,
-            turn.prefix_tokens,
-        )
+        return await self._answer(segment, Request(num_prompt, digests[-1], schemas), max_tokens, watch, every)
 
     async def complete(
         self,
@@ -177,7 +132,7 @@ class Session:
         max_tokens: int | None = None,
         adapter: str | None = None,
         watch: Watch | None = None,
-        every: int = 32,
+        every: Every = 32,
     ) -> Reply:
         """Draw the tokens after these. If they begin with an earlier turn and everything before it, they continue its
         token sequence. If they leave an earlier sequence at some token, also within a turn, they are a branch from
@@ -186,9 +141,20 @@ class Session:
         token_ids = [int(token) for token in token_ids]
         segment, given = self._continue_tokens(token_ids, self._turns.adapter if adapter is None else adapter)
         segment.give(given)
-        turn = await self._draw(segment, max_tokens, watch, every)
-        place = segment, segment.num_turns - 1
-        return Reply({}, turn.text, turn.token_ids.tolist(), turn.finish_reason, place)
+        return await self._answer(segment, Request(len(segment.token_ids)), max_tokens, watch, every)
+
+    async def fork(
+        self, reply: Reply, at: int, n: int = 1, *, watch: Watch | None = None, every: Every = 32
+    ) -> list[Reply]:
+        """Draw n other continuations of the first `at` tokens of a reply, at the same time. Each is a branch with
+        `max_tokens` of the session for the whole reply. The other arguments are as in `chat`. Raises EpisodeEnd, and
+        ValueError if `at` or n is out of range."""
+        self._check_open()
+        most = min(len(reply.token_ids) - (reply.finish_reason == "stop"), self.params.max_tokens - 1)
+        if not 0 <= at <= most or n < 1:
+            raise ValueError(f"at must be in [0, {most}], and n at least 1, got {at} and {n}")
+        token_ids = reply.place[0].token_ids[: reply.prompt_tokens + at]
+        return await self._fork(reply.place[0], token_ids, reply.request, n, watch, every)
 
     async def endpoint(self, *, rewards: bool = False) -> Endpoint:
         """Return an address on this machine for an agent that calls the API of OpenAI or Anthropic. Its requests
@@ -214,8 +180,8 @@ class Session:
     @property
     def total_reward(self) -> float | None:
         """Sum of the rewards so far; None if there are none."""
-        given = [r for segment in self.segments for r in segment.rewards if r is not None]
-        return sum(given) if given else None
+        given = [total for segment in self.segments if (total := segment.total_reward) is not None]
+        return fsum(given) if given else None
 
     @property
     def has_drawn(self) -> bool:
@@ -296,7 +262,7 @@ class Session:
         return list(await asyncio.gather(*map(use, reply.calls)))
 
     def spare(self, watch: Watch, share: float) -> Watch:
-        """Return a function for `watch=` that ends a turn when `watch` returns True, except for a random share of the
+        """Return a function for `watch=` that ends a turn when `watch` ends it, except for a random share of the
         turns, which are drawn to their end. The episode gets the weight 0 or 1 / share for
         `advantages=inflight.spared_advantages`. share: above 0, at most 1."""
         if not 0 < share <= 1:
@@ -304,16 +270,14 @@ class Session:
         self._num_spares += 1
         chance, decided = Random(f"{self._seed} {self._num_spares}").random(), False
 
-        async def decide(turn: Rollout) -> bool:
+        async def decide(turn: Rollout) -> Feedback:
             nonlocal decided
-            if decided:
-                return False
-            verdict: Any = watch(turn)
-            decided = bool((await verdict) if inspect.isawaitable(verdict) else verdict)
-            if decided:
+            feedback = await feedback_of(watch, turn)
+            if feedback.stop and not decided:
+                decided = True
                 weight = 1 / share if chance < share else 0.0
                 self.metadata[WEIGHT] = self.metadata.get(WEIGHT, 1.0) * weight
-            return decided and chance >= share
+            return replace(feedback, stop=feedback.stop and chance >= share)
 
         return decide
 
@@ -405,14 +369,47 @@ class Session:
         segment = mark.segment
         if mark.length == len(segment.token_ids) and segment.ends_with_reply and not segment.is_busy:
             return segment
-        origin = segment, mark.length - len(segment.prompt)
-        return self._new(segment.token_ids[: mark.length], segment.adapter, origin)
+        return self._new(segment.token_ids[: mark.length], segment.adapter, segment.origin(mark.length))
 
     def _new(self, prompt: list[int], adapter: str | None, forked_from: tuple[Segment, int] | None = None) -> Segment:
         self.segments.append(Segment(prompt, adapter, forked_from))
         return self.segments[-1]
 
-    async def _draw(self, segment: Segment, max_tokens: int | None, watch: Watch | None, every: int) -> Rollout:
+    async def _answer(
+        self, segment: Segment, request: Request, max_tokens: int | None, watch: Watch | None, every: Every
+    ) -> Reply:
+        """Draw a reply after all tokens of the segment, and its forks."""
+        watcher = None
+        if watch is not None:
+            before = list(segment.token_ids)
+
+            def fork(token_ids: list[int], n: int) -> "asyncio.Future[list[Reply]]":
+                return asyncio.ensure_future(self._fork(segment, before + token_ids, request, n))
+
+            watcher = Watcher(watch, every, fork)
+        try:
+            reply = await self._draw(segment, request, max_tokens, watcher)
+            return reply if watcher is None else replace(reply, forks=await watcher.forks())
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+
+    async def _fork(
+        self,
+        segment: Segment,
+        token_ids: list[int],
+        request: Request,
+        n: int,
+        watch: Watch | None = None,
+        every: Every = 32,
+    ) -> list[Reply]:
+        """Draw n replies after these tokens, the first ones of a segment or of its turn in progress."""
+        origin = segment.origin(len(token_ids))
+        most = request.num_prompt + self.params.max_tokens - len(token_ids)
+        branches = [self._new(token_ids, segment.adapter, origin) for _ in range(n)]
+        return await _all(self._answer(branch, request, most, watch, every) for branch in branches)
+
+    async def _draw(self, segment: Segment, request: Request, max_tokens: int | None, watcher: Watcher | None) -> Reply:
         """Draw a turn after all tokens of the segment."""
         limits, most = self._limits, min(max_tokens or self.params.max_tokens, self.params.max_tokens)
         if 0 < limits.max_turns <= self.num_turns:
@@ -429,7 +426,7 @@ class Session:
         try:
             async with asyncio.timeout(limits.turn_s):
                 turn = await self._turns.draw(
-                    segment.token_ids, params, place, segment.num_routed, watch, every, segment.adapter
+                    segment.token_ids, params, place, segment.num_routed, watcher, segment.adapter
                 )
         except TimeoutError as error:
             if not isinstance(error, InflightError):  # such as EngineHungError
@@ -445,10 +442,38 @@ class Session:
             self._end("cancelled")
         if turn.finish_reason not in ("stop", "length", "stopped"):
             raise InflightError(f"a turn ended with {turn.finish_reason!r}")
-        segment.draw(turn, began_ns, now_ns())
-        self._last = segment, segment.num_turns - 1
+        segment.draw(turn, began_ns, now_ns(), watcher.rewards if watcher is not None else ())
+        self._last = place = segment, segment.num_turns - 1
         self.num_tokens += len(turn.token_ids)
-        return turn
+        return self._read(place, turn, request)
+
+    def _read(self, place: tuple[Segment, int], turn: Rollout, request: Request) -> Reply:
+        """Return a drawn turn at the end of a segment as a reply."""
+        segment, (num_prompt, digest, schemas) = place[0], request
+        token_ids = segment.token_ids[num_prompt:]
+        is_fork = len(token_ids) > len(turn.token_ids)
+        text = self._turns.text(np.array(token_ids), self.params) if is_fork else turn.text
+        message, is_unreadable = {}, False
+        if digest is not None:
+            began = perf_counter()
+            answer = self._turns.conversation.read(segment.token_ids[:num_prompt], token_ids, schemas)
+            [replied] = digests_of(comparable([answer.message]), digest)
+            self.seconds["rendering"] += perf_counter() - began
+            self._marks.setdefault(replied, Mark(segment, len(segment.token_ids), True))
+            message, is_unreadable = answer.message, answer.calls == "unreadable"
+        reason = turn.finish_reason
+        return Reply(message, text, token_ids, reason, place, request, is_unreadable, turn.prefix_tokens)
+
+
+async def _all(replies: Iterable[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+    """Return all replies. If one fails, cancel the others, and raise its exception."""
+    tasks = [asyncio.ensure_future(reply) for reply in replies]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
 
 
 def _common(ours: list[int], theirs: list[int]) -> int:

@@ -2,11 +2,10 @@
 
 import asyncio
 import copy
-import inspect
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -18,13 +17,11 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.workers import Workers
 from inflight.episodes.saved_turns import EPISODE, Place, SavedTurns
-from inflight.episodes.watching import TurnBell
+from inflight.episodes.watching import TurnBell, Watcher, parts_of
 from inflight.fleet.engine import Engine
 
 PROTECT_S = 60.0
 """`SamplingParams.protect_s` of turns, the default of `Limits.call_s`."""
-Watch = Callable[[Rollout], bool | None] | Callable[[Rollout], Awaitable[bool | None]]
-"""A function of an unfinished turn that returns True to end it."""
 
 
 class Turns:
@@ -64,6 +61,16 @@ class Turns:
             raise InflightError("the model has no tokenizer: draw turns with session.complete(token_ids)")
         return Conversation(self._tokenizer)
 
+    def _text(self, token: int) -> str:
+        return self._text_of(token)
+
+    @cached_property
+    def _text_of(self) -> Callable[[int], str]:
+        """Returns the text of a token."""
+        if self._tokenizer is None:
+            raise InflightError('the model has no tokenizer, which every="line" needs: set a number of tokens')
+        return lru_cache(1 << 16)(lambda token: self._tokenizer.decode([token]))
+
     def text(self, token_ids: np.ndarray, params: SamplingParams) -> str:
         """Return the text of tokens, "" without a tokenizer."""
         if self._tokenizer is None:
@@ -76,8 +83,7 @@ class Turns:
         params: SamplingParams,
         place: Place,
         num_routed: int,
-        watch: Watch | None,
-        every: int,
+        watcher: Watcher | None,
         adapter: str | None,
     ) -> Rollout:
         """Return the turn after these tokens, without its prompt and with the experts of its new tokens. A turn of a
@@ -85,6 +91,9 @@ class Turns:
         saved = self.saved.take(place)
         if isinstance(saved, Rollout):
             self.counts["turns drawn before"] += 1
+            if watcher is not None:
+                for part in parts_of(saved, watcher.every, self._text):
+                    await watcher.look(part)
             return saved
         if (group_id := saved) is not None:
             self.counts["turns continued"] += 1
@@ -99,7 +108,7 @@ class Turns:
                 [token_ids], params, metadata=metadata, adapter=adapter, session=episode
             )
         try:
-            turn = await self._collect(group_id, watch, every)
+            turn = await self._collect(group_id, watcher)
         except BaseException:
             self._engine.abandon([group_id])
             raise
@@ -122,23 +131,23 @@ class Turns:
         if turns := self._drawn.pop((group_id, sample), None):
             self._engine.abandon(turns)
 
-    async def _collect(self, group_id: int, watch: Watch | None, every: int) -> Rollout:
-        """Return a turn when it has ended. watch: as in `Session.chat`."""
-        if watch is None:
+    async def _collect(self, group_id: int, watcher: Watcher | None) -> Rollout:
+        """Return a turn when it has ended."""
+        if watcher is None:
             [[turn]] = await self._engine.stream.acollect([group_id])
             return turn
         if self._bell is None:
             self._bell = TurnBell(self._engine.stream.ledger)
         final, stopped = asyncio.ensure_future(self._engine.stream.acollect([group_id])), False
         try:
-            async for part in self._bell.parts(group_id, final, max(1, every)):
-                verdict: Any = watch(part)
-                stopped = (await verdict) if inspect.isawaitable(verdict) else verdict
-                if stopped:
+            async for part in self._bell.parts(group_id, final, watcher.every, self._text):
+                if not await watcher.look(part):
+                    continue
+                if stopped := not final.done():
                     self.counts["turns stopped"] += 1
                     cancelled = self.workers.start(partial(self._engine.cancel, request_ids=[part.request_id]))
                     await asyncio.wrap_future(cancelled)
-                    break
+                break
             [[turn]] = await final
         finally:
             final.cancel()

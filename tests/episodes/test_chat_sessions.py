@@ -9,7 +9,7 @@ import pytest
 from http_calls import call
 
 import inflight
-import inflight.episodes.session
+from inflight.episodes.reply import Reply, Request
 
 PARAMS = inflight.SamplingParams(n=2, max_tokens=12)
 USER = {"role": "user", "content": "What time is it?"}
@@ -166,7 +166,7 @@ def test_tools_are_called_by_name_and_errors_become_messages(chat_engine):
             "role": "assistant",
             "tool_calls": [{"id": str(i), "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(calls)],
         }
-        reply = inflight.episodes.session.Reply(message, "", [], "stop", (session.segments[0], 0))
+        reply = Reply(message, "", [], "stop", (session.segments[0], 0), Request(0))
         found.append(await session.use_tools(reply, [add, now]))
         return 1.0
 
