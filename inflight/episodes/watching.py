@@ -20,7 +20,7 @@ class Feedback:
 
     reward: float | None = None
     """A reward for the tokens between the last reward and the end of the unfinished turn that the function got. They
-    become a turn of their own in `Rollout.turns`."""
+    become a separate turn in `Rollout.turns`."""
     stop: bool = False
     """End the turn."""
     forks: int = 0
