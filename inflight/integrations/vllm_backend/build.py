@@ -61,7 +61,7 @@ logger = logging.getLogger("inflight.engine")
 _RPC_S = 120.0
 """Maximum time for workers to answer."""
 _OLDEST, _NEWEST = (0, 26), (0, 32)
-"""The oldest version of vLLM that is supported, and the newest one that was tested."""
+"""The oldest and the newest version of vLLM that were tested."""
 _CHECK_STEPS = 1000
 """Maximum number of steps for the prompts of the check at the start."""
 
@@ -343,13 +343,14 @@ def _why_lost(paths: list[UpdatePath], layout: WeightLayout) -> str:
 
 
 def _check_version(version: str) -> None:
-    """Raise BackendError for a version of vLLM that is too old, and log a warning for one that was not tested."""
+    """Raise BackendError for a version of vLLM that was not tested."""
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    oldest, newest = (".".join(map(str, each)) for each in (_OLDEST, _NEWEST))
-    if found < _OLDEST:
-        raise BackendError(f"this is vLLM {version}, and backend='vllm' needs {oldest} or newer (tested: to {newest})")
-    if found > _NEWEST:
-        logger.warning("vLLM %s was not tested with inflight, which was tested with %s to %s", version, oldest, newest)
+    if not _OLDEST <= found <= _NEWEST:
+        oldest, newest = (".".join(map(str, each)) for each in (_OLDEST, _NEWEST))
+        raise BackendError(
+            f"this is vLLM {version}, and backend='vllm' was tested with {oldest} to {newest}, whose parts it uses: "
+            "pip install 'inflight-rl[vllm]' installs one of them"
+        )
 
 
 def _checkpoint(options: EngineOptions, config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> str:
