@@ -26,7 +26,8 @@ class Feedback:
     forks: int = 0
     """Number of other continuations to draw, next to the turn. They are in `Reply.forks`, and are not watched."""
     at: int | None = None
-    """Index of the token of the turn that a fork draws first. None: the next token after the unfinished turn."""
+    """Index of the token of the turn that a fork draws first. None: the next token after the unfinished turn; of a turn
+    that has ended nothing is forked."""
 
     def __post_init__(self) -> None:
         if self.reward is not None and not isfinite(self.reward):
@@ -74,12 +75,13 @@ class Watcher:
         """Show the function the unfinished turn. Returns True if it ends the turn."""
         feedback = await feedback_of(self._watch, turn)
         count = len(turn.token_ids)
+        most = count - bool(turn.finish_reason)
         at = count if feedback.at is None else feedback.at
-        if at > count:
-            raise ValueError(f"a fork at token {at} needs a turn of as many tokens, and it has {count}")
+        if feedback.at is not None and at > most:
+            raise ValueError(f"a fork of this turn can begin at token {most} or before, got at={at}")
         if feedback.reward is not None:
             self.rewards.append((count, float(feedback.reward)))
-        if feedback.forks:
+        if feedback.forks and at <= most:
             self._forks.append(self._fork(turn.token_ids[:at].tolist(), feedback.forks))
         return feedback.stop
 
@@ -95,13 +97,13 @@ class Watcher:
 
 def parts_of(turn: Rollout, every: Every, text_of: TextOf, seen: int = 0) -> Iterator[Rollout]:
     """Yield the parts of a turn, each from its beginning, that a function has to see after it has seen `seen`
-    tokens."""
+    tokens. Only the whole of a turn that has ended has a finish_reason."""
     token_ids, ends = turn.token_ids.tolist(), [len(turn.token_ids)]
     if every == "line":
         ends = [end for end in range(seen + 1, len(token_ids) + 1) if "\n" in text_of(token_ids[end - 1])]
     elif len(token_ids) < seen + every:
         ends = []
-    yield from map(turn.until, ends)
+    yield from (turn.until(end) if end < len(token_ids) else turn for end in ends)
 
 
 class TurnBell(FrameBell):

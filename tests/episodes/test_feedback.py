@@ -194,7 +194,7 @@ def test_a_stop_with_a_reward_and_a_share_that_is_spared(chat_engine):
         (lambda turn: 0.5, "must return a bool, None or Feedback, got 0.5"),
         (lambda turn: inflight.Feedback(reward=math.nan), "a reward must be finite, got nan"),
         (lambda turn: inflight.Feedback(forks=-1), "forks and at must be at least 0, got -1 and None"),
-        (lambda turn: inflight.Feedback(forks=1, at=599), "a fork at token 599 needs a turn of as many tokens"),
+        (lambda turn: inflight.Feedback(forks=1, at=601), "a fork of this turn can begin at token"),
     ],
 )
 def test_a_wrong_answer_fails_its_episode(chat_engine, caplog, answer, message):
@@ -230,7 +230,31 @@ def test_parts_of_a_finished_turn(chat_engine):
     assert [len(part.token_ids) for part in parts_of(turn, 4, str, 7)] == []
     texts = iter("ab\nc\n\nxy\nz")
     assert [len(part.token_ids) for part in parts_of(turn, "line", lambda token: next(texts))] == [3, 5, 6, 9]
-    assert {part.finish_reason for part in parts_of(turn, 1, str)} == {""}
+    texts = iter("ab\nc\n\nxy\n")
+    assert [part.finish_reason for part in parts_of(turn, "line", lambda token: next(texts, "\n"))] == [
+        "",
+        "",
+        "",
+        "",
+        "length",
+    ]
+
+
+def test_forks_of_a_turn_that_has_ended_begin_at_one_of_its_tokens(chat_engine):
+    [[turn]] = chat_engine.stream.collect(
+        chat_engine.submit([[1, 2, 3]], inflight.SamplingParams(max_tokens=4, ignore_eos=True), train=False)
+    )
+    begun = []
+
+    def look(part, at):
+        feedback = inflight.Feedback(forks=2, at=at)
+        asyncio.run(Watcher(lambda part: feedback, 1, lambda tokens, n: begun.append((len(tokens), n))).look(part))  # type: ignore[arg-type,func-returns-value]
+
+    for part, at in ((turn, None), (turn, 3), (turn.until(2), None), (turn.until(2), 2), (turn.until(2), 0)):
+        look(part, at)
+    assert begun == [(3, 2), (2, 2), (2, 2), (0, 2)]
+    with pytest.raises(ValueError, match="can begin at token 3 or before, got at=4"):
+        look(turn, 4)
 
 
 def test_a_turn_that_was_drawn_before_gets_its_rewards_again(chat_engine):
