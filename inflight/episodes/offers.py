@@ -32,7 +32,7 @@ class Offer:
 
     @property
     def idle_s(self) -> float:
-        """Time since the last request of the worker, in seconds; 0 during a request, and if there is no worker."""
+        """Time since the last request of the worker, in seconds; 0 during a request, and without a worker."""
         return 0.0 if self._num_requests or self._heard_s is None else time.monotonic() - self._heard_s
 
     @contextmanager
