@@ -18,8 +18,8 @@ def post(url, key, body):
 
 def play(task):
     with openai.OpenAI(base_url=task["base_url"], api_key=task["key"]) as client:
-        messages = [{"role": "user", "content": task["row"]["question"]}]
-        answer = client.chat.completions.create(model="any", messages=messages)
+        question = task["row"]["question"]
+        answer = client.chat.completions.create(model="any", messages=[{"role": "user", "content": question}])
     return float(task["row"]["answer"] in (answer.choices[0].message.content or ""))
 
 

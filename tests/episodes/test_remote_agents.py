@@ -167,7 +167,7 @@ def test_a_task_has_all_that_unchanged_clients_need(chat_engine):
 
 
 def test_an_episode_has_one_worker(chat_engine):
-    """The second one gets none, and an episode that has ended opens for nothing."""
+    """The second one gets none, and mistakes at the end do not end it."""
     with offering(chat_engine, ["row"]) as (episodes, groups):
         task = take(episodes)
         assert claim(episodes, wait_s=0) == claim(episodes, wait_s=0.1) == (204, "")
@@ -175,11 +175,35 @@ def test_an_episode_has_one_worker(chat_engine):
         ask(task, [user("Hello")])
         assert end(task, rewards=1.0)[0] == end(task, reward="1")[0] == end(task, reward=1.0, error="no")[0] == 400
         assert end(task, reward=1.0) == (204, "")
-        late = [end(task, reward=1.0), post(f"{task['root']}/reward", task["key"], {"reward": 1.0})]
-        late.append(post(f"{task['base_url']}/chat/completions", task["key"], {"messages": [user("Hello")]}))
         [[rollout]] = groups()
-    assert [(status, answer["error"]["type"]) for status, answer in late] == [(404, "not_found_error")] * 3
     assert rollout.reward == 1.0
+
+
+def test_an_episode_that_a_worker_has_ended_takes_no_request(chat_engine):
+    """Also while a rollout function around the wait is still running."""
+    agents, tasks, late = RemoteAgents(key=KEY), [], []
+
+    def requests():
+        [task] = tasks
+        late.append(end(task, reward=1.0))
+        late.append(post(f"{task['root']}/reward", task["key"], {"reward": 1.0}))
+        late.append(post(f"{task['base_url']}/chat/completions", task["key"], {"messages": [user("Hello")]}))
+
+    async def around(session, row):
+        value = await agents(session, row)
+        await session.call(requests)
+        return value * 2
+
+    with inflight.Episodes(chat_engine, around, agents=HERE) as episodes:
+        ids = episodes.submit([0], PARAMS, train=False)
+        tasks.append(take(episodes))
+        ask(tasks[0], [user("Hello")])
+        assert end(tasks[0], reward=1.5)[0] == 204
+        [[rollout]] = chat_engine.stream.collect(ids, timeout_s=PATIENCE_S)
+        late.append(end(tasks[0], reward=1.0))
+    assert [(status, answer["error"]["type"]) for status, answer in late] == [(404, "not_found_error")] * 4
+    assert rollout.reward == 3.0
+    assert sum(turn.drawn for turn in rollout.turns) == 1
 
 
 def test_each_request_needs_its_key(chat_engine):
