@@ -84,7 +84,7 @@ class Episodes:
         number of episodes in progress; 0: no bound. agents: "HOST:PORT", the address of this machine at which agents
         reach the endpoints of sessions, with 0 for a free port; None: a free port of 127.0.0.1, opened when it is
         needed. agents_url: the address that agents call, if it is another one, such as a proxy or a public name. Raises
-        ValueError for numbers out of range and for other addresses, and ListenError if the port is in use."""
+        ValueError for numbers out of range and malformed addresses, and ListenError if the port is in use."""
         if not is_async(rollout):
             raise TypeError(f"rollout must be an async function of a session and a row, got {rollout!r}")
         if not 0 <= min_share <= 1:
