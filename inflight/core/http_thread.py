@@ -75,17 +75,21 @@ class HttpThread(ClosedAtEnd):
             wait.tell("the server has not started")
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address; port 0 lets the system choose. Raises ListenError."""
+def listen(
+    host: str,
+    port: int,
+    *,
+    host_advice: str = "--host takes an address of this machine",
+    port_advice: str = "--port takes another one",
+) -> socket.socket:
+    """Return a socket that listens on this address; port 0 lets the system choose. Raises ListenError with advice."""
     try:
         family, *_, (address, _, *scope) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except (OSError, ValueError) as error:
-        raise ListenError(
-            f"cannot listen on host {host!r}: {error}; --host takes an address of this machine"
-        ) from error
+        raise ListenError(f"cannot listen on host {host!r}: {error}; {host_advice}") from error
     try:
         return socket.create_server((address, port, *scope), family=family, dualstack_ipv6=family == socket.AF_INET6)
     except (OSError, OverflowError, ValueError) as error:
         is_host = isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
-        advice = "--host takes an address of this machine" if is_host else "--port takes another one"
+        advice = host_advice if is_host else port_advice
         raise ListenError(f"cannot listen on {host} port {port}: {error}; {advice}") from error

@@ -1,11 +1,16 @@
 """Serves sessions over HTTP: an agent draws the turns of an episode by the API of OpenAI or of Anthropic."""
 
 import asyncio
+import ipaddress
 import logging
+import re
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,11 +21,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from inflight.core.errors import InflightError
 from inflight.core.http_thread import listen
 from inflight.core.messages import shorten
 from inflight.core.sampling import SamplingParams
 from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd
+from inflight.episodes.offers import Offer, Offers, ended, is_same, key_of, no_session
 from inflight.episodes.reply import Reply
 from inflight.episodes.session import Session
 from inflight.server import answers
@@ -29,7 +36,7 @@ from inflight.server.options import ServerOptions
 from inflight.server.prompts import plain_messages, template_kwargs
 from inflight.server.request_log import RequestLog
 from inflight.server.requests import ChatRequest, read_chat, read_request, unless_gone
-from inflight.server.responses import DONE, ApiError, answer, as_api_error, event
+from inflight.server.responses import DONE, ApiError, answer, as_api_error, encode, event
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +61,8 @@ class _Open:
     token: str
     rewards: bool
     """Requests can set rewards."""
+    offer: Offer | None = None
+    """Of an episode that a worker plays."""
     draws: set[asyncio.Future[Reply]] = field(default_factory=set)
     """Turns in progress."""
     replies: list[Reply] = field(default_factory=list)
@@ -61,6 +70,8 @@ class _Open:
 
 
 _Handler = Callable[[_Open, Request], Awaitable[Response]]
+Address = tuple[socket.socket, str]
+"""A socket that listens, and the URL that agents call."""
 _Parts = tuple[str, str, list[dict[str, Any]]]
 """Content, reasoning and tool calls."""
 
@@ -68,21 +79,26 @@ _Parts = tuple[str, str, list[dict[str, Any]]]
 class AgentServer:
     """Serves the sessions of one `Episodes` in its event loop, from the first session on."""
 
-    def __init__(self) -> None:
-        """Raises ListenError if no port is free."""
+    def __init__(self, address: Address | None = None) -> None:
+        """address: None is a free port of 127.0.0.1. Raises ListenError if none is free."""
         options = ServerOptions()
         self._open: dict[str, _Open] = {}
         self._accepted: dict[str, _Open] = {}
         """Sessions of the shared address by their X-Session-ID."""
         self._shared = secrets.token_urlsafe(24)
+        self._offers = Offers(_MOST_BYTES)
+        self._is_named = address is not None
         self._log = RequestLog()
-        listening = listen(_HOST, 0)
-        self._url = f"http://{_HOST}:{listening.getsockname()[1]}"
+        listening, self._url = address or open_address(f"{_HOST}:0", None)
         app = Starlette(
             routes=[
-                Route("/sessions/{id}/v1/chat/completions", self._guarded(chat), methods=["POST"]),
-                Route("/sessions/{id}/v1/messages", self._guarded(messages, error_response), methods=["POST"]),
-                Route("/sessions/{id}/reward", self._guarded(reward), methods=["POST"]),
+                self._route("/v1/chat/completions", chat),
+                self._route("/v1/messages", messages, error_response),
+                self._route("/reward", reward),
+                self._route("/end", end),
+                Route(
+                    "/sessions", self._answering("/sessions", self._offers.claim, ApiError.response), methods=["POST"]
+                ),
             ],
             exception_handlers={HTTPException: _on_http_error},
         )
@@ -104,11 +120,12 @@ class AgentServer:
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listening]))
         self._task.add_done_callback(lambda _: listening.close())
 
-    def open(self, session: Session, *, rewards: bool) -> Endpoint:
-        """Serve a session until it is closed. Then its turns in progress are cancelled. Raises EpisodeEnd."""
+    def open(self, session: Session, *, rewards: bool, offer: Offer | None = None) -> Endpoint:
+        """Serve a session until it is closed. Then its turns in progress are cancelled. offer: lets requests end the
+        session. Raises EpisodeEnd."""
         if session.ended is not None:
             raise EpisodeEnd(session.ended)
-        id, opened = secrets.token_hex(8), _Open(session, secrets.token_urlsafe(24), rewards)
+        id, opened = secrets.token_hex(8), _Open(session, secrets.token_urlsafe(24), rewards, offer)
         self._open[id] = opened
         names: list[str] = []
 
@@ -123,50 +140,92 @@ class AgentServer:
                 del self._accepted[name]
             for draw in list(opened.draws):
                 draw.cancel()
+            if offer is not None:
+                offer.end.cancel()
 
         session.at_close.append(close)
         own, shared = f"{self._url}/sessions/{id}", f"{self._url}/sessions/{self._shared}/v1"
         return Endpoint(own, opened.token, rewards, shared, accept)
 
+    def offer(self, session: Session, row: Any, key: str) -> Offer:
+        """Offer a session to the workers with this key. Raises EpisodeEnd, TypeError for a row that is not JSON-like,
+        and InflightError if workers cannot have the address."""
+        if not self._is_named:
+            raise InflightError('workers need an address: Episodes(…, agents="HOST:PORT")')
+        try:
+            plain = msgspec.Raw(encode(row))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TypeError(f"rows for RemoteAgents must be JSON-like: {error}") from error
+        offer = Offer()
+        endpoint = self.open(session, rewards=True, offer=offer)
+        offer.task = encode(
+            {
+                "id": endpoint.root.rpartition("/")[2],
+                "row": plain,
+                "root": endpoint.root,
+                "base_url": endpoint.url,
+                "key": endpoint.token,
+                "environment": endpoint.environment,
+            }
+        )
+        self._offers.put(key, offer)
+        return offer
+
     async def close(self) -> None:
         """End the server, within some seconds."""
         self._server.should_exit = True
+        self._offers.close()
         self._log.flush()
         await asyncio.wait([self._task], timeout=_CLOSE_S)
         if not self._task.done():
             logger.warning("the server of episodes did not end within %g s, and is left behind", _CLOSE_S)
 
-    def _guarded(
-        self, handler: _Handler, refuse: Callable[[ApiError], Response] = ApiError.response
+    def _route(self, path: str, handler: _Handler, refuse: Callable[[ApiError], Response] = ApiError.response) -> Route:
+        """Return a route below the addresses of sessions."""
+        name = f"/sessions/…/{handler.__name__}"
+        return Route(
+            f"/sessions/{{id}}{path}",
+            self._answering(name, partial(self._of_session, handler), refuse),
+            methods=["POST"],
+        )
+
+    def _answering(
+        self, name: str, respond: Callable[[Request], Awaitable[Response]], refuse: Callable[[ApiError], Response]
     ) -> Callable[[Request], Awaitable[Response]]:
-        async def guarded(request: Request) -> Response:
-            began_s, reason, path = time.monotonic(), "", f"/sessions/…/{handler.__name__}"
+        """Return a function that answers errors, and notes requests by this name."""
+
+        async def answering(request: Request) -> Response:
+            began_s, reason = time.monotonic(), ""
             try:
-                response = await handler(self._opened(request), request)
+                response = await respond(request)
             except ClientDisconnect:
                 response, reason = Response(status_code=499), "the client closed the connection"
             except Exception as error:
-                told = as_api_error(error, f"a request for {path}")
+                told = as_api_error(error, f"a request for {name}")
                 response, reason = refuse(told), told.message
             seconds, reason = time.monotonic() - began_s, shorten(reason.replace("\n", " "), 400)
-            self._log.note(request.method[:20], path, response.status_code, seconds, "an agent", reason)
+            self._log.note(request.method[:20], name, response.status_code, seconds, "an agent", reason)
             return response
 
-        return guarded
+        return answering
+
+    async def _of_session(self, handler: _Handler, request: Request) -> Response:
+        opened = self._opened(request)
+        with nullcontext() if opened.offer is None else opened.offer.request():
+            return await handler(opened, request)
 
     def _opened(self, request: Request) -> _Open:
         """Return the session of a request. Raises ApiError."""
         id = request.path_params["id"]
-        if secrets.compare_digest(id.encode(), self._shared.encode()):
+        if is_same(id, self._shared):
             opened = self._accepted.get(request.headers.get("x-session-id", ""))
             if opened is None:
                 raise ApiError(404, "no session has accepted this X-Session-ID, or its episode has ended")
             return opened
         opened = self._open.get(id)
-        if opened is None:
-            raise ApiError(404, "there is no such session, or its episode has ended")
-        given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
-        if not secrets.compare_digest(given.encode(), opened.token.encode()):
+        if opened is None or (opened.offer is not None and opened.offer.end.done()):
+            raise no_session()
+        if not is_same(key_of(request), opened.token):
             raise ApiError(401, "send the token of this session (Endpoint.token) as the API key")
         return opened
 
@@ -216,6 +275,27 @@ async def reward(opened: _Open, request: Request) -> Response:
     return answer({"total_reward": opened.session.total_reward})
 
 
+class _End(msgspec.Struct, forbid_unknown_fields=True):
+    reward: float | dict[str, float] | None = None
+    error: str | None = None
+
+
+async def end(opened: _Open, request: Request) -> Response:
+    """Answer /sessions/ID/end."""
+    fields = await read_request(request, _End, _MOST_BYTES)
+    if opened.offer is None:
+        raise ApiError(403, "the rollout function ends this episode, not its agent")
+    if fields.reward is not None and fields.error is not None:
+        raise ApiError(400, "an episode with an error has no reward: send one of them", param="error")
+    if fields.reward is not None and not opened.session.has_drawn:
+        raise ApiError(400, "a reward is added to the last drawn turn, and no turn has been drawn", param="reward")
+    if opened.offer.end.done():
+        raise no_session()
+    error = None if fields.error is None else shorten(fields.error)
+    opened.offer.end.set_result((fields.reward, error))
+    return Response(status_code=204)
+
+
 async def _draw(opened: _Open, request: Request, fields: ChatRequest) -> tuple[_Parts, str | None, dict[str, Any]]:
     """Draw a turn. Returns its parts, its finish reason and its usage. Raises ApiError, also if the episode has ended,
     and ClientDisconnect."""
@@ -230,20 +310,15 @@ async def _draw(opened: _Open, request: Request, fields: ChatRequest) -> tuple[_
     try:
         reply = await unless_gone(request, draw)
     except EpisodeEnd as error:
-        raise _ended(error.reason) from error
+        raise ended(error.reason) from error
     except asyncio.CancelledError:
         if draw.cancelled() and session.ended is not None:
-            raise _ended(session.ended) from None
+            raise ended(session.ended) from None
         raise
     opened.replies.append(reply)
     parts = reply.content, reply.message.get("reasoning_content", ""), reply.calls
     usage = answers.usage(reply.prompt_tokens, len(reply.token_ids), reply.prefix_tokens)
     return parts, answers.chat_finish_reason(reply.finish_reason, reply.calls), usage
-
-
-def _ended(reason: str) -> ApiError:
-    # Clients repeat a request after 409.
-    return ApiError(410, f"the episode has ended: {reason}", code=reason)
 
 
 def _check(fields: ChatRequest, params: SamplingParams) -> None:
@@ -272,6 +347,32 @@ def _check(fields: ChatRequest, params: SamplingParams) -> None:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = (
-        f"{request.method} {request.url.path[:200]}: an episode has …/v1/chat/completions, …/v1/messages and …/reward"
+        f"{request.method} {request.url.path[:200]}: there are POST /sessions for workers, and for an episode "
+        "…/v1/chat/completions, …/v1/messages, …/reward and …/end"
     )
     return ApiError(status, message).response()
+
+
+def open_address(agents: str, url: str | None) -> Address:
+    """Listen for agents. agents: "HOST:PORT", port 0 for a free one. url: for agents; None is http://HOST:PORT. Raises
+    ValueError, and ListenError."""
+    host, _, port = agents.rpartition(":")
+    plain = host[1:-1] if re.fullmatch(r"\[.*]", host) else host
+    if not (plain and port.isdecimal() and int(port) < 1 << 16) or (":" in plain) == (plain == host):
+        raise ValueError(f'agents must be "HOST:PORT", such as "10.0.0.5:8700", got {agents!r}')
+    if url is not None and not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", url):
+        raise ValueError(f'agents_url must be an address such as "http://10.0.0.5:8700", got {url!r}')
+    listening = listen(
+        plain,
+        int(port),
+        host_advice='agents="HOST:PORT" takes an address of this machine, and agents_url the address for agents',
+        port_advice='agents="HOST:PORT" takes another one, or 0 for a free one',
+    )
+    bound, port = listening.getsockname()[:2]
+    if url is None and ipaddress.ip_address(bound.partition("%")[0]).is_unspecified:
+        listening.close()
+        raise ValueError(
+            f"agents={agents!r} listens on all addresses of this machine, and agents cannot call {host}; pass the "
+            'address that they call, such as agents_url="http://10.0.0.5:8700"'
+        )
+    return listening, (url or f"http://{host}:{port}").rstrip("/")

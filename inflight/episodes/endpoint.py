@@ -7,10 +7,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address and key of one session. Only programs on this machine reach it, until the episode ends."""
+    """Address and key of one session, until the episode ends. Only programs on this machine reach it, unless `Episodes`
+    has `agents`."""
 
     root: str
-    """http://127.0.0.1:PORT/sessions/ID, the base URL for clients of Anthropic."""
+    """http://127.0.0.1:PORT/sessions/ID, or with `Episodes.agents_url` as its first part. The base URL for clients of
+    Anthropic."""
     token: str
     """Key of the API: each request must have it."""
     rewards: bool

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import socket
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -73,12 +74,17 @@ class Episodes:
         min_share: float = 0.75,
         retries: Mapping[type[Exception], int] | None = None,
         max_running: int = 0,
+        agents: str | None = None,
+        agents_url: str | None = None,
     ):
         """adapter: the LoRA adapter that draws turns whose call names none. prefix_across_versions: maximum version lag
         of the keys and values of earlier turns that a turn reuses (`SamplingParams.prefix_across_versions`). min_share:
         a group with a smaller share of episodes with a reward is left out; the others continue without the episodes
         that have none. retries: maximum number of further attempts after an exception of a class. max_running: maximum
-        number of episodes in progress; 0: no bound. Raises ValueError for numbers out of range."""
+        number of episodes in progress; 0: no bound. agents: "HOST:PORT", the address of this machine at which agents
+        reach the endpoints of sessions, with 0 for a free port; None: a free port of 127.0.0.1, opened when it is
+        needed. agents_url: the address that agents call, if it is another one, such as a proxy or a public name. Raises
+        ValueError for numbers out of range and malformed addresses, and ListenError if the port is in use."""
         if not is_async(rollout):
             raise TypeError(f"rollout must be an async function of a session and a row, got {rollout!r}")
         if not 0 <= min_share <= 1:
@@ -99,7 +105,12 @@ class Episodes:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time that episodes spent in "turns", "calls", "waits" for rate limits, and "rendering", added up over
         episodes."""
-        self.turns = Turns(engine, adapter, prefix_across_versions, self.counts, _agent_server)
+        if agents is None and agents_url is not None:
+            raise ValueError('agents_url needs agents="HOST:PORT", the address to listen on')
+        self._address = None if agents is None else _open_address(agents, agents_url)
+        self.agents_url = self._address and self._address[1]
+        """Base URL of the endpoints of sessions, and of workers; None without `agents`."""
+        self.turns = Turns(engine, adapter, prefix_across_versions, self.counts, partial(_import_server, self._address))
         """Draws the turns."""
         self.num_running = 0
         """Number of episodes in progress."""
@@ -215,13 +226,14 @@ class Episodes:
         with self._lock:
             self._is_closed, loop, thread = True, self._loop, self._thread
             self._loop = self._thread = None
-        if loop is None or thread is None:
-            return
-        self.stream.episodes.remove(self._activity)
-        loop.call_soon_threadsafe(lambda: loop.create_task(self._stop()))
-        thread.join(2 * _CLOSE_S)
-        if thread.is_alive():
-            logger.warning("an episode blocks the event loop of episodes, which could not be ended")
+        if loop is not None and thread is not None:
+            self.stream.episodes.remove(self._activity)
+            loop.call_soon_threadsafe(lambda: loop.create_task(self._stop()))
+            thread.join(2 * _CLOSE_S)
+            if thread.is_alive():
+                logger.warning("an episode blocks the event loop of episodes, which could not be ended")
+        if self._address is not None:
+            self._address[0].close()
 
     def __enter__(self) -> "Episodes":
         return self
@@ -403,10 +415,16 @@ class Episodes:
             task.exception()  # else asyncio logs that nobody has read it
 
 
-def _agent_server() -> Any:
+def _open_address(agents: str, agents_url: str | None) -> tuple[socket.socket, str]:
+    with needing("serve", "the address of agents"):
+        from inflight.episodes.agent_server import open_address
+    return open_address(agents, agents_url)
+
+
+def _import_server(address: tuple[socket.socket, str] | None) -> Callable[[], Any]:
     with needing("serve", "the endpoint of a session"):
         from inflight.episodes.agent_server import AgentServer
-    return AgentServer
+    return partial(AgentServer, address)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

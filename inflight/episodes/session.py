@@ -157,11 +157,10 @@ class Session:
         return await self._fork(reply.place[0], token_ids, reply.request, n, watch, every)
 
     async def endpoint(self, *, rewards: bool = False) -> Endpoint:
-        """Return an address on this machine for an agent that calls the API of OpenAI or Anthropic. Its requests
-        are calls of `chat`. rewards: requests can also set rewards. An agent that runs code of the policy could then
-        set its own. It needs the extra `serve`. Raises EpisodeEnd."""
-        self._check_open()
-        return (await self._turns.agent_server()).open(self, rewards=rewards)
+        """Return an address for an agent that calls the API of OpenAI or Anthropic. Its requests are calls of `chat`.
+        Only programs on this machine reach it, unless `Episodes` has `agents`. rewards: requests can also set rewards.
+        An agent that runs code of the policy could then set its own. It needs the extra `serve`. Raises EpisodeEnd."""
+        return (await self.agent_server()).open(self, rewards=rewards)
 
     # ---- rewards ------------------------------------------------------------------------------------------------
 
@@ -282,6 +281,11 @@ class Session:
         return decide
 
     # ---- for `Episodes` -----------------------------------------------------------------------------------------
+
+    async def agent_server(self) -> Any:
+        """Return the AgentServer of these episodes. Raises EpisodeEnd."""
+        self._check_open()
+        return await self._turns.agent_server()
 
     def close(self, reason: str) -> None:
         """Let every later call raise EpisodeEnd, and end the endpoints."""

@@ -35,8 +35,8 @@ class Turns:
         counts: Counter[str],
         import_server: Callable[[], Any],
     ):
-        """counts: as `Episodes.counts`. import_server: imports and returns the class AgentServer. The other arguments
-        are as for `Episodes`."""
+        """counts: as `Episodes.counts`. import_server: imports AgentServer, and returns a function that makes one. The
+        other arguments are as for `Episodes`."""
         self.import_server = import_server
         self._engine, self.adapter, self._across, self.counts = engine, adapter, prefix_across_versions, counts
         self.workers = Workers("call")
@@ -156,7 +156,7 @@ class Turns:
     async def agent_server(self) -> Any:
         """Return the AgentServer, which the first call starts. Raises ListenError, and MissingPackageError without the
         extra `serve`."""
-        kind = await asyncio.to_thread(self.import_server)  # The import takes longer than a turn.
+        make = await asyncio.to_thread(self.import_server)  # The import takes longer than a turn.
         if self.agents is None:
-            self.agents = kind()
+            self.agents = make()
         return self.agents
