@@ -34,7 +34,7 @@ def test_a_recorder_writes_the_counts_of_episodes_while_they_wait_for_tools(engi
         assert recorded()[-1].num_running == 2
         episodes._loop.call_soon_threadsafe(may_return.set)
         engine.stream.collect(ids, timeout_s=60)
-        wait_until(lambda: recorded()[-1].num_running == 0)
+        wait_until(lambda: recorded()[-1].num_running == 0 and recorded()[-1].reward is not None)
         last = recorded()[-1]
     assert last.num_calling == 0
     assert last.reward == 1.0

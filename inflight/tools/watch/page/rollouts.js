@@ -29,7 +29,7 @@ function grouped(rollouts) {
 function cardOf(sample, group) {
   const [rollout] = group;
   const total = sum(group.map((one) => one.num_tokens ?? one.tokens.length));
-  const facts = [count(total, "token"), rollout.finish_reason ?? ""];
+  const facts = [count(total, "token"), ...(rollout.finish_reason ? [rollout.finish_reason] : [])];
   let name = `Rollout with reward ${text(rollout.reward)}: ${rollout.tokens.join("")}`;
   if (rollout.turns) {
     const branches = group.filter((one) => one.forked_from).length;
