@@ -32,7 +32,8 @@ class EventFile:
     """Appends events, as the only writer of a file. Raises RunError if it cannot be written.
 
     Beyond `max_bytes` the file is thinned out: old rollouts are removed, then every second event in the older half of
-    each kind, so that older events have less detail. keep: continue with the content of the file; otherwise start an empty file.
+    each kind, so that older events have less detail. keep: continue with the content of the file; otherwise start an
+    empty file.
     """
 
     def __init__(self, directory: Path, *, keep: bool = False, max_bytes: int = MAX_BYTES):

@@ -1,7 +1,7 @@
 """Chooses a few rollouts of a step and makes the event that shows them.
 
-An episode is shown with all of its token sequences, which can be in several micro-batches, or in one part of the batch
-for each policy. Bounds keep the event small.
+An episode is shown with all of its token sequences. They can be in several micro-batches, or in the parts of several
+policies. Bounds keep the event small.
 """
 
 import threading
@@ -61,7 +61,7 @@ class ShownRollouts:
 
     def observe(self, batch: PackedBatch, rows: torch.Tensor, log_ratios: np.ndarray) -> Samples | None:
         """Note the rollouts of a batch or micro-batch. rows: i64[n], its tokens in the loss. log_ratios: f32[n]. Return
-        the event of the previous choice if a new one begins and nobody has taken the previous one."""
+        the event of the previous choice if a new one begins and the previous one was not taken."""
         is_due = now_ns() / 1e9 - self._chosen_s > _EVERY_S
         before = self.take() if is_due else None
         with self._lock:

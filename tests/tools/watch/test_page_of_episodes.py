@@ -21,7 +21,7 @@ pytestmark = pytest.mark.browser
 
 
 def sequence(request: int, tokens: list[str], turns: list[SampleTurn], **more: object) -> Sample:
-    """A token sequence of the episode. Tokens of version 3 were drawn, those that begin with a capital were given."""
+    """A token sequence of the episode. Tokens that begin with a capital were given; version 3 drew the others."""
     given = [token[0].isupper() for token in tokens]
     return Sample(
         tokens=tokens,
