@@ -85,10 +85,9 @@ class ShownRollouts:
         """Return the event of the choice, which ends; None without a choice."""
         with self._lock:
             chosen, self._chosen = self._chosen, {}
-        if not chosen:
-            return None
+            of_choice = {"time": self._time, "trainer_version": self._trainer_version}
         shown = [sample for one in chosen.values() for sample in self._shown(one)]
-        return Samples(time=self._time, trainer_version=self._trainer_version, rollouts=shown)
+        return Samples(**of_choice, rollouts=shown) if shown else None
 
     def _shown(self, chosen: _Chosen) -> list[Sample]:
         sequences = list(chosen.sequences.values())

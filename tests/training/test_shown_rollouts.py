@@ -98,6 +98,15 @@ def test_an_episode_is_whole_if_each_policy_has_its_own_loss():
     assert all(one.prompt == "" for one in shown if one.forked_from)
 
 
+def test_the_first_loss_of_a_sequence_is_shown():
+    shown, batch = ShownRollouts(Words()), pack(episode(), [1.0] * 3)
+    for value in (0.5, 0.25):
+        shown.observe(batch, batch.drawn, np.full(batch.num_drawn, value, np.float32))
+    event = shown.take()
+    assert event is not None
+    assert {ratio for one in event.rollouts for ratio in one.log_ratios} == {0.5, None}
+
+
 def test_another_choice_returns_the_one_before(monkeypatch):
     monkeypatch.setattr(shown_rollouts, "_EVERY_S", -1.0)
     shown, batch = ShownRollouts(Words()), pack(episode(), [1.0] * 3)
