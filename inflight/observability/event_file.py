@@ -31,8 +31,9 @@ _PIECE_BYTES = 1 << 20
 class EventFile:
     """Appends events, as the only writer of a file. Raises RunError if it cannot be written.
 
-    Beyond `max_bytes` the file is thinned out: every second event in the older half of each kind is removed, so that
-    older events have less detail. keep: continue with the content of the file; otherwise start an empty file.
+    Beyond `max_bytes` the file is thinned out: old rollouts are removed, then every second event in the older half of
+    each kind, so that older events have less detail. keep: continue with the content of the file; otherwise start an
+    empty file.
     """
 
     def __init__(self, directory: Path, *, keep: bool = False, max_bytes: int = MAX_BYTES):
@@ -71,7 +72,7 @@ class EventFile:
     def _thin_out(self) -> None:
         lines = self.path.read_bytes().splitlines(keepends=True)
         size = sum(map(len, lines))
-        while size > 0.7 * self._max_bytes and len(thinner := thinned(lines)) < len(lines):
+        while size > 0.7 * self._max_bytes and len(thinner := thinned(lines, self._max_bytes)) < len(lines):
             lines, size = thinner, sum(map(len, thinner))
         with replacing(self.path, RunError) as partial:
             partial.write_bytes(b"".join(lines))
@@ -87,8 +88,9 @@ def _line_of(event: Event) -> bytes | None:
         return None
 
 
-def thinned(lines: list[bytes]) -> list[bytes]:
-    """Return the lines without replaced ones, and without every second line in the older half of each other kind."""
+def thinned(lines: list[bytes], max_bytes: int) -> list[bytes]:
+    """Return the lines without old rollouts and replaced versions. If there are none, return the lines without every
+    second one in the older half of each kind. max_bytes: of the file; rollouts keep a quarter of it."""
     kinds: dict[type, list[int]] = defaultdict(list)
     newest_of_version: dict[int, int] = {}
     for index, line in enumerate(lines):
@@ -96,10 +98,15 @@ def thinned(lines: list[bytes]) -> list[bytes]:
             newest_of_version[event.version] = index
         elif event is not None:
             kinds[type(event)].append(index)
-    kept = set(kinds.pop(Samples, [])[-_SAMPLES_KEPT:])
-    for kind, indices in [(Version, list(newest_of_version.values())), *kinds.items()]:
-        half = len(indices) // 2
-        kept.update(indices if kind in (Began, Ended) else indices[:half:2] + indices[half:])
+    kinds[Version] = list(newest_of_version.values())
+    samples = kinds.pop(Samples, [])[-_SAMPLES_KEPT:]
+    while sum(len(lines[index]) for index in samples) > max_bytes // 4:
+        del samples[0]
+    kept = {*samples, *(index for indices in kinds.values() for index in indices)}
+    if len(kept) == len(lines):
+        for kind, indices in kinds.items():
+            if kind not in (Began, Ended):
+                kept -= set(indices[1 : len(indices) // 2 : 2])
     return [line for index, line in enumerate(lines) if index in kept]
 
 

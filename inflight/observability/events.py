@@ -122,10 +122,28 @@ class Version(_Event, frozen=True, kw_only=True, tag="version"):
     """Number of its tokens that the trainer took out of the stream and did not train on."""
 
 
+class SampleTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A turn of a shown rollout. Turns follow each other without gaps."""
+
+    drawn: bool = False
+    """True: the policy drew it. False: it was given, such as the result of a tool."""
+    num_tokens: int = 0
+    num_left_out: int = 0
+    """Number of its last tokens that are not shown."""
+    reward: float | None = None
+    finish_reason: str = ""
+    """Of a drawn turn: stop | length | stopped. "": the next turn continues it."""
+    began_s: float | None = None
+    """Time of the request of a drawn turn, in seconds after the first turn of the episode."""
+    ended_s: float | None = None
+    """Time when all of its tokens had arrived."""
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A rollout, shown. Lists have an entry per token."""
+    """A rollout, shown. Lists have an entry per shown token."""
 
     prompt: str
+    """The last part of the prompt. "" for a branch whose parent is in the same event."""
     tokens: list[str]
     versions: list[int | None]
     """Null for tokens that the policy did not draw, such as results of tools."""
@@ -134,11 +152,25 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reward: float | None = None
     finish_reason: str = ""
     num_tokens: int = 0
-    """Number of tokens of the rollout. Long rollouts show only the first ones."""
+    """Number of tokens of the rollout. Long rollouts show only the first ones; long turns, too."""
+    request_id: int = 0
+    group_id: int = 0
+    sample: int = 0
+    """The token sequences of one episode share its group_id and its sample."""
+    adapter: str = ""
+    """LoRA adapter that drew its tokens; "": none."""
+    turns: list[SampleTurn] = []
+    """Turns of an episode; empty: the policy drew all tokens."""
+    num_turns: int = 0
+    """Number of turns. Long rollouts show only the first ones."""
+    num_sequences: int = 0
+    """Number of token sequences of the episode. Episodes with many show only the first ones."""
+    forked_from: tuple[int, int] | None = None
+    """(request_id, k) of a branch: its prompt is the prompt of this token sequence and its first k tokens."""
 
 
 class Samples(_Event, frozen=True, kw_only=True, tag="samples"):
-    """Rollouts of a batch."""
+    """Rollouts of a batch. The token sequences of one episode follow each other."""
 
     trainer_version: int | None
     rollouts: list[Sample]
@@ -155,6 +187,12 @@ Event = Began | Step | Consumed | Swapped | Engine | Episodes | Version | Sample
 
 encode = msgspec.json.Encoder().encode
 _decoder = json_decoder(Event)
+
+
+def rounded(value: float) -> float:
+    """Round to five significant digits. Integers are returned in full."""
+    value = float(value)
+    return value if value.is_integer() else float(f"{value:.5g}")
 
 
 def decode(line: bytes) -> Event | None:

@@ -34,26 +34,22 @@ from inflight.observability.events import (
     Episodes,
     Event,
     RunError,
-    Sample,
     Samples,
     Step,
     Swapped,
     Version,
     read_events,
+    rounded,
 )
 from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.rollout_stream import RolloutStream
-from inflight.training.data.texts import Texts
+from inflight.training.shown_rollouts import ShownRollouts
 
 logger = logging.getLogger("inflight")
 
 _WRITE_EVERY_S = 1.0
 """Time between two writes, and between two status calls to the engine."""
-_SAMPLE_EVERY_S = 5.0
-_SAMPLED_ROLLOUTS = 3
-_SHOWN_TOKENS = 160
-_SHOWN_PROMPT = 1000
 _WAITING_EVENTS = 4096
 _VERSIONS = 256
 """Number of versions whose tokens are counted. The counts of older versions are final by then."""
@@ -126,7 +122,7 @@ class RunRecorder(ClosedAtEnd):
         self.directory = Path(directory)
         self._lock = threading.Lock()
         self._mismatch, self._stale = np.zeros(_NUM_BINS, np.int64), np.zeros(_NUM_BINS, np.int64)
-        self._sampled_s = 0.0
+        self._shown = ShownRollouts(engine.stream.texts)
         self._logged_ns: int | None = None
         self._to_unix_s = time.time() - now_ns() / 1e9
         began = Began(
@@ -153,19 +149,20 @@ class RunRecorder(ClosedAtEnd):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the finite numbers of a step."""
-        numbers = {name: _rounded(value) for name, value in values.items() if isfinite(value)}
+        numbers = {name: rounded(value) for name, value in values.items() if isfinite(value)}
         now, before = now_ns(), self._logged_ns
         with self._lock:
             mismatch, stale = self._mismatch.tolist(), self._stale.tolist()
             self._mismatch[:] = self._stale[:] = 0
         self._logged_ns = now
+        self._show()
         self._writer.put(
             Step(
                 time=_now(),
                 step=int(step),
                 numbers=numbers,
-                seconds=None if before is None else _rounded((now - before) / 1e9),
-                spans={name: _rounded(seconds) for name, seconds in spans.added_up().items()},
+                seconds=None if before is None else rounded((now - before) / 1e9),
+                spans={name: rounded(seconds) for name, seconds in spans.added_up().items()},
                 mismatch=mismatch if any(mismatch) else [],
                 stale=stale if any(stale) else [],
             )
@@ -176,6 +173,7 @@ class RunRecorder(ClosedAtEnd):
         if self._writer.closing.is_set():
             return
         self._stop_listening()
+        self._show()
         spans.stop_adding_up()
         self._writer.closing.set()
         self._watcher.thread.join(_ASK_S)  # An engine that does not respond is not waited for.
@@ -195,7 +193,7 @@ class RunRecorder(ClosedAtEnd):
 
     @_harmless
     def swapped(self, version: int, swap_ms: float, stall_ms: float) -> None:
-        event = Swapped(time=_now(), version=version, swap_ms=_rounded(swap_ms), stall_ms=_rounded(stall_ms))
+        event = Swapped(time=_now(), version=version, swap_ms=rounded(swap_ms), stall_ms=rounded(stall_ms))
         self._writer.put(event)
 
     @_harmless
@@ -208,7 +206,7 @@ class RunRecorder(ClosedAtEnd):
         measures = {}
         if len(weight_versions):
             percentiles = _percentiles([getattr(staleness, name) for name in _MEASURES])
-            measures = {name: [*map(_rounded, values)] for name, values in zip(_MEASURES, percentiles, strict=True)}
+            measures = {name: [*map(rounded, values)] for name, values in zip(_MEASURES, percentiles, strict=True)}
         self._lives.count(trained=_counts(weight_versions[in_loss]))
         self._writer.put(Consumed(time=_now(), num_tokens=len(weight_versions), measures=measures))
 
@@ -224,11 +222,16 @@ class RunRecorder(ClosedAtEnd):
             with self._lock:
                 self._mismatch += np.bincount(bins[own], minlength=_NUM_BINS)
                 self._stale += np.bincount(bins[~own], minlength=_NUM_BINS)
-        if batch.rollouts and now_ns() / 1e9 - self._sampled_s > _SAMPLE_EVERY_S:
-            self._sampled_s = now_ns() / 1e9
-            of_rows = np.full(len(batch.input_ids), np.nan, np.float32)
-            of_rows[rows.cpu().numpy()] = logs
-            self._writer.put(_samples(batch, of_rows, self._stream.texts))
+        if batch.rollouts:
+            self._put(self._shown.observe(batch, rows, logs))
+
+    @_harmless
+    def _show(self) -> None:
+        self._put(self._shown.take())
+
+    def _put(self, shown: Samples | None) -> None:
+        if shown is not None:
+            self._writer.put(shown)
 
     def _stop_listening(self) -> None:
         self._meter.listener = None
@@ -346,37 +349,14 @@ class _EngineWatcher:
         spent = self._seconds_by_state - before  # Empty if the engine has just been restarted.
         return Engine(
             time=_now(),
-            states={name: _rounded(seconds / spent.total()) for name, seconds in spent.items()},
+            states={name: rounded(seconds / spent.total()) for name, seconds in spent.items()},
             version=status.version,
             num_running=status.num_running,
             num_waiting=status.num_waiting,
             num_outstanding=len(stream.outstanding),
             num_tokens=status.num_tokens,
-            kv_used=_rounded(status.kv_blocks_used / status.kv_blocks) if status.kv_blocks else None,
+            kv_used=rounded(status.kv_blocks_used / status.kv_blocks) if status.kv_blocks else None,
         )
-
-
-def _samples(batch: PackedBatch, log_ratios: np.ndarray, texts: Texts) -> Samples:
-    """Return some rollouts of different prompts. log_ratios: f32[T], NaN for tokens without a ratio."""
-    ends = batch.cu_seqlens.tolist()[1:]
-    spread = np.linspace(0, len(ends) - 1, min(_SAMPLED_ROLLOUTS, len(ends))).astype(int).tolist()
-    found = []
-    for index in spread:
-        rollout, length = batch.rollouts[index], len(batch.rollouts[index].token_ids)
-        begin, shown = ends[index] - length, min(length, _SHOWN_TOKENS)
-        logs = log_ratios[begin : begin + shown].tolist()
-        found.append(
-            Sample(
-                prompt=rollout.prompt[-_SHOWN_PROMPT:],
-                tokens=texts.of_tokens(rollout.token_ids[:shown].tolist()),
-                versions=rollout.drawn_versions[:shown],
-                log_ratios=[_rounded(value) if isfinite(value) else None for value in logs],
-                reward=None if rollout.reward is None else float(rollout.reward),
-                finish_reason=rollout.finish_reason,
-                num_tokens=length,
-            )
-        )
-    return Samples(time=_now(), trainer_version=batch.trainer_version, rollouts=found)
 
 
 def _texts(options: Any, name: str = "") -> dict[str, str]:
@@ -412,9 +392,3 @@ def _percentiles(columns: Sequence[np.ndarray]) -> list[list[float]]:
     places = np.array(_PERCENTS) / 100 * (ordered.shape[1] - 1)
     below, above = np.floor(places).astype(int), np.ceil(places).astype(int)
     return (ordered[:, below] + (places - below) * (ordered[:, above] - ordered[:, below])).tolist()
-
-
-def _rounded(value: float) -> float:
-    """Round to five significant digits. Integers are returned in full."""
-    value = float(value)
-    return value if value.is_integer() else float(f"{value:.5g}")

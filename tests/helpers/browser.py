@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _QUIET = (
@@ -41,3 +41,7 @@ def expect(what: Any) -> Any:
     from playwright.sync_api import expect
 
     return expect(what)
+
+
+def scrolls(page: "Page") -> bool:
+    return page.evaluate("document.documentElement.scrollWidth > window.innerWidth")

@@ -136,6 +136,18 @@ def test_a_file_is_thinned_out_to_its_bound_and_keeps_the_course_of_the_run(tmp_
     assert isinstance(events[-1], Ended)
 
 
+def test_large_rollouts_do_not_cost_the_course_of_a_run_its_detail(tmp_path):
+    bound = 1 << 17
+    file = EventFile(tmp_path, max_bytes=bound)
+    rollout = Sample(prompt="a" * 10_000, tokens=[], versions=[], log_ratios=[])
+    for number in range(100):
+        file.append([step(number), Samples(time=0.0, trainer_version=number, rollouts=[rollout])])
+        assert file.path.stat().st_size <= bound
+    events = list(read_events(tmp_path))
+    assert [event.step for event in events if isinstance(event, Step)] == list(range(100))
+    assert [event.trainer_version for event in events if isinstance(event, Samples)][-1] == 99
+
+
 def test_what_cannot_be_written_or_read_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"cannot write .*file/events.jsonl"):

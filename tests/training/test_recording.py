@@ -187,7 +187,7 @@ def test_rollouts_show_their_own_ratios_also_in_micro_batches(recorded):
     parts = batch.micro_batches(60)
     assert len(parts) > 1
     for part in parts:
-        recorder._sampled_s = 0.0
+        recorder._shown._chosen_s = 0.0
         policy_loss(model, part)
         policy_loss(model, part)  # one sample in five seconds is enough
     with torch.no_grad():

@@ -7,11 +7,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import pytest
-from browser import chromium, expect
+from browser import expect, scrolls
 from waiting import PATIENCE_S
 
 from inflight.observability.event_file import EventFile
@@ -33,36 +31,8 @@ from inflight.tools.verdict import verdict_of
 from inflight.tools.watch.server import PageServer
 from inflight.tools.watch.sources import RunDirectory
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
-
 pytestmark = pytest.mark.browser
 MEASURES = ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag")
-
-
-@pytest.fixture(scope="module")
-def browser() -> "Iterator[Browser]":
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def shown(browser, tmp_path) -> "Iterator[Callable[..., Page]]":
-    """Opens the page of tmp_path / "run"; at the end its console must have been silent."""
-    complaints: list[str] = []
-    with PageServer(RunDirectory(tmp_path / "run")) as server:
-
-        def show(width: int = 1024, **context) -> "Page":
-            page = browser.new_context(viewport={"width": width, "height": 800}, **context).new_page()
-            page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
-            page.on("pageerror", lambda error: complaints.append(str(error)))
-            page.goto(server.url)
-            return page
-
-        yield show
-        for context in browser.contexts:
-            context.close()
-    assert complaints == []
 
 
 def made_run(steps: int, *, title: str = "a made run", ended: bool = False) -> list[Event]:
@@ -104,10 +74,6 @@ def made_run(steps: int, *, title: str = "a made run", ended: bool = False) -> l
     )
     events.append(Samples(time=began + steps, trainer_version=steps, rollouts=[rollout]))
     return [*events, Ended(time=began + steps)] if ended else events
-
-
-def scrolls(page: "Page") -> bool:
-    return page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
 
 
 @pytest.mark.parametrize("width", [390, 1024, 1600])

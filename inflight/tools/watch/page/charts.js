@@ -21,6 +21,13 @@ function trimmed(digits) {
   return digits.includes(".") ? digits.replace(/\.?0+$/, "") : digits;
 }
 
+export function make(tag, attributes = {}, content = "") {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(content);
+  return element;
+}
+
 /** Seconds since the run began, as a clock shows them. */
 export function clock(seconds) {
   const s = Math.max(0, Math.round(seconds));

@@ -1,6 +1,7 @@
 // The page: asks for news, keeps what is known of the run, and draws it.
 
-import { Chart, clock, text, thin } from "./charts.js";
+import { Chart, clock, make, text, thin } from "./charts.js";
+import { colourTokens, drawSamples } from "./rollouts.js";
 import { Run } from "./run.js";
 
 const ASK_MS = 1000;
@@ -8,7 +9,6 @@ const ASK_HIDDEN_MS = 5000;
 const ANSWER_MS = 8000;
 const QUIET_S = 8;
 const VERSIONS_SHOWN = 60;
-const HINT = "Point at a token, or use the arrow keys.";
 
 const run = new Run();
 const $ = (id) => document.getElementById(id);
@@ -144,13 +144,6 @@ function keyRow(legend) {
     row.append(item);
   }
   return row;
-}
-
-function make(tag, attributes = {}, content = "") {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(content);
-  return element;
 }
 
 function percent(value) {
@@ -439,81 +432,6 @@ function drawTiles() {
   $("tiles").replaceChildren(...elements);
 }
 
-// ---- rollouts -----------------------------------------------------------------------------------------------------
-
-const cards = new Map();
-
-function drawSamples() {
-  const wanted = run.samples.slice(-3).reverse().flatMap((sample) => sample.rollouts.map((rollout, i) => [`${sample.at}-${i}`, sample, rollout]));
-  for (const key of cards.keys()) if (!wanted.some(([other]) => other === key)) cards.delete(key);
-  for (const [key, sample, rollout] of wanted) if (!cards.has(key)) cards.set(key, cardOf(sample, rollout));
-  const elements = wanted.map(([key]) => cards.get(key));
-  const host = $("samples");
-  if (!elements.length) host.replaceChildren(make("p", { class: "facts" }, "No rollout has been recorded yet."));
-  else if (elements.length !== host.children.length || elements.some((element, i) => host.children[i] !== element)) host.replaceChildren(...elements);
-  colourTokens();
-}
-
-function cardOf(sample, rollout) {
-  const card = make("article", { class: "sample", tabindex: "0", "aria-label": `Rollout with reward ${text(rollout.reward)}: ${rollout.tokens.join("")}` });
-  const meta = make("div", { class: "meta" });
-  const total = rollout.num_tokens ?? rollout.tokens.length;
-  const reward = make("span", {}, "reward ");
-  reward.append(make("b", {}, text(rollout.reward)));
-  meta.append(reward, make("span", {}, `${total} tokens, ${rollout.finish_reason ?? ""}`), make("span", {}, `trained on at ${clock(sample.at)} as version ${sample.trainer_version ?? "?"}`));
-  const words = make("p", { class: "text" });
-  words.append(make("span", { class: "prompt" }, rollout.prompt));
-  rollout.tokens.forEach((token, i) => {
-    const shown = token === "" ? "·" : token.replace(/\n/g, "⏎\n");
-    if (rollout.versions[i] === null) return words.append(make("span", { class: "prompt" }, shown)); // It was not drawn.
-    words.append(make("span", { class: "token", "data-index": i, "data-version": rollout.versions[i], "data-ratio": rollout.log_ratios[i] ?? "" }, shown));
-  });
-  if (total > rollout.tokens.length) words.append(` … ${total - rollout.tokens.length} more`);
-  const about = make("p", { class: "about", "aria-live": "polite" }, HINT);
-  card.append(meta, words, about);
-  const tokens = [...card.querySelectorAll(".token")];
-  let at = -1;
-  const show = (index) => {
-    tokens[at]?.classList.remove("at");
-    at = index;
-    if (at < 0) return (about.textContent = HINT);
-    const { index: place, version, ratio } = tokens[at].dataset;
-    about.textContent = `token ${Number(place) + 1}: version ${version}, log ρ ${ratio === "" ? "not in the loss" : Number(ratio).toFixed(4).replace("-", "−")}`;
-  };
-  words.addEventListener("pointerover", (event) => event.target.classList.contains("token") && show(tokens.indexOf(event.target)));
-  card.addEventListener("pointerleave", () => show(-1));
-  card.addEventListener("blur", () => show(-1));
-  card.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    show(Math.max(0, Math.min(tokens.length - 1, at + step)));
-    tokens[at].classList.add("at");
-  });
-  return card;
-}
-
-function colourTokens() {
-  const byVersion = document.querySelector('input[name="colour"]:checked').value === "version";
-  const tokens = [...document.querySelectorAll(".token")];
-  const versions = [...new Set(tokens.map((token) => Number(token.dataset.version)))].sort((a, b) => b - a);
-  const ground = (version) => `var(--v${versions.indexOf(version) % 6})`;
-  for (const token of tokens) token.style.background = byVersion ? ground(Number(token.dataset.version)) : tint(token.dataset.ratio);
-  const legend = $("legend");
-  if (byVersion) {
-    legend.replaceChildren(...versions.slice(0, 12).map((version) => make("b", { style: `background:${ground(version)}` }, `v${version}`)));
-    return;
-  }
-  const steps = [-1, -0.3, -0.03, 0.03, 0.3, 1];
-  legend.replaceChildren("likelier when drawn", ...steps.map((ratio) => make("b", { style: `background:${tint(ratio)}` }, text(ratio).replace("-", "−"))), "likelier now");
-}
-
-function tint(ratio) {
-  if (ratio === "" || Number.isNaN(Number(ratio))) return "none";
-  const strength = Math.min(1, Math.cbrt(Math.abs(Number(ratio)))) * 0.75;
-  return `rgb(var(--${Number(ratio) > 0 ? "above" : "below"}) / ${strength.toFixed(3)})`;
-}
-
 // ---- the head -----------------------------------------------------------------------------------------------------
 
 let seen = { there: null, place: "", why: "", now: 0 };
@@ -603,7 +521,7 @@ function draw() {
   for (const { chart, draw: data } of charts.values()) chart.draw(data());
   drawVerdict();
   drawTiles();
-  drawSamples();
+  drawSamples(run.samples);
 }
 
 function redraw() {
