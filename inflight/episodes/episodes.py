@@ -95,7 +95,7 @@ class Episodes:
         """Number of episodes by the reason of their end ("completed", "max_turns", "error: ValueError", …); of
         "completed: no reward", "attempts", "turns", "drawn tokens", "prompt tokens", "reused prompt tokens",
         "conversations rendered again", "calls that timed out", "turns drawn before" and "calls made before" the restart
-        of the trainer, and "calls not stored", whose results cannot be saved."""
+        of the trainer, and of "calls not stored" (their results cannot be saved)."""
         self._failures = Failures("an episode", logger, retries, self.counts)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time that episodes spent in "turns", "calls", "waits" for rate limits, and "rendering", added up over

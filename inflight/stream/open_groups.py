@@ -52,7 +52,7 @@ class OpenGroups:
                     record.calls.pop((call.sample, call.env, call.number), None)
 
     def forget(self, group_id: int, sample: int) -> None:
-        """Forget the noted turns and calls of an episode, which begins again."""
+        """Forget the noted turns and calls of an episode that begins again."""
         with self._table.lock:
             record = self._table.records.get(group_id)
             if record is not None and record.state is State.OPEN:

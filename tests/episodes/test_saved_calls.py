@@ -375,11 +375,13 @@ def test_a_rollout_function_uses_environments_with_a_state(chat_engine, tmp_path
 
     async def play(session, row):
         one, two = Named("one"), Named("two")
+        await session.complete([1, 2])
         for _ in range(3):
             await session.call(one.move, 1)
             await session.call(two.move, by=10)
         with pytest.raises(RuntimeError):
             await session.call(two.fail)
+        await session.call(two.move, 10)
         await world.hold()
         return float(await session.call(one.move, 1) + await session.call(two.move, 10))
 
@@ -396,12 +398,13 @@ def test_a_rollout_function_uses_environments_with_a_state(chat_engine, tmp_path
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inflight.Run, "save", note_states)
-        _, counts = restart(chat_engine, tmp_path, play)
-    assert states == {1: [2], 2: [2]}
-    # `fail` of the second environment has no result, so that the environment itself gets it again.
-    assert world.calls[1] == [("load", {"moves": 30}), ("load", {"moves": 3}), ("one", 4), ("two", 40)]
+        group, counts = restart(chat_engine, tmp_path, play)
+    assert states == {1: [2], 2: [2, 4]}
+    # `fail` of the second environment has no result, so that the environment itself gets it and all later calls.
+    assert world.calls[1] == [("load", {"moves": 30}), ("two", 40), ("load", {"moves": 3}), ("one", 4), ("two", 50)]
     assert counts["completed"] == 1
     assert counts["calls made before"] == 6
+    assert group[0].reward == 54.0
 
 
 @pytest.mark.parametrize("declared", ["load", "restart"])

@@ -120,7 +120,7 @@ def main(model: str, directory: Path, attempt: int, finishes: bool) -> None:
             publisher.wait_copied()
             set_weights(policies, attempt, version)
             names = published_at(version)
-            publisher.publish(adapter=None if len(names) > 1 else names[0])
+            publisher.publish(adapter=None if version == 1 else names[-1])
             JOURNAL.note("published", version, attempt)
             for name in names:
                 newest[name] = {key: value.detach().clone() for key, value in policies.own[name].items()}
