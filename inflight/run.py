@@ -91,9 +91,9 @@ class _File(msgspec.Struct, frozen=True):
 class Run:
     """Saves and loads the state of a training run. The trainer itself saves model, optimizer and the like.
 
-    The state consists of the submitted prompts whose groups were not taken, with every token that has arrived; the
-    number of the weights' version; the state of the random number generators; and `progress`. Under torchrun every rank
-    has its Run.
+    The state consists of the submitted prompts whose groups were not taken, with every token that has arrived and the
+    calls of episodes in progress; the number of the weights' version; the state of the random number generators; and
+    `progress`. Under torchrun every rank has its Run.
     """
 
     def __init__(self, engine: Engine, publisher: "Publisher | ShardSender | FollowingPublisher"):

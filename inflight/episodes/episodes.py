@@ -190,8 +190,8 @@ class Episodes:
         groups. `grpo` calls it.
 
         The rollout function is called again, and gets the turns that were drawn without drawing them again, as long as
-        it asks for the same ones. Turns in progress continue from their tokens. Saved results of `Session.call` are
-        returned in the same way, as its docstring describes.
+        it asks for the same ones. Turns in progress continue from their tokens. Calls of `Session.call` get their saved
+        results in the same way.
         """
         loop, started = self._running_loop(), []
         ledger = self.stream.ledger
