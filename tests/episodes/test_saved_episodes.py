@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import killed_trainer
 import numpy as np
@@ -172,6 +171,7 @@ def test_killed_engines_lose_double_and_misattribute_no_token_of_an_episode(mode
     assert len({version for rollout in rollouts for version in rollout.weight_versions[rollout.drawn]}) > num_kills
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "num_kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
 )
@@ -196,7 +196,7 @@ def test_killed_trainers_lose_double_and_misattribute_no_saved_token_of_an_episo
             return "saved" in kinds and len(kinds) > kinds.index("saved") + num_more
 
         try:
-            wait_until(is_reached, "the trainer has not saved")
+            wait_until(is_reached, "the trainer has not saved", seconds=PATIENCE_S)
             time.sleep(rng.uniform(0, 0.02))
         finally:
             process.send_signal(signal.SIGKILL)
@@ -207,4 +207,4 @@ def test_killed_trainers_lose_double_and_misattribute_no_saved_token_of_an_episo
     finally:
         process.kill()
     assert sum(kind == "loaded" for kind, *_ in journal.events()) == num_kills
-    killed_trainer.check(Path(tmp_path))
+    killed_trainer.check(tmp_path)
