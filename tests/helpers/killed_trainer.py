@@ -18,6 +18,7 @@ import torch
 from policies import NAMES, Policies
 
 import inflight
+from inflight.run import _read
 
 PARAMS = inflight.SamplingParams(n=2, max_tokens=7, ignore_eos=True)
 TURNS = (*NAMES, NAMES[0])
@@ -177,7 +178,7 @@ def check(directory: Path) -> None:
             set_weights(policies, attempt, version)
             policies.note(version, *published_at(version))
 
-    run = inflight.run._read(directory / "saves" / str(newest_save(directory)) / "run.inflight")[0].progress
+    run = _read(directory / "saves" / str(newest_save(directory)) / "run.inflight")[0].progress
     assert sorted(run["trained"]) == list(range(run["submitted"])), "a row was not trained exactly once"
     steps = [pickle.loads((directory / f"step-{step}.pickle").read_bytes()) for step in range(1, run["step"] + 1)]
     groups = [group for step in steps for group in step]
