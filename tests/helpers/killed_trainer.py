@@ -113,10 +113,6 @@ def main(model: str, directory: Path, attempt: int, finishes: bool) -> None:
             episodes.continue_saved()
         run.progress = state
         while True:
-            while not finishes and state["submitted"] - len(state["trained"]) < GROUPS_IN_FLIGHT:
-                row = state["submitted"]
-                episodes.submit([[1, 2, row % 50]], PARAMS, metadata=[{"row": row}])
-                state["submitted"] += 1
             version = publisher.version + 1
             publisher.wait_copied()
             set_weights(policies, attempt, version)
@@ -125,6 +121,12 @@ def main(model: str, directory: Path, attempt: int, finishes: bool) -> None:
             JOURNAL.note("published", version, attempt)
             for name in names:
                 newest[name] = {key: value.detach().clone() for key, value in policies.own[name].items()}
+            if version == 1:
+                engine.wait_for_version(1)  # The check needs the weights of every token.
+            while not finishes and state["submitted"] - len(state["trained"]) < GROUPS_IN_FLIGHT:
+                row = state["submitted"]
+                episodes.submit([[1, 2, row % 50]], PARAMS, metadata=[{"row": row}])
+                state["submitted"] += 1
             left = min(GROUPS_PER_STEP, state["submitted"] - len(state["trained"]))
             groups = [next(engine.stream.groups()) for _ in range(left)]
             state["step"] += 1
