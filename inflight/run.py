@@ -20,7 +20,7 @@ from inflight.core.messages import Ids, Prompt
 from inflight.core.rollout import Rollout
 from inflight.fleet.engine import Engine
 from inflight.fleet.ranks.attached import FollowingPublisher
-from inflight.stream.held_groups import SavedGroup
+from inflight.stream.held_groups import SavedCall, SavedGroup
 from inflight.stream.rollout_codec import Arrays, RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
 from inflight.training.random_state import random_state, restore_random_state
 
@@ -42,6 +42,7 @@ class _Group(msgspec.Struct, frozen=True):
     forked_from: tuple[int, int] | None
     rollouts: list[RolloutHeader]
     is_open: bool = False
+    calls: list[SavedCall] = []
 
 
 class _Clock(msgspec.Struct, frozen=True):
@@ -90,9 +91,9 @@ class _File(msgspec.Struct, frozen=True):
 class Run:
     """Saves and loads the state of a training run. The trainer itself saves model, optimizer and the like.
 
-    The state consists of the submitted prompts whose groups were not taken, with every token that has arrived; the
-    number of the weights' version; the state of the random number generators; and `progress`. Under torchrun every rank
-    has its Run.
+    The state consists of the submitted prompts whose groups were not taken, with every token that has arrived and the
+    calls of episodes in progress; the number of the weights' version; the state of the random number generators; and
+    `progress`. Under torchrun every rank has its Run.
     """
 
     def __init__(self, engine: Engine, publisher: "Publisher | ShardSender | FollowingPublisher"):
@@ -182,7 +183,16 @@ def _describe(engine: Engine, version: int) -> tuple[_EngineState, list[Arrays]]
         published=published,
         changes=changes,
         groups=[
-            _Group(g.ids, g.reserved, g.prompt, g.origin, [header_of(r) for r in g.rollouts], g.is_open) for g in saved
+            _Group(
+                g.ids,
+                g.reserved,
+                g.prompt,
+                g.origin,
+                [header_of(r) for r in g.rollouts],
+                g.is_open,
+                list(g.calls),
+            )
+            for g in saved
         ],
         next_ids=next_ids,
     )
@@ -198,7 +208,15 @@ def _saved_groups(engine: _EngineState, arrays: Sequence[Arrays], shift_ns: int)
         return replace(rollout, sampled_at_ns=rollout.sampled_at_ns + shift_ns, turns=turns)
 
     return [
-        SavedGroup(g.ids, g.reserved, g.prompt, g.forked_from, [rollout_of(header) for header in g.rollouts], g.is_open)
+        SavedGroup(
+            g.ids,
+            g.reserved,
+            g.prompt,
+            g.forked_from,
+            [rollout_of(header) for header in g.rollouts],
+            g.is_open,
+            g.calls,
+        )
         for g in engine.groups
     ]
 

@@ -1,6 +1,8 @@
 """Rollout functions that play environments of Gymnasium, skyrl-gym, TextArena and OpenEnv.
 
-Their packages are not imported: an environment needs the methods of its interface, and a server its messages."""
+Their packages are not imported: an environment needs the methods of its interface, and a server its messages. The
+attribute `on_restart` of an environment ("replay", "load" or "drop") decides about its episodes after a restart of the
+trainer, as `Session.call` describes."""
 
 import asyncio
 import threading
@@ -9,12 +11,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import wraps
 from itertools import zip_longest
-from typing import Any
+from types import MethodType
+from typing import Any, Literal
 
 from inflight.core.errors import InflightError, QueueFullError
 from inflight.core.extras import needing
 from inflight.core.rollout import Rollout, samples_of
 from inflight.core.waiting import Wait
+from inflight.episodes.call_log import on_restart_of
 from inflight.episodes.episodes import RolloutFunction
 from inflight.episodes.limits import EpisodeEnd
 from inflight.episodes.reply import Reply
@@ -139,6 +143,7 @@ def openenv_rollout(
     *,
     to_messages: Callable[[Any], Sequence[Message]],
     to_action: Callable[[Reply], Mapping[str, Any]],
+    on_restart: Literal["replay", "drop"] = "replay",
 ) -> RolloutFunction:
     """Return a rollout function for a server of OpenEnv 0.10. Each episode has its own WebSocket, and so its own
     environment. Needs the extra `openenv`.
@@ -149,10 +154,14 @@ def openenv_rollout(
     While the server has no free environment (`max_concurrent_envs`, 1 by default), `reset` tries again, for
     `Limits.call_s` at most; `Episodes(max_running=…)` prevents this. An error of the server raises InflightError.
     OpenEnv does not distinguish the end of a task from a limit of the environment.
+    on_restart: "replay" sends the messages of an episode again after a restart of the trainer, to a new environment.
+    "drop" ends the episode. The state of a server cannot be loaded: "load" raises ValueError.
     """
+    if on_restart not in ("replay", "drop"):
+        raise ValueError(f'on_restart must be "replay" or "drop", got {on_restart!r}')
 
     async def rollout(session: Session, row: Any) -> None:
-        env = _OpenEnv(url(row) if callable(url) else url)
+        env = _OpenEnv(url(row) if callable(url) else url, on_restart)
         options = row.get("options") or {} if isinstance(row, Mapping) else {}
         try:
             data = await session.call(env.reset, {"seed": _seed_of(session, row), **options})
@@ -172,7 +181,8 @@ def openenv_rollout(
 class _OpenEnv:
     """A WebSocket of a server of OpenEnv: one environment. Calls have the limits of `Session.call`."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, on_restart: str):
+        self.on_restart = on_restart
         with needing("openenv", "openenv_rollout"):
             import aiohttp
 
@@ -235,6 +245,7 @@ class _Environment:
     def __init__(self, session: Session, make_env: MakeEnvironment, row: Any):
         self._session, self._make_env, self._row = session, make_env, row
         self._lock, self._env, self._is_closed = threading.Lock(), None, False
+        self.on_restart = "replay"  # Its making is repeated in any case.
         self.name = getattr(make_env, "__name__", "the environment")
 
     def make_env(self) -> None:
@@ -242,18 +253,29 @@ class _Environment:
         with self._lock:
             if not self._is_closed:
                 self._env = self._make_env(self._row)
-                self.name = type(self._env).__name__
+                self.name, self.on_restart = type(self._env).__name__, on_restart_of(self._env)
 
     async def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
         """Call one of its methods in a thread, within the limits of the session."""
         method = getattr(self._env, name)
 
         @wraps(method)
-        def alone() -> Any:
-            with self._lock:
+        def alone(env: "_Environment", *arguments: Any, **keywords: Any) -> Any:
+            with env._lock:
                 return method(*arguments, **keywords)
 
-        return await self._session.call(alone)
+        return await self._session.call(MethodType(alone, self), *arguments, **keywords)
+
+    def save(self) -> Any:
+        """Return the state of the environment; None after `close`."""
+        with self._lock:
+            return None if self._env is None else self._env.save()
+
+    def load(self, state: Any) -> None:
+        """Set the state of the environment."""
+        with self._lock:
+            if self._env is not None:
+                self._env.load(state)
 
     def close(self) -> Any:
         """Close the environment after its calls, once. Returns the result of `env.close`."""

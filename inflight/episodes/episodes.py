@@ -100,7 +100,8 @@ class Episodes:
         self.counts: Counter[str] = Counter()
         """Number of episodes by the reason of their end ("completed", "max_turns", "error: ValueError", …); of
         "completed: no reward", "attempts", "turns", "drawn tokens", "prompt tokens", "reused prompt tokens",
-        "conversations rendered again", and "calls that timed out"."""
+        "conversations rendered again", "calls that timed out", "turns drawn before" and "calls made before" the restart
+        of the trainer, and of "calls not stored" (their results cannot be saved)."""
         self._failures = Failures("an episode", logger, retries, self.counts)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time that episodes spent in "turns", "calls", "waits" for rate limits, and "rendering", added up over
@@ -200,7 +201,8 @@ class Episodes:
         groups. `grpo` calls it.
 
         The rollout function is called again, and gets the turns that were drawn without drawing them again, as long as
-        it asks for the same ones. Turns in progress continue from their tokens. Tools are called again.
+        it asks for the same ones. Turns in progress continue from their tokens. Calls of `Session.call` get their saved
+        results in the same way.
         """
         loop, started = self._running_loop(), []
         ledger = self.stream.ledger
@@ -352,7 +354,7 @@ class Episodes:
                 for stage, seconds in session.seconds.items():
                     self.seconds[stage] += seconds
                 if error is not None and self._failures.allow_retry(error, attempts):
-                    self.stream.ledger.episodes.forget_turns(group.id, sample)
+                    self.stream.ledger.episodes.forget(group.id, sample)
                     continue
                 reward, parts, reason = settle(session, value, reason, self.limits, self._failures)
                 self.counts[reason] += 1

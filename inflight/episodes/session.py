@@ -10,7 +10,7 @@ from functools import partial
 from math import fsum, isfinite
 from random import Random
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.workers import is_async
 from inflight.engine.loop.sequence import sample_seed
+from inflight.episodes.call_log import CallLog
 from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd, Limits
 from inflight.episodes.reply import Reply, Request
@@ -87,6 +88,7 @@ class Session:
         """Functions that end the endpoints of this session. `close` calls them."""
         self._last: tuple[Segment, int] | None = None
         """The last drawn turn: its segment, and its index among the segment's drawn turns."""
+        self._log = CallLog(turns.episodes, group_id, sample, turns.counts, self._end)
 
     # ---- turns --------------------------------------------------------------------------------------------------
 
@@ -194,12 +196,23 @@ class Session:
     ) -> Any:
         """Call a tool, a judge or a method of an environment, and return its result. A function that is not async runs
         in a thread, so that it does not stop other episodes. timeout_s: None is `Limits.call_s`. A function with a rate
-        limit (`Limits.rates`) waits for it. Raises TimeoutError, the exceptions of the function, and EpisodeEnd."""
+        limit (`Limits.rates`) waits for it. Raises TimeoutError, the exceptions of the function, and EpisodeEnd.
+
+        After a restart of the trainer the call returns or raises the saved result without calling the function, as long
+        as requests have the same functions and arguments in the same order. This is so for functions at the top level
+        of a module whose arguments and results are JSON-like, bytes, tuples, or arrays of NumPy; set
+        `function.on_restart = "replay"` for a function with a state in this process. Methods, and functions within
+        functions, might have a state: they are called again, unless their object or they have another `on_restart`,
+        "load" or "drop", or their object has methods `save()` and `load(state)`."""
         self._check_open()
         if 0 < self._limits.max_calls <= self.num_calls:
             self._end("max_calls")
         self.num_calls += 1
-        timeout_s = self._limits.call_s if timeout_s is None else timeout_s
+        make = partial(self._make, self._limits.call_s if timeout_s is None else timeout_s)
+        return await self._log.call(make, function, arguments, keywords)
+
+    async def _make(self, timeout_s: float, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+        """Call a function within a time, in s, and within its rate limit."""
         rate = self._limits.rates.get(function) if self._limits.rates else None
         if rate is not None:
             self.seconds["waits"] += await rate.take(timeout_s)
@@ -324,7 +337,7 @@ class Session:
         if self.ended is not None:
             raise EpisodeEnd(self.ended)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str) -> NoReturn:
         self.ended = self.ended or reason
         raise EpisodeEnd(reason)
 

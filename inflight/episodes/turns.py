@@ -19,6 +19,7 @@ from inflight.core.workers import Workers
 from inflight.episodes.saved_turns import EPISODE, Place, SavedTurns
 from inflight.episodes.watching import TurnBell, Watcher, parts_of
 from inflight.fleet.engine import Engine
+from inflight.stream.open_groups import OpenGroups
 
 PROTECT_S = 60.0
 """`SamplingParams.protect_s` of turns, the default of `Limits.call_s`."""
@@ -49,6 +50,11 @@ class Turns:
         self._bell: TurnBell | None = None
         self._drawn: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         """Maps episodes in progress, by group and sample, to the groups of their turns in the engine."""
+
+    @property
+    def episodes(self) -> OpenGroups:
+        """Notes turns and calls of episodes in progress."""
+        return self._engine.stream.ledger.episodes
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -123,7 +129,7 @@ class Turns:
         turn = replace(turn, prompt_token_ids=prompt, routed_experts=experts, prompt="")
         if turn.finish_reason in ("stop", "length", "stopped"):
             noted = replace(turn, group_id=place.group_id, sample=place.sample, metadata={EPISODE: list(place)})
-            self._engine.stream.ledger.episodes.note_turn(noted)
+            self.episodes.note_turn(noted)
         return turn
 
     def end(self, group_id: int, sample: int) -> None:

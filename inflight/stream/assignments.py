@@ -96,7 +96,15 @@ class Assignments:
             in_order = dict.fromkeys([*lent, *self._table.ready, *sorted(self._table.records)])
             records = [self._table.records[group_id] for group_id in in_order]
             return [
-                SavedGroup(r.ids, r.owner is Owner.CALLER, r.prompt, r.origin, self._arrived(r), r.state is State.OPEN)
+                SavedGroup(
+                    r.ids,
+                    r.owner is Owner.CALLER,
+                    r.prompt,
+                    r.origin,
+                    self._arrived(r),
+                    r.state is State.OPEN,
+                    list(r.calls.values()),
+                )
                 for r in records
                 if r.is_wanted and r.prompt is not None
             ]
@@ -113,6 +121,7 @@ class Assignments:
                 self._table.records[record.group_id] = record
                 if group.is_open:
                     record.state, record.rollouts = State.OPEN, group.rollouts
+                    record.calls = {(call.sample, call.env, call.number): call for call in group.calls}
                 elif not group.is_finished:
                     if group.rollouts:
                         self._table.assembler.restore(group.start, group.rollouts)

@@ -20,7 +20,7 @@ from typing import Any
 from inflight.core.errors import StreamGapError
 from inflight.core.messages import Ids, Prompt
 from inflight.stream.assembler import Assembler
-from inflight.stream.held_groups import Group, GroupSize, HeldGroups
+from inflight.stream.held_groups import Group, GroupSize, HeldGroups, SavedCall
 from inflight.stream.waiters import Waiters
 
 
@@ -91,6 +91,8 @@ class GroupRecord:
     """Maps its unfinished requests to their tokens at the end of its last engine; None: it had not begun."""
     version: int = 0
     """Minimum weight version of an engine that continues it."""
+    calls: dict[tuple[int, int, int], SavedCall] = field(default_factory=dict)
+    """Calls of tools and environments of episodes in progress, by sample, environment and number."""
     waited_s: float = 0.0
     """Time in which engines served and none could continue it."""
 

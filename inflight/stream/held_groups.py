@@ -1,13 +1,32 @@
 """Groups of the ledger: the size of one, and the totals of several."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from inflight.core.frames import GroupStart
 from inflight.core.messages import Ids, Prompt
 from inflight.core.rollout import Rollout, samples_of
 
 Group = list[Rollout]
+
+
+class SavedCall(msgspec.Struct, frozen=True):
+    """A call of a tool or an environment in an episode in progress."""
+
+    sample: int
+    env: int
+    """0 for functions without a state; otherwise the number of the environment in the episode."""
+    number: int
+    """Number of the call, in the order of requests."""
+    digest: bytes
+    """Digest of the name of the function and its arguments; b"" if they cannot be stored."""
+    result: bytes | None = None
+    """The encoded result or exception; None for a call in progress, or if it cannot be stored."""
+    state: bytes | None = None
+    """The encoded state of the environment after the call, if it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +44,8 @@ class SavedGroup:
     """Its samples; the finish_reason of an unfinished one is "". The drawn turns of episodes in progress."""
     is_open: bool = False
     """It is a group of episodes in progress."""
+    calls: Sequence[SavedCall] = ()
+    """Calls of tools and environments of episodes in progress."""
 
     @property
     def is_finished(self) -> bool:

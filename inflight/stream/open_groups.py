@@ -1,15 +1,17 @@
 """Groups of episodes in progress: their rollouts are made by a caller and not by an engine."""
 
+from collections.abc import Iterable
+
 from inflight.core.messages import Prompt
 from inflight.core.rollout import Rollout
 from inflight.stream.assignments import Assignments
 from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
-from inflight.stream.held_groups import Group
+from inflight.stream.held_groups import Group, SavedCall
 from inflight.stream.training_queue import TrainingQueue
 
 
 class OpenGroups:
-    """Opens groups of episodes, notes their turns, and ends them. Safe to use from several threads at once."""
+    """Opens groups of episodes, notes their turns and calls, and ends them. Safe to use from several threads."""
 
     def __init__(self, table: GroupTable, queue: TrainingQueue, engines: Assignments):
         self._table, self._queue, self._engines = table, queue, engines
@@ -28,12 +30,34 @@ class OpenGroups:
             if record is not None and record.state is State.OPEN:
                 record.rollouts.append(turn)
 
-    def forget_turns(self, group_id: int, sample: int) -> None:
-        """Forget the noted turns of an episode, which begins again."""
+    def note_call(self, group_id: int, call: SavedCall) -> None:
+        """Note a call of an episode in progress, for `snapshot`. It replaces a call with the same number."""
+        with self._table.lock:
+            record = self._table.records.get(group_id)
+            if record is not None and record.state is State.OPEN:
+                record.calls[call.sample, call.env, call.number] = call
+
+    def calls(self, group_id: int, sample: int) -> list[SavedCall]:
+        """Return the noted calls of an episode."""
+        with self._table.lock:
+            record = self._table.records.get(group_id)
+            return [call for call in record.calls.values() if call.sample == sample] if record is not None else []
+
+    def forget_calls(self, group_id: int, calls: Iterable[SavedCall]) -> None:
+        """Forget noted calls."""
+        with self._table.lock:
+            record = self._table.records.get(group_id)
+            if record is not None:
+                for call in calls:
+                    record.calls.pop((call.sample, call.env, call.number), None)
+
+    def forget(self, group_id: int, sample: int) -> None:
+        """Forget the noted turns and calls of an episode that begins again."""
         with self._table.lock:
             record = self._table.records.get(group_id)
             if record is not None and record.state is State.OPEN:
                 record.rollouts = [turn for turn in record.rollouts if turn.sample != sample]
+                record.calls = {place: call for place, call in record.calls.items() if call.sample != sample}
 
     @property
     def in_progress(self) -> list[GroupRecord]:
@@ -47,6 +71,7 @@ class OpenGroups:
             record = self._table.records.get(group_id)
             if record is None or record.state is not State.OPEN:
                 return False
+            record.calls.clear()
             offered = self._table.finish([rollouts])
         self._queue.offer(offered)
         return True

@@ -3,18 +3,22 @@ continues from its tokens."""
 
 import asyncio
 import os
+import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
 
+import killed_trainer
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 from policies import NAMES, Policies
 from tiny_models import make_model
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 import inflight
 from inflight.training.data.batch import pack
@@ -165,3 +169,42 @@ def test_killed_engines_lose_double_and_misattribute_no_token_of_an_episode(mode
         assert [len(turn) for turn in drawn] == [9, 9]
     policies.check(rollouts)
     assert len({version for rollout in rollouts for version in rollout.weight_versions[rollout.drawn]}) > num_kills
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "num_kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)]
+)
+def test_killed_trainers_lose_double_and_misattribute_no_saved_token_of_an_episode(model_dir, tmp_path, num_kills):
+    """SIGKILLs of the trainer between two saves, at random events of its episodes. Another process continues the last
+    save. Every row is trained once, with the tokens and the results of tools from before the save."""
+    command = [sys.executable, killed_trainer.__file__, model_dir("qwen3"), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    journal, output, rng = killed_trainer.Journal(tmp_path / "journal"), tmp_path / "output", random.Random(num_kills)
+
+    def start(*arguments: object) -> subprocess.Popen:
+        with open(output, "w") as file:
+            return subprocess.Popen([*command, *map(str, arguments)], env=environment, stdout=file, stderr=file)
+
+    for attempt in range(num_kills):
+        begin, num_more = len(journal.events()), rng.randrange(60)
+        process = start(attempt)
+
+        def is_reached(begin=begin, num_more=num_more, process=process) -> bool:
+            assert process.poll() is None, output.read_text()
+            kinds = [kind for kind, *_ in journal.events()[begin:]]
+            return "saved" in kinds and len(kinds) > kinds.index("saved") + num_more
+
+        try:
+            wait_until(is_reached, "the trainer has not saved", seconds=PATIENCE_S)
+            time.sleep(rng.uniform(0, 0.02))
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(60)
+    process = start(num_kills, "finish")
+    try:
+        assert process.wait(PATIENCE_S) == 0, output.read_text()
+    finally:
+        process.kill()
+    assert sum(kind == "loaded" for kind, *_ in journal.events()) == num_kills
+    killed_trainer.check(tmp_path)

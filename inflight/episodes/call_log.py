@@ -1,0 +1,225 @@
+"""Log of the calls of tools and environments in an episode. After a restart of the trainer the rollout function gets
+the saved results."""
+
+import asyncio
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from typing import Any, Literal, NoReturn
+
+import msgspec
+
+from inflight.episodes.stored_values import decode, encode, encode_error
+from inflight.stream.held_groups import SavedCall
+from inflight.stream.open_groups import OpenGroups
+
+logger = logging.getLogger(__name__)
+
+OnRestart = Literal["replay", "load", "drop"]
+"""Treatment of an environment whose episode continues after a restart of the trainer, its attribute `on_restart`.
+"replay": all of its methods are called again. "load": saved results are returned, and before the first further call a
+new environment gets the last state. "drop": saved results are returned, and the first further call ends the episode."""
+DROPPED = "dropped after a restart"
+"""The reason of the end of an episode whose environment cannot continue."""
+_NOT_STORED = "calls not stored"
+
+Make = Callable[..., Awaitable[Any]]
+"""Calls a function with these arguments."""
+
+
+def on_restart_of(env: Any) -> OnRestart:
+    """Return the declaration of an environment. Without one it is "load" for an environment with the methods `save()`
+    and `load(state)`, and otherwise "replay". Raises ValueError for another declaration, and for "load" without these
+    methods."""
+    # Wrappers of Gymnasium hide attributes of the environment.
+    declared = getattr(env, "on_restart", getattr(getattr(env, "unwrapped", None), "on_restart", None))
+    # Methods of a wrapped environment alone would omit the state of its wrapper.
+    can_load = _takes(type(env), "save", env) and _takes(type(env), "load", env, None)
+    if not isinstance(declared, str):
+        return "load" if can_load else "replay"
+    if declared not in ("replay", "load", "drop") or (declared == "load" and not can_load):
+        raise ValueError(
+            f'on_restart of {type(env).__name__} is {declared!r}; it must be "replay", "drop", or, with the methods '
+            'save() and load(state), "load"'
+        )
+    return declared
+
+
+def _takes(kind: type, name: str, *arguments: Any) -> bool:
+    """Return True if a class has a method that takes these arguments."""
+    try:
+        inspect.signature(getattr(kind, name)).bind(*arguments)
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class _Calls:
+    """Calls of one environment, or of all functions without a state."""
+
+    number: int
+    """0 for functions without a state; otherwise the number of the environment, in the order of first calls."""
+    env: Any = None
+    on_restart: OnRestart = "load"
+    num_requests: int = 0
+    last: SavedCall | None = None
+    """The last call whose result was returned."""
+    is_live: bool = False
+    """True if the environment itself was called."""
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class CallLog:
+    """The calls of one attempt of an episode. Requests are compared with the saved calls in their order.
+
+    A request for the same function with the same arguments gets the saved result. A request that differs deletes the
+    saved calls from there on. A function without a saved result is called. An environment that was called once gets all
+    of its further calls.
+    """
+
+    def __init__(
+        self,
+        episodes: OpenGroups,
+        group_id: int,
+        sample: int,
+        counts: Counter[str],
+        end: Callable[[str], NoReturn],
+    ):
+        """end: ends the episode by a reason."""
+        self._episodes, self._group_id, self._sample, self._counts, self._end = episodes, group_id, sample, counts, end
+        self._saved = {(call.env, call.number): call for call in episodes.calls(group_id, sample)}
+        """Saved calls that were not requested yet."""
+        self._called = {call.env for call in self._saved.values()}
+        """Environments that were called before the restart."""
+        self._sequences = [_Calls(0)]
+
+    async def call(
+        self, make: Make, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> Any:
+        """Return the saved result of a call, or raise its saved exception; otherwise make the call and note its result.
+        Raises the exceptions of the function."""
+        calls, digest = self._find(function, arguments, keywords)
+        if calls is None:
+            return await make(function, *arguments, **keywords)
+        request = SavedCall(self._sample, calls.number, calls.num_requests, digest)
+        calls.num_requests += 1
+        found, result = self._take(calls, request)
+        if found:
+            self._counts["calls made before"] += 1
+            if isinstance(result, Exception):
+                raise result
+            return result
+        if calls.env is not None:
+            await self._prepare(calls, make)
+            self._episodes.note_call(self._group_id, request)  # without a result: a call that has begun
+        try:
+            result = await make(function, *arguments, **keywords)
+        except Exception as error:
+            if calls.env is None:
+                self._note(calls, request, partial(encode_error, error))
+            raise
+        state = None
+        if calls.on_restart == "load" and calls.env is not None:
+            try:
+                state = encode(await make(calls.env.save))
+            except Exception as error:
+                if not self._counts[_NOT_STORED]:
+                    logger.warning("a state cannot be saved: %s: %s", type(error).__name__, error)
+                self._counts[_NOT_STORED] += 1
+                return result
+        self._note(calls, msgspec.structs.replace(request, state=state), partial(encode, result))
+        return result
+
+    def _find(
+        self, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> tuple[_Calls | None, bytes]:
+        """Return the calls that a call belongs to (None: it is not logged), and its digest (b"": it has none)."""
+        while isinstance(function, partial):
+            arguments, keywords = [*function.args, *arguments], {**function.keywords, **keywords}
+            function = function.func
+        env, name = _env_of(function), getattr(function, "__qualname__", "")
+        if env is None:
+            on_restart = getattr(function, "on_restart", "replay" if "<" in name else "load")
+            if on_restart not in ("replay", "load"):
+                raise ValueError(f'on_restart of the function {name} must be "replay" or "load", got {on_restart!r}')
+        else:
+            on_restart = on_restart_of(env)
+        if on_restart == "replay":
+            return None, b""
+        try:
+            described = encode([getattr(function, "__module__", None), name, list(arguments), dict(keywords)])
+            digest = blake2b(described, digest_size=16).digest()
+        except TypeError:
+            if env is None:
+                return None, b""
+            digest = b""
+        calls = next((calls for calls in self._sequences if calls.env is env), None)
+        if calls is None:
+            calls = _Calls(len(self._sequences), env, on_restart)
+            self._sequences.append(calls)
+        return calls, digest
+
+    def _take(self, calls: _Calls, request: SavedCall) -> tuple[bool, Any]:
+        """Return True and the saved result of a request, or False if the call has to be made."""
+        saved = self._saved.pop((request.env, request.number), None)
+        if saved is not None and saved.digest != request.digest:
+            self._forget([saved, *self._saved.values()])
+        elif saved is not None and saved.result is not None:
+            try:
+                result = decode(saved.result)
+            except (AttributeError, KeyError):
+                logger.info("the class of a saved exception was not imported; its function is called again")
+            else:
+                calls.last = saved
+                return True, result
+        if calls.env is not None:
+            self._forget([call for call in self._saved.values() if call.env == calls.number])
+        return False, None
+
+    async def _prepare(self, calls: _Calls, make: Make) -> None:
+        """Give a new environment the last state before its first call. Ends the episode if that is impossible."""
+        async with calls.loading:
+            if calls.is_live:
+                return
+            if calls.number in self._called:
+                last = calls.last
+                if calls.on_restart == "drop" or (last is not None and last.state is None):
+                    self._end(DROPPED)
+                if last is not None and last.state is not None:
+                    await make(calls.env.load, decode(last.state))
+            calls.is_live = True
+
+    def _note(self, calls: _Calls, made: SavedCall, encoded: Callable[[], bytes]) -> None:
+        """Note the result of a call, if it can be stored."""
+        if not made.digest:
+            return
+        try:
+            made = msgspec.structs.replace(made, result=encoded())
+        except TypeError:
+            self._counts[_NOT_STORED] += 1
+            return
+        self._episodes.note_call(self._group_id, made)
+        before, calls.last = calls.last, made
+        if before is not None and before.state is not None and before.number == made.number - 1:
+            self._episodes.note_call(self._group_id, msgspec.structs.replace(before, state=None))
+
+    def _forget(self, calls: Sequence[SavedCall]) -> None:
+        """Delete saved calls that were not requested."""
+        for call in calls:
+            self._saved.pop((call.env, call.number), None)
+        self._episodes.forget_calls(self._group_id, calls)
+
+
+def _env_of(function: Callable[..., Any]) -> Any:
+    """Return the object whose method a function is; None for a function without an object."""
+    if not inspect.ismethod(function):
+        function = inspect.unwrap(function)
+    if not inspect.isroutine(function):
+        return function  # an object that is called
+    owner = getattr(function, "__self__", None)
+    return None if inspect.ismodule(owner) or inspect.isclass(owner) else owner
