@@ -62,15 +62,14 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     file, names = Path(sys.argv[1]) if len(sys.argv) > 1 else None, sys.argv[2:] or list(PROGRAMS)
-    earlier = json.loads(file.read_text()) if file is not None and file.exists() else {}
-    means, runs, commits = (earlier.get(key, {}) for key in ("mean_min_max", "runs", "commits"))
     for name in names:
         if name in PACKAGES and find_spec(PACKAGES[name]) is None:
             print(f"{name!r} is left out: {PACKAGES[name]} is not installed", flush=True)
             continue
-        commits[name] = environment()["commit"]
-        runs[name] = [run(PROGRAMS[name], seed) for seed in SEEDS]
-        means[name] = summary(runs[name])
+        commit, of_name = environment()["commit"], [run(PROGRAMS[name], seed) for seed in SEEDS]
+        earlier = json.loads(file.read_text()) if file is not None and file.exists() else {}
+        means, runs, commits = (earlier.get(key, {}) for key in ("mean_min_max", "runs", "commits"))
+        means[name], runs[name], commits[name] = summary(of_name), of_name, commit
         finish("examples", {"mean_min_max": means, "runs": runs, "commits": commits})
 
 

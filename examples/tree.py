@@ -1,6 +1,6 @@
 """Trees of answers that grow where process rewards find a mistake, and whole answers with as many drawn tokens.
 
-    python examples/tree.py [--without] [--advantages rloo] [--steps 60] [--seed 0]
+    python examples/tree.py [--without] [--advantages rloo] [--steps 80] [--seed 0]
 
 The model learns to count: each of 12 steps must be the digit before it plus 1, and all steps after the first mistake
 are lost. An answer earns the share of steps before its first mistake. A tree begins with one answer. A process reward
@@ -104,7 +104,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--without", action="store_true")
     parser.add_argument("--advantages", default="rloo", choices=("rloo", "treerl", "tree_grpo", "treepo"))
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     main(chosen.without, chosen.advantages, chosen.steps, chosen.seed)
