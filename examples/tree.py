@@ -8,8 +8,8 @@ marks each right step, so that the next answer continues the longest right begin
 the branch are drawn. An advantage compares the answers after a token with the others of the tree and of the group. The
 place of a branch depends on the token after it, so that the gradient has a bias.
 
---without: each answer is whole, and has only its reward at the end. A step has four times the episodes, and about the
-same number of drawn tokens. Both print the mean reward of answers that are no branches.
+--without: each answer is whole, and has only its reward at the end. A step has four times the episodes, so that it has
+at least the same number of drawn tokens. Both print the mean reward of the first answers of episodes.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def right_steps(row: list[int], reply: Reply) -> int:
 
 
 async def rollout(session: inflight.Session, row: list[int], most_tokens: int, firsts: list[float]) -> None:
-    """Grow a tree of at most so many drawn tokens. Adds the reward of its first answer to `firsts`."""
+    """Grow a tree of at most `most_tokens` drawn tokens. Adds the reward of its first answer to `firsts`."""
     longest = await session.complete(row)
     right = right_steps(row, longest)
     session.reward(right / LENGTH, longest)

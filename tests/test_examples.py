@@ -110,8 +110,8 @@ def test_two_policies_learn_from_each_other():
 def test_trees_with_process_rewards_learn_from_fewer_drawn_tokens():
     trees, whole = (run_program(str(EXAMPLES / "tree.py"), *options) for options in ((), ("--without",)))
     assert gained(trees) > gained(whole) + 0.1, trees.stdout + whole.stdout
-    tokens = [int(re.search(r"(\d+) drawn tokens", done.stdout).group(1)) for done in (trees, whole)]
-    assert 0.5 * tokens[1] < tokens[0] <= tokens[1], tokens
+    tokens = [int(re.findall(r"(\d+) drawn tokens", done.stdout)[0]) for done in (trees, whole)]
+    assert tokens[0] <= tokens[1], tokens
 
 
 @pytest.mark.slow
