@@ -1,10 +1,14 @@
-"""GRPO over an environment of verifiers whose answers should be digits: python examples/verifiers_env.py
+"""GRPO over an environment of verifiers whose answers should be digits.
+
+    python examples/verifiers_env.py [--seed 0]
 
 The file is also the package of the environment. The program needs the extra `verifiers`, and takes two minutes.
 """
 
+import argparse
 import itertools
 import tempfile
+from statistics import fmean
 
 import httpx  # pyright: ignore[reportMissingImports]
 import openai
@@ -42,6 +46,9 @@ class Chat(vf.Harness[vf.HarnessConfig]):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    torch.manual_seed(parser.parse_args().seed)
     fields = {"taskset": {"id": "verifiers_env"}, "agent": {"runtime": {"type": "subprocess"}}}
     env = vf.load_environment(vf.resolve_env_config(fields))
     rows = itertools.cycle([task.data.model_dump(mode="json") for task in env.taskset])
@@ -49,9 +56,12 @@ if __name__ == "__main__":
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = inflight.GRPOConfig(steps=25, groups_per_step=8, sampling=inflight.SamplingParams(n=8, max_tokens=16))
+    rewards = []
     with tempfile.TemporaryDirectory() as path:
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
         with inflight.launch(path) as engine, inflight.Episodes(engine, verifiers_rollout(env)) as episodes:
             for report in inflight.grpo(episodes, engine.publisher(model), model, optimizer, rows, None, config):
+                rewards.append(report.reward)
                 print(f"step {report.step}  reward {report.reward:.3f}  {dict(report.failures)}")
+    print(f"reward before {rewards[0]:.3f}, after {fmean(rewards[-5:]):.3f}")

@@ -107,6 +107,14 @@ def test_two_policies_learn_from_each_other():
 
 
 @pytest.mark.slow
+def test_trees_with_process_rewards_learn_from_fewer_drawn_tokens():
+    trees, whole = (run_program(str(EXAMPLES / "tree.py"), *options) for options in ((), ("--without",)))
+    assert gained(trees) > gained(whole) + 0.1, trees.stdout + whole.stdout
+    tokens = [int(re.findall(r"(\d+) drawn tokens", done.stdout)[0]) for done in (trees, whole)]
+    assert tokens[0] <= tokens[1], tokens
+
+
+@pytest.mark.slow
 def test_a_text_game_is_learned():
     done = run_program(str(EXAMPLES / "text_game.py"), "--steps", "30")
     assert gained(done) > 0.4, done.stdout
@@ -116,9 +124,8 @@ def test_a_text_game_is_learned():
 def test_an_environment_of_verifiers_is_learned():
     assert find_spec("verifiers"), "`make test-long` installs verifiers: pip install 'inflight-rl[verifiers]' uv"
     done = run_program(str(EXAMPLES / "verifiers_env.py"))
-    rewards = [float(reward) for reward in re.findall(r"reward (\S+)", done.stdout)]
-    assert len(rewards) == 25, done.stdout + done.stderr
-    assert rewards[-1] > 2 * rewards[0], done.stdout
+    assert gained(done) > 0.05, done.stdout
+    assert done.stdout.count("step ") == 25, done.stdout
 
 
 @pytest.mark.long
