@@ -42,6 +42,14 @@ def digests_of(messages: Sequence[Message], setup: Any) -> list[bytes]:
     return digests
 
 
+def num_common(ours: list[int], theirs: list[int]) -> int:
+    """Return the number of leading tokens that two lists have in common."""
+    least = min(len(ours), len(theirs))
+    if ours[:least] == theirs[:least]:
+        return least
+    return next(index for index, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+
+
 @dataclass(slots=True, eq=False)
 class Segment:
     """Tokens of one growing sequence: a first prompt, then drawn and given turns in alternation.

@@ -26,7 +26,7 @@ from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd, Limits
 from inflight.episodes.reply import Reply, Request
 from inflight.episodes.saved_turns import Place
-from inflight.episodes.segment import Message, Segment, comparable, digests_of
+from inflight.episodes.segment import Message, Segment, comparable, digests_of, num_common
 from inflight.episodes.tools import Tool, schemas_of
 from inflight.episodes.turns import Turns
 from inflight.episodes.watching import Every, Feedback, Watch, Watcher, feedback_of
@@ -372,7 +372,7 @@ class Session:
         """Return the segment that these tokens continue, and the given tokens to append to it. Tokens that leave a
         segment in its middle, also within a drawn turn, begin a branch there."""
         own = [segment for segment in self.segments if segment.adapter == adapter]
-        found = [(_common(segment.token_ids, token_ids), segment) for segment in own]
+        found = [(num_common(segment.token_ids, token_ids), segment) for segment in own]
         shared, segment = max(found, key=lambda each: each[0], default=(0, None))
         if segment is None or shared < len(segment.prompt):
             return self._new(token_ids, adapter), []
@@ -491,11 +491,3 @@ async def _all(replies: Iterable[Coroutine[Any, Any, Reply]]) -> list[Reply]:
         for task in tasks:
             task.cancel()
         raise
-
-
-def _common(ours: list[int], theirs: list[int]) -> int:
-    """Return the number of leading tokens that two lists have in common."""
-    least = min(len(ours), len(theirs))
-    if ours[:least] == theirs[:least]:
-        return least
-    return next(index for index, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
