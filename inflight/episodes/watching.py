@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
 
+from inflight.core.arguments import named
 from inflight.core.rollout import Rollout
 from inflight.stream.frame_bell import FrameBell
 
@@ -14,6 +15,7 @@ _PAUSE_S = 0.01
 """Minimum time between two looks at a turn, so that many turns can be watched."""
 
 
+@named()
 @dataclass(frozen=True, slots=True)
 class Feedback:
     """The answer of a function that watches a turn. Raises ValueError for numbers out of range."""
