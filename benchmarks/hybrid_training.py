@@ -5,7 +5,7 @@
 Both models have the width, the layers and the vocabulary of `small`. The hybrid has three layers of Gated DeltaNet to
 one of attention, as Qwen3.5. A step is the loss and the gradients of one batch in fp32. "groups" are 2 prompts of 64
 tokens with 4 answers of 192 tokens each, "long" are 2 answers of 1,024 tokens to one prompt of 64. Each step is the
-second one of a process of its own with one thread. Memory is the peak of the resident memory during the step − the
+second one of a separate process with one thread. Memory is the peak of the resident memory during the step − the
 resident memory after the model was loaded. Ratios are hybrid / dense, medians over alternated pairs.
 """
 
