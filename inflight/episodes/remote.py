@@ -17,12 +17,14 @@ class AgentError(InflightError):
 
 @named()
 class RemoteAgents:
-    """A rollout function whose episodes wait for workers. Rows must be JSON-like.
+    """A rollout function whose episodes wait for workers.
 
-    agents = RemoteAgents()
-    with inflight.Episodes(engine, agents, agents="10.0.0.5:8700") as episodes:
-        print(episodes.agents_url, agents.key)
-        ...
+        agents = RemoteAgents()
+        with inflight.Episodes(engine, agents, agents="10.0.0.5:8700") as episodes:
+            print(episodes.agents_url, agents.key)
+            ...
+
+    Rows must be JSON-like.
     """
 
     def __init__(self, *, key: str | None = None, idle_s: float = 600.0):

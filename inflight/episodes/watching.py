@@ -114,8 +114,8 @@ class TurnBell(FrameBell):
     async def parts(
         self, group_id: int, final: "asyncio.Future[list[list[Rollout]]]", every: Every, text_of: TextOf
     ) -> AsyncIterator[Rollout]:
-        """Yield parts of the unfinished sample of a group of one until `final` is done, and then the rest of the finished
-        sample."""
+        """Yield parts of the unfinished sample of a group of one until `final` is done, and then the parts of the
+        finished sample that are left."""
         seen = 0
         self._follow(+1)
         try:
