@@ -117,8 +117,11 @@ def test_tools_are_not_called_twice(chat_engine, tmp_path, world):
     group, counts = restart(chat_engine, tmp_path, play)
     assert [rollout.reward for rollout in group] == [1.0]
     assert world.calls[0] == [*(("look_up", key) for key in RESULTS), ("fail", "no such key"), ("block",), *AT_ONCE]
-    assert world.calls[1] == [("block",)], "only the call that had not returned"
-    assert counts["calls made before"] == 6
+    # The other calls of the turn run at the same time, so that some have not returned at the save.
+    again = world.calls[1]
+    assert again.count(("block",)) == 1
+    assert set(again) <= {("block",), *AT_ONCE}
+    assert counts["calls made before"] == 7 - len(again)
     assert counts["turns drawn before"] == 1
     assert repr(world.seen[0]) == repr(world.seen[1])
     assert len(world.seen[1]) == 4

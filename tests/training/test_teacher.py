@@ -135,7 +135,7 @@ def test_a_policy_learns_from_a_module_without_rewards(engine, objective):
     model, prompts = make_model("qwen3"), [[index, 3] for index in range(4)]
     before_kl = next_token_kl(model, teacher, prompts)
     reports = run(engine, model, teacher, n=1, **objective)
-    assert next_token_kl(model, teacher, prompts) < 0.7 * before_kl
+    assert next_token_kl(model, teacher, prompts) < 0.8 * before_kl
     assert all(report.as_dict()["teacher_kl"] > 0 for report in reports)
     assert {report.reward for report in reports} == {0.0}
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())

@@ -53,7 +53,7 @@ def ranks(tmp_path, monkeypatch):
             started.append(
                 subprocess.Popen([sys.executable, "-c", RANK, *arguments], stdout=subprocess.PIPE, text=True)
             )
-        join = Join("g", "nccl", "127.0.0.1", store.port, 0, size, 30.0)
+        join = Join("g", "nccl", "127.0.0.1", store.port, 0, size, 120.0)
         return BroadcastGroup(join, CPU, store), started
 
     yield start
@@ -63,7 +63,7 @@ def ranks(tmp_path, monkeypatch):
 
 
 def last_line(process):
-    return process.communicate(timeout=30)[0].splitlines()[-1]
+    return process.communicate(timeout=120)[0].splitlines()[-1]
 
 
 @pytest.mark.medium
@@ -87,7 +87,7 @@ def test_a_rank_that_is_lost_in_a_broadcast_ends_it_for_all(ranks, how):
     os.kill(victim.pid, how)
     with pytest.raises(BroadcastError, match="the broadcast broke off"):
         group.broadcast(half, 1 << 24)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     assert last_line(other).startswith("lost the broadcast broke off")
     with pytest.raises(BroadcastError, match="join it again"):
         group.broadcast(torch.zeros(8, dtype=torch.uint8), 8)
