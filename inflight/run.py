@@ -93,7 +93,7 @@ class Run:
 
     The state consists of the submitted prompts whose groups were not taken, with every token that has arrived and the
     calls of episodes in progress; the number of the weights' version; the state of the random number generators; and
-    `progress`. Under torchrun every rank has its Run.
+    `progress`. Under torchrun each rank has a separate Run.
     """
 
     def __init__(self, engine: Engine, publisher: "Publisher | ShardSender | FollowingPublisher"):

@@ -166,7 +166,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_sequences: int = 0
     """Number of token sequences of the episode. Episodes with many show only the first ones."""
     forked_from: tuple[int, int] | None = None
-    """(request_id, k) of a branch: its prompt is the prompt of this token sequence and its first k tokens."""
+    """(request_id, k) of a branch: its prompt is the prompt of that request and its first k tokens."""
 
 
 class Samples(_Event, frozen=True, kw_only=True, tag="samples"):

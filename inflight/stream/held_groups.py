@@ -20,7 +20,7 @@ class SavedCall(msgspec.Struct, frozen=True):
     env: int
     """0 for functions without a state; otherwise the number of the environment in the episode."""
     number: int
-    """Number of the call, in the order of requests."""
+    """Index among the calls of the same environment, in the order of their requests."""
     digest: bytes
     """Digest of the name of the function and its arguments; b"" if they cannot be stored."""
     result: bytes | None = None

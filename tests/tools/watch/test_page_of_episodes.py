@@ -1,4 +1,4 @@
-"""Episodes on the page: their turns and branches, by mouse and keys, on wide and narrow screens.
+"""Tests turns and branches of episodes on the page, by mouse and keys, on wide and narrow screens.
 
 `make test-browser` runs this; it needs Chromium."""
 
