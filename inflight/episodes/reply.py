@@ -12,6 +12,8 @@ class Request(NamedTuple):
 
     num_prompt: int
     """Number of tokens before the turn."""
+    max_tokens: int
+    """Maximum number of tokens of the turn, and of a fork with the tokens that it shares."""
     digest: bytes | None = None
     """Digest of the messages; None for tokens."""
     schemas: list[dict[str, Any]] | None = None

@@ -125,7 +125,9 @@ class Session:
         segment.give(given)
         num_prompt = len(segment.token_ids)
         self._marks.setdefault(digests[-1], Mark(segment, num_prompt, False))
-        return await self._answer(segment, Request(num_prompt, digests[-1], schemas), max_tokens, watch, every)
+        return await self._answer(
+            segment, Request(num_prompt, self._most(max_tokens), digests[-1], schemas), None, watch, every
+        )
 
     async def complete(
         self,
@@ -143,16 +145,16 @@ class Session:
         token_ids = [int(token) for token in token_ids]
         segment, given = self._continue_tokens(token_ids, self._turns.adapter if adapter is None else adapter)
         segment.give(given)
-        return await self._answer(segment, Request(len(segment.token_ids)), max_tokens, watch, every)
+        return await self._answer(segment, Request(len(segment.token_ids), self._most(max_tokens)), None, watch, every)
 
     async def fork(
         self, reply: Reply, at: int, n: int = 1, *, watch: Watch | None = None, every: Every = 32
     ) -> list[Reply]:
-        """Draw n other continuations of the first `at` tokens of a reply, at the same time. Each is a branch with
-        `max_tokens` of the session for the whole reply. The other arguments are as in `chat`. Raises EpisodeEnd, and
-        ValueError if `at` or n is out of range."""
+        """Draw n other continuations of the first `at` tokens of a reply, at the same time. Each is a branch. With the
+        shared tokens it has at most as many tokens as the reply could have. The other arguments are as in `chat`.
+        Raises EpisodeEnd, and ValueError if `at` or n is out of range."""
         self._check_open()
-        most = min(len(reply.token_ids) - (reply.finish_reason == "stop"), self.params.max_tokens - 1)
+        most = min(len(reply.token_ids) - (reply.finish_reason == "stop"), reply.request.max_tokens - 1)
         if not 0 <= at <= most or n < 1:
             raise ValueError(f"at must be in [0, {most}], and n at least 1, got {at} and {n}")
         token_ids = reply.place[0].token_ids[: reply.prompt_tokens + at]
@@ -333,6 +335,9 @@ class Session:
             return asyncio.ensure_future(function(*arguments, **keywords))
         return asyncio.wrap_future(self._turns.workers.start(partial(function, *arguments, **keywords)))
 
+    def _most(self, max_tokens: int | None) -> int:
+        return min(max_tokens or self.params.max_tokens, self.params.max_tokens)
+
     def _check_open(self) -> None:
         if self.ended is not None:
             raise EpisodeEnd(self.ended)
@@ -422,13 +427,13 @@ class Session:
     ) -> list[Reply]:
         """Draw n replies after these tokens, the first ones of a segment or of its turn in progress."""
         origin = segment.origin(len(token_ids))
-        most = request.num_prompt + self.params.max_tokens - len(token_ids)
+        most = request.num_prompt + request.max_tokens - len(token_ids)
         branches = [self._new(token_ids, segment.adapter, origin) for _ in range(n)]
         return await _all(self._answer(branch, request, most, watch, every) for branch in branches)
 
     async def _draw(self, segment: Segment, request: Request, max_tokens: int | None, watcher: Watcher | None) -> Reply:
         """Draw a turn after all tokens of the segment."""
-        limits, most = self._limits, min(max_tokens or self.params.max_tokens, self.params.max_tokens)
+        limits, most = self._limits, request.max_tokens if max_tokens is None else max_tokens
         if 0 < limits.max_turns <= self.num_turns:
             self._end("max_turns")
         if limits.max_tokens:
@@ -466,7 +471,7 @@ class Session:
 
     def _read(self, place: tuple[Segment, int], turn: Rollout, request: Request) -> Reply:
         """Return a drawn turn at the end of a segment as a reply."""
-        segment, (num_prompt, digest, schemas) = place[0], request
+        segment, (num_prompt, _, digest, schemas) = place[0], request
         token_ids = segment.token_ids[num_prompt:]
         is_fork = len(token_ids) > len(turn.token_ids)
         text = self._turns.text(np.array(token_ids), self.params) if is_fork else turn.text

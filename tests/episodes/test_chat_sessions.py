@@ -166,7 +166,7 @@ def test_tools_are_called_by_name_and_errors_become_messages(chat_engine):
             "role": "assistant",
             "tool_calls": [{"id": str(i), "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(calls)],
         }
-        reply = Reply(message, "", [], "stop", (session.segments[0], 0), Request(0))
+        reply = Reply(message, "", [], "stop", (session.segments[0], 0), Request(0, 1))
         found.append(await session.use_tools(reply, [add, now]))
         return 1.0
 

@@ -143,6 +143,28 @@ def test_forks_of_finished_turns_at_any_token(chat_engine):
     assert_trained_tokens_are_the_drawn_ones(chat_engine, group)
 
 
+def test_forks_have_at_most_as_many_tokens_as_the_reply(chat_engine):
+    lengths = []
+
+    async def forked(session, row):
+        seen = []
+
+        def watch(turn):
+            seen.append(turn)
+            return inflight.Feedback(forks=1, at=1) if len(seen) == 1 else None
+
+        reply = await session.complete(row, max_tokens=12, watch=watch, every=2)
+        forks = [*reply.forks, *await session.fork(reply, 5, 2)]
+        lengths.extend(len(fork.token_ids) for fork in forks)
+        return 1.0
+
+    params = inflight.SamplingParams(n=1, max_tokens=30, ignore_eos=True)
+    episodes = inflight.Episodes(chat_engine, forked)
+    collect(chat_engine, episodes, [[1, 2, 3]], params)
+    assert not episodes.failures
+    assert lengths == [12, 12, 12]
+
+
 def test_a_function_sees_each_line(chat_engine):
     seen = {}
 
