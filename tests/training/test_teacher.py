@@ -112,7 +112,7 @@ def test_micro_batches_and_shares_of_ranks_keep_the_scores():
         torch.testing.assert_close(own.columns[TOP_LOGPROBS], share.columns[TOP_LOGPROBS], rtol=1e-4, atol=1e-4)
 
 
-def run(engine, model, teacher, *, steps=30, n=2, score=None, **objective):
+def run(engine, model, teacher, *, steps=30, n=2, lr=1e-2, score=None, **objective):
     """Reports of a run."""
     config = GRPOConfig(
         steps=steps,
@@ -122,7 +122,7 @@ def run(engine, model, teacher, *, steps=30, n=2, score=None, **objective):
         schedule="sync",
     )
     examples = (Example([index % 4, 3], {}) for index in count())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     with engine.publisher(model) as publisher:
         return list(grpo(engine, publisher, model, optimizer, examples, score, config, teacher=teacher))
 
@@ -134,7 +134,9 @@ def test_a_policy_learns_from_a_module_without_rewards(engine, objective):
     before = copy.deepcopy(teacher.state_dict())
     model, prompts = make_model("qwen3"), [[index, 3] for index in range(4)]
     before_kl = next_token_kl(model, teacher, prompts)
-    reports = run(engine, model, teacher, n=1, **objective)
+    # The gradient of samples is noisier than that of the likeliest tokens.
+    steps = {} if objective else {"steps": 60, "lr": 3e-3}
+    reports = run(engine, model, teacher, n=1, **steps, **objective)
     assert next_token_kl(model, teacher, prompts) < 0.8 * before_kl
     assert all(report.as_dict()["teacher_kl"] > 0 for report in reports)
     assert {report.reward for report in reports} == {0.0}

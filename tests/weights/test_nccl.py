@@ -22,7 +22,8 @@ from inflight.core.errors import BroadcastError
 from inflight.weights.transports.broadcast import BroadcastGroup, Join
 port, rank, size, num_bytes = map(int, sys.argv[1:5])
 pause_s = float(sys.argv[5])
-group = BroadcastGroup(Join("g", "nccl", "127.0.0.1", port, rank, size, 2.0), torch.device("cpu"))
+group = BroadcastGroup(Join("g", "nccl", "127.0.0.1", port, rank, size, 120.0), torch.device("cpu"))
+group._ranks._timeout_s = 2.0
 whole, calls = group._ranks._library.broadcast, 0
 def slow(*arguments):
     global calls
