@@ -8,9 +8,11 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser, parse_response
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from inflight.chat.reply_templates import (
     CALLS,
@@ -53,6 +55,18 @@ class Read:
     """All calls, with the last part."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Format:
+    template: Template
+    regions: ResponseTemplate
+    """The same template with calls as text, since the parser forgets the text around a call that it cannot read."""
+
+    @classmethod
+    def of(cls, template: Template) -> "_Format":
+        fields = {name: _as_text(field) for name, field in template["fields"].items()}
+        return cls(template, load_response_template({**template, "fields": fields}))
+
+
 class ReplyReaders:
     """Makes readers for the replies of one model."""
 
@@ -61,6 +75,7 @@ class ReplyReaders:
         self._own = own_template(decoder.tokenizer)
         self._calls = known_calls(decoder.tokenizer)
         self._marks = thinking_marks(decoder.tokenizer)
+        self._format = cache(self._make_format)
 
     @property
     def reads_tools(self) -> bool:
@@ -73,18 +88,25 @@ class ReplyReaders:
         """Return a function that makes a reader for a reply to a prompt; None: the text is the content. continued: the
         content of a message that the reply continues. tools: the tools that can be called. skip_special_tokens: only
         the marks of the format stay text."""
-        template: Template | None = None
-        if self._own is not None:
-            template = with_fields(self._own, reasoning=self._split_reasoning, tools=bool(tools))
-        elif tools or self._split_reasoning:
-            calls = self._calls if tools else {}
-            template = known_template(calls, self._marks, split_reasoning=self._split_reasoning)
-        if template is None:
+        reply_format = self._format(bool(tools))
+        if reply_format is None:
             return None
-        marks = str([field for name, field in template["fields"].items() if name != KEPT_THOUGHT]).replace("\\", "")
-        hidden = self._decoder.special_besides(marks) if skip_special_tokens else re.compile(r"(?!)")
+        fields = reply_format.template["fields"].items()
+        marks = str([field for name, field in fields if name != KEPT_THOUGHT]).replace("\\", "")
+        hidden = self._decoder.special_besides(marks) if skip_special_tokens else _NOTHING
         prefix = self._prefix(prompt, continued)
-        return lambda: Reader(template, prefix, tools, hidden, trim=self._own is not None)
+        return lambda: Reader(reply_format, prefix, tools, hidden, trim=self._own is not None)
+
+    def _make_format(self, has_tools: bool) -> "_Format | None":
+        """Return the format of replies with or without tools; None: the text is the content."""
+        if self._own is not None:
+            template = with_fields(self._own, reasoning=self._split_reasoning, tools=has_tools)
+        elif has_tools or self._split_reasoning:
+            calls = self._calls if has_tools else {}
+            template = known_template(calls, self._marks, split_reasoning=self._split_reasoning)
+        else:
+            template = None
+        return None if template is None else _Format.of(template)
 
     def _prefix(self, prompt: list[int], continued: object) -> str:
         """Return the beginning of the reply in the prompt: many templates end it with the mark that opens reasoning."""
@@ -99,15 +121,13 @@ class ReplyReaders:
 class Reader:
     """Reads one reply. Tool calls follow at the end: a reply with a call that cannot be read is content."""
 
-    def __init__(self, template: Template, prefix: str, tools: Tools, hidden: re.Pattern[str], *, trim: bool):
+    def __init__(self, reply_format: _Format, prefix: str, tools: Tools, hidden: re.Pattern[str], *, trim: bool):
         """prefix: text before the reply. hidden: text that stays in arguments of tools alone. trim: the content
         includes the text after calls, in separate lines, without white space around it. Otherwise it is the text before
         the first call."""
-        self._template, self._prefix, self._hidden, self._trim = template, prefix, hidden, trim
+        self._template, self._prefix, self._hidden, self._trim = reply_format.template, prefix, hidden, trim
         self._tools: list[Any] = [dict(tool) for tool in tools]
-        # The parser forgets the text around a call that it cannot read, so that calls are text here.
-        fields = {name: _as_text(field) for name, field in template["fields"].items()}
-        self._regions = ResponseParser({**template, "fields": fields}, prefix=prefix)
+        self._regions = ResponseParser(reply_format.regions, prefix=prefix)
         self._text = self._new = self._reasoning = self._content = ""
         self._held = 0
         """Characters that the parser holds, because they might become a call."""
@@ -169,7 +189,8 @@ class Reader:
         fields = {name: field for name, field in self._template["fields"].items() if not name.startswith(CALLS)}
         if len(fields) == len(self._template["fields"]) or not fields:
             return ""
-        reader = Reader({**self._template, "fields": fields}, self._prefix, (), self._hidden, trim=self._trim)
+        without = _Format.of({**self._template, "fields": fields})
+        reader = Reader(without, self._prefix, (), self._hidden, trim=self._trim)
         reader.feed(self._text, last=True)
         return reader._content
 
@@ -209,3 +230,4 @@ def _json_values(text: str) -> list[Any]:
 
 
 _DECODER = json.JSONDecoder()
+_NOTHING = re.compile(r"(?!)")

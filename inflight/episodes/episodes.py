@@ -20,6 +20,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.core.workers import is_async
 from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.group import EpisodeGroup
+from inflight.episodes.held_loop import HeldLoop
 from inflight.episodes.limits import TIMEOUTS, EpisodeEnd, Limits
 from inflight.episodes.session import Session
 from inflight.episodes.settling import Reward, finish_reason, settle
@@ -35,7 +36,6 @@ RolloutFunction = Callable[[Session, Any], Coroutine[Any, Any, Reward]]
 turn; several named parts, which are added up; or None, if `Session.reward` has set the rewards."""
 
 _CHECK_S = 0.25
-_BLOCKED_S = 1.0
 _CLOSE_S = 5.0
 _NO_REWARD = "completed: no reward"
 _RECENT = 256
@@ -430,24 +430,12 @@ def _import_server(address: tuple[socket.socket, str] | None) -> Callable[[], An
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    watching = loop.create_task(_watch(loop))
+    held_loop = HeldLoop(loop)
+    held_loop.watch()
     loop.run_forever()
-    watching.cancel()
+    held_loop.close()
     if tasks := asyncio.all_tasks(loop):
         for task in tasks:
             task.cancel()
         loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
     loop.close()
-
-
-async def _watch(loop: asyncio.AbstractEventLoop) -> None:
-    """Warn when a rollout function has stopped the event loop."""
-    while True:
-        began = loop.time()
-        await asyncio.sleep(_CHECK_S)
-        if (late_s := loop.time() - began - _CHECK_S) > _BLOCKED_S:
-            logger.warning(
-                "a rollout function computed or waited for %.1f s without await and stopped all episodes; call such "
-                "functions with `await session.call(function, …)`",
-                late_s,
-            )
