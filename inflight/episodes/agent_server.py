@@ -32,6 +32,7 @@ from inflight.episodes.reply import Reply
 from inflight.episodes.session import Session
 from inflight.server import answers
 from inflight.server.anthropic import MessagesRequest, error_response, stream_events, whole_message
+from inflight.server.http_server import most_connections
 from inflight.server.options import ServerOptions
 from inflight.server.prompts import plain_messages, template_kwargs
 from inflight.server.request_log import RequestLog
@@ -114,6 +115,8 @@ class AgentServer:
             proxy_headers=False,
             timeout_keep_alive=int(options.keep_alive_s),
             timeout_graceful_shutdown=_GRACE_S,
+            limit_concurrency=most_connections(options.max_connections) + 1,  # It counts the connection of the request.
+            backlog=2048,
         )
         self._server = uvicorn.Server(config)
         # Connections wait in the queue of the socket until the task has begun.

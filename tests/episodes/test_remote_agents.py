@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import http.client
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from waiting import PATIENCE_S, wait_until
 
 import inflight
 from inflight.core.errors import ListenError
+from inflight.episodes import agent_server
 from inflight.episodes.remote import AgentError, RemoteAgents
 
 WORKER = Path(__file__).parents[2] / "examples" / "episode_worker.py"
@@ -396,3 +399,23 @@ def test_keys_and_times_of_workers_are_checked(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} must"):
         RemoteAgents(**options)
     assert RemoteAgents().key != RemoteAgents().key
+
+
+def test_connections_are_bounded(engine, monkeypatch):
+    """Further ones get 503 until others end."""
+    monkeypatch.setattr(agent_server, "most_connections", lambda wanted: 4)
+    with inflight.Episodes(engine, RemoteAgents(), agents=HERE) as episodes, contextlib.ExitStack() as open_ones:
+        episodes.submit([[1]], PARAMS)
+        host, port = episodes._address[0].getsockname()
+
+        def status():
+            with contextlib.closing(http.client.HTTPConnection(host, port, timeout=PATIENCE_S)) as connection:
+                connection.request("POST", "/sessions", "{}", {"Authorization": "Bearer wrong"})
+                return connection.getresponse().status
+
+        wait_until(lambda: status() == 401)
+        for _ in range(5):
+            open_ones.enter_context(socket.create_connection((host, port)))
+        wait_until(lambda: status() == 503)
+        open_ones.close()
+        wait_until(lambda: status() == 401)
