@@ -419,3 +419,32 @@ def test_connections_are_bounded(engine, monkeypatch):
         wait_until(lambda: status() == 503)
         open_ones.close()
         wait_until(lambda: status() == 401)
+
+
+def test_after_a_restart_another_worker_gets_the_turns_that_were_drawn(chat_engine, tmp_path):
+    """The worker begins the episode again. Turns of the saved run are not drawn twice."""
+    questions = [user("What time is it?")]
+    params = inflight.SamplingParams(n=1, max_tokens=8, ignore_eos=True, seed=7)
+    run = inflight.Run(chat_engine, SimpleNamespace(version=0))
+    with offering(chat_engine, [{"number": 1}], params=params) as (episodes, groups):
+        task = take(episodes)
+        first = ask(task, questions)
+        run.save(tmp_path)
+        episodes.cancel()
+        groups()
+    with inflight.Episodes(chat_engine, RemoteAgents(key=KEY), agents=HERE) as episodes:
+        run.load(tmp_path)
+        ids = episodes.continue_saved()
+        again = take(episodes)
+        assert (again["row"], again["id"] == task["id"]) == ({"number": 1}, False)
+        before = again | {"root": again["root"].replace(again["id"], task["id"]), "key": task["key"]}
+        assert end(before, reward=9.0)[0] == 404
+        repeated = ask(again, questions)
+        assert repeated.content == first.content
+        assert episodes.counts["turns drawn before"] == 1
+        ask(again, [*questions, repeated, user("And now?")])
+        assert end(again, reward=1.0)[0] == 204
+        [[rollout]] = chat_engine.stream.collect(ids, timeout_s=PATIENCE_S)
+    assert rollout.reward == 1.0
+    assert sum(turn.drawn for turn in rollout.turns) == 2
+    assert sum(turn.end - turn.begin for turn in rollout.turns if turn.drawn) == rollout.num_drawn == 16
