@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -15,6 +15,15 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     )
+
+
+async def without_exit(coroutine: Coroutine[Any, Any, Any], name: str) -> Any:
+    """Return the result of a coroutine. Raises RuntimeError instead of SystemExit and KeyboardInterrupt, which would
+    end the event loop."""
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{name} raised {error!r}") from error
 
 
 class Workers:

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any, Literal, NoReturn
 
@@ -38,7 +38,7 @@ def on_restart_of(env: Any) -> OnRestart:
     # Wrappers of Gymnasium hide attributes of the environment.
     declared = getattr(env, "on_restart", getattr(getattr(env, "unwrapped", None), "on_restart", None))
     # Methods of a wrapped environment alone would omit the state of its wrapper.
-    can_load = _takes(type(env), "save", env) and _takes(type(env), "load", env, None)
+    can_load = _takes(type(env), "save", 1) and _takes(type(env), "load", 2)
     if not isinstance(declared, str):
         return "load" if can_load else "replay"
     if declared not in ("replay", "load", "drop") or (declared == "load" and not can_load):
@@ -49,10 +49,11 @@ def on_restart_of(env: Any) -> OnRestart:
     return declared
 
 
-def _takes(kind: type, name: str, *arguments: Any) -> bool:
-    """Return True if a class has a method that takes these arguments."""
+@lru_cache(1 << 10)
+def _takes(kind: type, name: str, count: int) -> bool:
+    """Return True if a class has a method that takes this number of arguments, `self` included."""
     try:
-        inspect.signature(getattr(kind, name)).bind(*arguments)
+        inspect.signature(getattr(kind, name)).bind(*range(count))
     except (AttributeError, TypeError, ValueError):
         return False
     return True

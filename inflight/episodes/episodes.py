@@ -9,6 +9,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from inflight.core.arguments import named
 from inflight.core.errors import InflightError
@@ -17,7 +18,7 @@ from inflight.core.failures import Failures, reason_of
 from inflight.core.messages import Prompt
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.core.workers import is_async
+from inflight.core.workers import is_async, without_exit
 from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.group import EpisodeGroup
 from inflight.episodes.held_loop import HeldLoop
@@ -27,6 +28,7 @@ from inflight.episodes.settling import Reward, finish_reason, settle
 from inflight.episodes.turns import Turns
 from inflight.fleet.engine import Engine
 from inflight.observability.staleness_meter import StalenessMeter
+from inflight.stream.open_groups import PLAYER
 from inflight.training.data.rollout_stream import RolloutStream
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ _CLOSE_S = 5.0
 _NO_REWARD = "completed: no reward"
 _RECENT = 256
 """Number of last episodes whose mean reward is recorded."""
+_OPEN: "WeakSet[Episodes]" = WeakSet()
 
 
 @named()
@@ -123,6 +126,8 @@ class Episodes:
         self._groups: dict[int, asyncio.Task[None]] = {}
         """Maps the ids of groups in progress to their tasks. Only the event loop changes it."""
         self._is_closed = False
+        self._player = _name_of(rollout)
+        _OPEN.add(self)
 
     can_pin = False
     """Prompts cannot be pinned to a version: no slot keeps it between two turns."""
@@ -190,7 +195,7 @@ class Episodes:
         self.engine.stream  # noqa: B018  it reads the frames of the turns
         for index, row in enumerate(rows):
             given = dict(metadata[index]) if metadata else {}
-            task = {"row": row, "metadata": given}
+            task = {"row": row, "metadata": given, PLAYER: self._player}
             record = self.stream.ledger.episodes.open(Prompt([], params, task), reserved=not train)
             loop.call_soon_threadsafe(self._start, EpisodeGroup.of(record))
             ids.append(record.group_id)
@@ -198,7 +203,8 @@ class Episodes:
 
     def continue_saved(self) -> list[int]:
         """Start the episodes that were in progress when a run was saved, after `Run.load`. Returns the ids of their
-        groups. `grpo` calls it.
+        groups. `grpo` calls it. Groups that another rollout function began are left to the `Episodes` of this engine
+        that have it, if there are some.
 
         The rollout function is called again, and gets the turns that were drawn without drawing them again, as long as
         it asks for the same ones. Turns in progress continue from their tokens. Calls of `Session.call` get their saved
@@ -208,12 +214,13 @@ class Episodes:
         ledger = self.stream.ledger
         with ledger.table.lock:
             records = list(ledger.table.records.values())
-        self.turns.saved.add_drawing(records)
-        for record in ledger.episodes.in_progress:
-            if record.group_id not in self._groups:
-                self.turns.saved.add_drawn(record.rollouts)
-                loop.call_soon_threadsafe(self._start, EpisodeGroup.of(record))
-                started.append(record.group_id)
+        others = {e._player for e in _OPEN if e.engine is self.engine and not e._is_closed} - {self._player}
+        claimed = ledger.episodes.claim(others)
+        self.turns.saved.add_drawing(records, {record.group_id for record in claimed})
+        for record in claimed:
+            self.turns.saved.add_drawn(record.rollouts)
+            loop.call_soon_threadsafe(self._start, EpisodeGroup.of(record))
+            started.append(record.group_id)
         return started
 
     def cancel(self, group_ids: Sequence[int] | None = None) -> None:
@@ -350,7 +357,7 @@ class Episodes:
                 finally:
                     self.num_running -= 1
                     self.turns.end(group.id, sample)
-                self.counts["conversations rendered again"] += session.num_rendered_again
+                self.counts["conversations rendered again"] += session.conversations.num_rendered_again
                 for stage, seconds in session.seconds.items():
                     self.seconds[stage] += seconds
                 if error is not None and self._failures.allow_retry(error, attempts):
@@ -376,7 +383,7 @@ class Episodes:
 
     async def _attempt(self, session: Session, row: Any) -> tuple[str, Reward, Exception | None]:
         """Run the rollout function once. Returns the reason of its end, its result, and its exception."""
-        task = asyncio.ensure_future(self._rollout(session, row))
+        task = asyncio.ensure_future(without_exit(self._rollout(session, row), "the rollout function"))
         reason = "cancelled"
         try:
             await asyncio.wait([task], timeout=self.limits.episode_s)
@@ -415,6 +422,13 @@ class Episodes:
             )
         elif not task.cancelled():
             task.exception()  # else asyncio logs that nobody has read it
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _open_address(agents: str, agents_url: str | None) -> tuple[socket.socket, str]:

@@ -1,6 +1,6 @@
 """Turns of a saved run. Its episodes get them again without drawing them."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from inflight.core.rollout import Rollout
@@ -8,6 +8,8 @@ from inflight.stream.group_table import GroupRecord
 
 EPISODE = "inflight.episode"
 """Key of the place of a turn in the metadata of its group."""
+SEEN = "inflight.seen"
+"""Key of the numbers of tokens of a turn that the function that watches it got, in the metadata of the noted turn."""
 
 
 class Place(NamedTuple):
@@ -29,12 +31,12 @@ class SavedTurns:
         self._drawing: dict[Place, int] = {}
         """Maps turns in progress to their groups."""
 
-    def add_drawing(self, records: Iterable[GroupRecord]) -> None:
-        """Add the turns in progress among these groups."""
+    def add_drawing(self, records: Iterable[GroupRecord], group_ids: Container[int]) -> None:
+        """Add the turns in progress among these groups, of episodes of the groups `group_ids`."""
         for record in records:
             metadata = record.prompt.metadata if record.prompt is not None else {}
-            if EPISODE in metadata and record.is_wanted:
-                self._drawing[Place(*metadata[EPISODE])] = record.group_id
+            if EPISODE in metadata and record.is_wanted and (place := Place(*metadata[EPISODE])).group_id in group_ids:
+                self._drawing[place] = record.group_id
 
     def add_drawn(self, turns: Iterable[Rollout]) -> None:
         """Add turns that were drawn."""

@@ -81,6 +81,8 @@ class Segment:
     _hash: blake2b = field(default_factory=lambda: blake2b(digest_size=16))
 
     def __post_init__(self) -> None:
+        if self.adapter is not None:  # Policies with equal tokens draw different turns.
+            self._hash.update(self.adapter.encode())
         self._append(self.prompt)
 
     @property
@@ -197,7 +199,8 @@ def _split(turn: Turn, part_rewards: Sequence[tuple[int, float]], sampled_at_ns:
     for count, reward in part_rewards:
         end = turn.begin + count
         if end > rest.begin and end < turn.end:
-            ended_ns = int(sampled_at_ns[count - 1])
+            # After a restart of the trainer the turn began now, and its tokens are older.
+            ended_ns = max(int(sampled_at_ns[count - 1]), rest.began_ns)
             turns.append(msgspec.structs.replace(rest, end=end, reward=reward, finish_reason="", ended_ns=ended_ns))
             rest = msgspec.structs.replace(rest, begin=end, began_ns=ended_ns, prefix_tokens=0, prefix_version=None)
         elif end == turn.end:

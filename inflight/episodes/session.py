@@ -10,39 +10,29 @@ from functools import partial
 from math import fsum, isfinite
 from random import Random
 from time import perf_counter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import msgspec
 import numpy as np
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, PromptTooLongError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.core.workers import is_async
+from inflight.core.workers import is_async, without_exit
 from inflight.engine.loop.sequence import sample_seed
 from inflight.episodes.call_log import CallLog
+from inflight.episodes.conversations import Conversations
 from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd, Limits
 from inflight.episodes.reply import Reply, Request
 from inflight.episodes.saved_turns import Place
-from inflight.episodes.segment import Message, Segment, comparable, digests_of, num_common
+from inflight.episodes.segment import Message, Segment, comparable, digests_of
 from inflight.episodes.tools import Tool, schemas_of
 from inflight.episodes.turns import Turns
 from inflight.episodes.watching import Every, Feedback, Watch, Watcher, feedback_of
 from inflight.training.data.advantages import WEIGHT
 
 logger = logging.getLogger(__name__)
-
-
-class Mark(NamedTuple):
-    """A place in a segment at which a conversation can continue."""
-
-    segment: Segment
-    length: int
-    """Number of tokens up to here."""
-    is_reply: bool
-    """True after a drawn turn, False before it."""
 
 
 class Session:
@@ -73,19 +63,18 @@ class Session:
         self._num_spares = 0
         """Number of calls of `spare`."""
         self.group_id, self.sample = group_id, sample
-        self.segments: list[Segment] = []
-        """Token sequences, in the order of their beginnings."""
-        self._marks: dict[bytes, Mark] = {}
-        """Maps digests of conversations to the places up to which their tokens go."""
-        self.num_turns = self.num_tokens = self.num_calls = self.num_rendered_again = 0
-        """Numbers of turns, drawn tokens, calls, and conversations that began a new token sequence, because the
-        template could not continue them or their history was rewritten."""
+        self.conversations = Conversations()
+        """Its token sequences."""
+        self.num_turns = self.num_tokens = self.num_calls = 0
+        """Numbers of turns, drawn tokens and calls."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time spent in "turns", "calls", "waits" for rate limits, and "rendering"."""
         self.ended: str | None = None
         """The reason of the end, or None."""
         self.at_close: list[Callable[[], None]] = []
         """Functions that end the endpoints of this session. `close` calls them."""
+        self._drawing: set[asyncio.Task[Any]] = set()
+        """Tasks that draw turns."""
         self._last: tuple[Segment, int] | None = None
         """The last drawn turn: its segment, and its index among the segment's drawn turns."""
         self._log = CallLog(turns.episodes, group_id, sample, turns.counts, self._end)
@@ -120,11 +109,13 @@ class Session:
         schemas, adapter = schemas_of(tools), self._turns.adapter if adapter is None else adapter
         began = perf_counter()
         digests = digests_of(comparable(messages), (schemas, template_kwargs, adapter))
-        segment, given = self._continue_messages(messages, digests, schemas, template_kwargs, adapter)
+        segment, given = self.conversations.continue_messages(
+            self._turns.conversation, messages, digests, schemas, template_kwargs, adapter
+        )
         self.seconds["rendering"] += perf_counter() - began
         segment.give(given)
         num_prompt = len(segment.token_ids)
-        self._marks.setdefault(digests[-1], Mark(segment, num_prompt, False))
+        self.conversations.note(digests[-1], segment)
         return await self._answer(
             segment, Request(num_prompt, self._most(max_tokens), digests[-1], schemas), None, watch, every
         )
@@ -143,7 +134,9 @@ class Session:
         there. The other arguments are as in `chat`. Raises EpisodeEnd."""
         self._check_open()
         token_ids = [int(token) for token in token_ids]
-        segment, given = self._continue_tokens(token_ids, self._turns.adapter if adapter is None else adapter)
+        segment, given = self.conversations.continue_tokens(
+            token_ids, self._turns.adapter if adapter is None else adapter
+        )
         segment.give(given)
         return await self._answer(segment, Request(len(segment.token_ids), self._most(max_tokens)), None, watch, every)
 
@@ -181,6 +174,11 @@ class Session:
         segment.rewards[index] = (segment.rewards[index] or 0.0) + value
 
     @property
+    def segments(self) -> list[Segment]:
+        """Token sequences, in the order of their beginnings."""
+        return self.conversations.segments
+
+    @property
     def total_reward(self) -> float | None:
         """Sum of the rewards so far; None if there are none."""
         given = [total for segment in self.segments if (total := segment.total_reward) is not None]
@@ -194,7 +192,7 @@ class Session:
     # ---- tools --------------------------------------------------------------------------------------------------
 
     async def call(
-        self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None, **keywords: Any
+        self, function: Callable[..., Any], /, *arguments: Any, timeout_s: float | None = None, **keywords: Any
     ) -> Any:
         """Call a tool, a judge or a method of an environment, and return its result. A function that is not async runs
         in a thread, so that it does not stop other episodes. timeout_s: None is `Limits.call_s`. A function with a rate
@@ -206,6 +204,15 @@ class Session:
         `function.on_restart = "replay"` for a function with a state in this process. Methods, and functions within
         functions, might have a state: they are called again, unless their object or they have another `on_restart`,
         "load" or "drop", or their object has methods `save()` and `load(state)`."""
+        return await self._call(timeout_s, function, arguments, keywords)
+
+    async def _call(
+        self,
+        timeout_s: float | None,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+    ) -> Any:
         self._check_open()
         if 0 < self._limits.max_calls <= self.num_calls:
             self._end("max_calls")
@@ -265,7 +272,7 @@ class Session:
             else:
                 try:
                     keywords = json.loads(arguments) if isinstance(arguments, str) else arguments
-                    content = await self.call(by_name[name], **keywords)
+                    content = await self._call(None, by_name[name], (), dict(keywords))
                 except EpisodeEnd:
                     raise
                 except Exception as error:
@@ -303,10 +310,12 @@ class Session:
         return await self._turns.agent_server()
 
     def close(self, reason: str) -> None:
-        """Let every later call raise EpisodeEnd, and end the endpoints."""
+        """Let every later call raise EpisodeEnd, and end the endpoints and the turns in progress."""
         self.ended = self.ended or reason
         while self.at_close:
             self.at_close.pop()()
+        for task in self._drawing:
+            task.cancel()
 
     def rollouts(self, finish_reason: str, reward: float | None, parts: Mapping[str, float]) -> list[Rollout]:
         """Return a rollout for each segment with a drawn turn."""
@@ -324,15 +333,15 @@ class Session:
         for rollout in rollouts:
             rollout.reward, rollout.rewards = reward, dict(parts)
             rollout.prompt = self._turns.text(rollout.prompt_token_ids, self.params)
-            rollout.text = self._turns.text(rollout.token_ids, self.params)
+            rollout.text = self._turns.text(rollout.token_ids, self.params, rollout.prompt_token_ids.tolist())
         return rollouts
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _start(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> "asyncio.Future[Any]":
+    def _start(self, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> "asyncio.Future[Any]":
         """Call a function as a task, or in a thread if it is not async."""
         if is_async(function):
-            return asyncio.ensure_future(function(*arguments, **keywords))
+            return asyncio.ensure_future(without_exit(function(*arguments, **keywords), "the call function"))
         return asyncio.wrap_future(self._turns.workers.start(partial(function, *arguments, **keywords)))
 
     def _most(self, max_tokens: int | None) -> int:
@@ -345,57 +354,6 @@ class Session:
     def _end(self, reason: str) -> NoReturn:
         self.ended = self.ended or reason
         raise EpisodeEnd(reason)
-
-    def _continue_messages(
-        self,
-        messages: Sequence[Message],
-        digests: Sequence[bytes],
-        schemas: list[dict[str, Any]] | None,
-        template_kwargs: dict[str, Any],
-        adapter: str | None,
-    ) -> tuple[Segment, list[int]]:
-        """Return the segment that these messages continue, and the given tokens to append to it. digests: of each
-        beginning of the conversation."""
-        conversation = self._turns.conversation
-        count = next((n for n in range(len(digests), 0, -1) if digests[n - 1] in self._marks), 0)
-        if count:
-            mark = self._marks[digests[count - 1]]
-            segment = mark.segment
-            if count == len(digests):  # another reply to the same messages
-                is_at_end = mark.length == len(segment.token_ids)
-                was_cancelled = is_at_end and not (segment.ends_with_reply or segment.is_busy)
-                return segment if was_cancelled else self._grown(mark), []
-            if mark.is_reply:
-                tokens, new = segment.token_ids[: mark.length], messages[count:]
-                more = conversation.extend(tokens, messages[:count], new, schemas, **template_kwargs)
-                if more is not None:
-                    return self._grown(mark), more
-            self.num_rendered_again += 1
-        return self._new(conversation.begin(messages, schemas, **template_kwargs), adapter), []
-
-    def _continue_tokens(self, token_ids: list[int], adapter: str | None) -> tuple[Segment, list[int]]:
-        """Return the segment that these tokens continue, and the given tokens to append to it. Tokens that leave a
-        segment in its middle, also within a drawn turn, begin a branch there."""
-        own = [segment for segment in self.segments if segment.adapter == adapter]
-        found = [(num_common(segment.token_ids, token_ids), segment) for segment in own]
-        shared, segment = max(found, key=lambda each: each[0], default=(0, None))
-        if segment is None or shared < len(segment.prompt):
-            return self._new(token_ids, adapter), []
-        if shared == len(segment.token_ids) and segment.ends_with_reply and not segment.is_busy:
-            return segment, token_ids[shared:]
-        return self._new(token_ids[:shared], adapter, (segment, shared - len(segment.prompt))), token_ids[shared:]
-
-    def _grown(self, mark: Mark) -> Segment:
-        """Return the segment itself if it ends at the mark and can grow; otherwise a new one that begins with its
-        tokens up to the mark."""
-        segment = mark.segment
-        if mark.length == len(segment.token_ids) and segment.ends_with_reply and not segment.is_busy:
-            return segment
-        return self._new(segment.token_ids[: mark.length], segment.adapter, segment.origin(mark.length))
-
-    def _new(self, prompt: list[int], adapter: str | None, forked_from: tuple[Segment, int] | None = None) -> Segment:
-        self.segments.append(Segment(prompt, adapter, forked_from))
-        return self.segments[-1]
 
     async def _answer(
         self, segment: Segment, request: Request, max_tokens: int | None, watch: Watch | None, every: Every
@@ -428,7 +386,7 @@ class Session:
         """Draw n replies after these tokens, the first ones of a segment or of its turn in progress."""
         origin = segment.origin(len(token_ids))
         most = request.num_prompt + request.max_tokens - len(token_ids)
-        branches = [self._new(token_ids, segment.adapter, origin) for _ in range(n)]
+        branches = [self.conversations.new(token_ids, segment.adapter, origin) for _ in range(n)]
         return await _all(self._answer(branch, request, most, watch, every) for branch in branches)
 
     async def _draw(self, segment: Segment, request: Request, max_tokens: int | None, watcher: Watcher | None) -> Reply:
@@ -441,17 +399,18 @@ class Session:
             if most <= 0:
                 self._end("max_tokens")
         seed = sample_seed(self._seed, self.num_turns) & (2**63 - 1)
-        params = msgspec.structs.replace(self.params, n=1, seed=seed, max_tokens=most)
+        params = self._turns.params_of_turn(self.params, seed, most)
         place = Place(self.group_id, self.sample, self.num_turns, segment.digest)
         self.num_turns += 1
         segment.is_busy, began_ns = True, now_ns()
+        self._drawing.add(task := _this_task())
         try:
-            async with asyncio.timeout(limits.turn_s):
+            async with asyncio.timeout(limits.turn_s) as timer:
                 turn = await self._turns.draw(
                     segment.token_ids, params, place, segment.num_routed, watcher, segment.adapter
                 )
-        except TimeoutError as error:
-            if not isinstance(error, InflightError):  # such as EngineHungError
+        except TimeoutError:
+            if timer.expired():  # otherwise the engine or the watch function raised it
                 self._end("turn_timeout")
             raise
         except PromptTooLongError:
@@ -459,6 +418,7 @@ class Session:
             raise
         finally:
             segment.is_busy = False
+            self._drawing.discard(task)
             self.seconds["turns"] += (now_ns() - began_ns) / 1e9
         if turn.finish_reason == "cancelled":
             self._end("cancelled")
@@ -472,19 +432,25 @@ class Session:
     def _read(self, place: tuple[Segment, int], turn: Rollout, request: Request) -> Reply:
         """Return a drawn turn at the end of a segment as a reply."""
         segment, (num_prompt, _, digest, schemas) = place[0], request
-        token_ids = segment.token_ids[num_prompt:]
+        before, token_ids = segment.token_ids[:num_prompt], segment.token_ids[num_prompt:]
         is_fork = len(token_ids) > len(turn.token_ids)
-        text = self._turns.text(np.array(token_ids), self.params) if is_fork else turn.text
+        text = self._turns.text(np.array(token_ids), self.params, before) if is_fork else turn.text
         message, is_unreadable = {}, False
         if digest is not None:
             began = perf_counter()
-            answer = self._turns.conversation.read(segment.token_ids[:num_prompt], token_ids, schemas)
+            answer = self._turns.conversation.read(before, token_ids, schemas)
             [replied] = digests_of(comparable([answer.message]), digest)
             self.seconds["rendering"] += perf_counter() - began
-            self._marks.setdefault(replied, Mark(segment, len(segment.token_ids), True))
+            self.conversations.note(replied, segment, answer.message)
             message, is_unreadable = answer.message, answer.calls == "unreadable"
         reason = turn.finish_reason
         return Reply(message, text, token_ids, reason, place, request, is_unreadable, turn.prefix_tokens)
+
+
+def _this_task() -> "asyncio.Task[Any]":
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 async def _all(replies: Iterable[Coroutine[Any, Any, Reply]]) -> list[Reply]:

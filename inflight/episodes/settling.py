@@ -18,7 +18,7 @@ def settle(
     reward; its reason is "error: reward"."""
     parts: dict[str, float] = {}
     is_limit = reason.startswith("max_") or reason == "context"
-    if reason == "completed" or (is_limit and value is not None):
+    if reason == "completed" or ((is_limit or reason in TIMEOUTS) and value is not None):
         try:
             if isinstance(value, Mapping):
                 parts = {str(name): float(part) for name, part in value.items()}

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -12,17 +12,20 @@ import msgspec
 import numpy as np
 
 from inflight.chat.conversation import Conversation
+from inflight.core.continuation import Continuation
 from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.workers import Workers
-from inflight.episodes.saved_turns import EPISODE, Place, SavedTurns
-from inflight.episodes.watching import TurnBell, Watcher, parts_of
+from inflight.episodes.saved_turns import EPISODE, SEEN, Place, SavedTurns
+from inflight.episodes.watching import TurnBell, Watcher, parts_of, parts_until
 from inflight.fleet.engine import Engine
 from inflight.stream.open_groups import OpenGroups
 
 PROTECT_S = 60.0
 """`SamplingParams.protect_s` of turns, the default of `Limits.call_s`."""
+_TAIL = 64
+"""Tokens of the prompt on which the text of a turn can depend."""
 
 
 class Turns:
@@ -77,11 +80,24 @@ class Turns:
             raise InflightError('the model has no tokenizer, which every="line" needs: set a number of tokens')
         return lru_cache(1 << 16)(lambda token: self._tokenizer.decode([token]))
 
-    def text(self, token_ids: np.ndarray, params: SamplingParams) -> str:
-        """Return the text of tokens, "" without a tokenizer."""
+    def text(self, token_ids: np.ndarray, params: SamplingParams, before: Sequence[int] = ()) -> str:
+        """Return the text of tokens that continue others, "" without a tokenizer."""
         if self._tokenizer is None:
             return ""
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=params.skip_special_tokens)
+        decode = partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+        return Continuation(decode, before[-_TAIL:]).text(token_ids.tolist())
+
+    def params_of_turn(self, params: SamplingParams, seed: int, max_tokens: int) -> SamplingParams:
+        """Return the parameters of one turn for the ones of the episode."""
+        across, protect_s = params.prefix_across_versions, params.protect_s
+        return msgspec.structs.replace(
+            params,
+            n=1,
+            seed=seed,
+            max_tokens=max_tokens,
+            prefix_across_versions=self._across if across is None else across,
+            protect_s=PROTECT_S if protect_s is None else protect_s,
+        )
 
     async def draw(
         self,
@@ -98,20 +114,20 @@ class Turns:
         if isinstance(saved, Rollout):
             self.counts["turns drawn before"] += 1
             if watcher is not None:
-                for part in parts_of(saved, watcher.every, self._text):
+                seen = saved.metadata.get(SEEN)
+                parts = parts_of(saved, watcher.every, self._text) if seen is None else parts_until(saved, seen)
+                for part in parts:
                     await watcher.look(part)
             return saved
         if (group_id := saved) is not None:
             self.counts["turns continued"] += 1
         else:
-            if params.prefix_across_versions is None:
-                params = msgspec.structs.replace(params, prefix_across_versions=self._across)
-            if params.protect_s is None:
-                params = msgspec.structs.replace(params, protect_s=PROTECT_S)
-            metadata = [{EPISODE: list(place)}]
-            episode = (place.group_id, place.sample)
             [group_id] = await self._engine.asubmit(
-                [token_ids], params, metadata=metadata, adapter=adapter, session=episode
+                [token_ids],
+                params,
+                metadata=[{EPISODE: list(place)}],
+                adapter=adapter,
+                session=(place.group_id, place.sample),
             )
         try:
             turn = await self._collect(group_id, watcher)
@@ -126,9 +142,12 @@ class Turns:
         experts = None if turn.routed_experts is None else turn.routed_experts[num_routed:]
         # Prompts of all turns of a long conversation would take memory that grows with its square.
         prompt = turn.prompt_token_ids[:0]
-        turn = replace(turn, prompt_token_ids=prompt, routed_experts=experts, prompt="")
+        text = self.text(turn.token_ids, params, token_ids)
+        turn = replace(turn, prompt_token_ids=prompt, routed_experts=experts, text=text)
         if turn.finish_reason in ("stop", "length", "stopped"):
-            noted = replace(turn, group_id=place.group_id, sample=place.sample, metadata={EPISODE: list(place)})
+            seen = {} if watcher is None else {SEEN: watcher.seen}
+            metadata = {EPISODE: list(place), **seen}
+            noted = replace(turn, group_id=place.group_id, sample=place.sample, metadata=metadata)
             self.episodes.note_turn(noted)
         return turn
 
@@ -140,11 +159,11 @@ class Turns:
     async def _collect(self, group_id: int, watcher: Watcher | None) -> Rollout:
         """Return a turn when it has ended."""
         if watcher is None:
-            [[turn]] = await self._engine.stream.acollect([group_id])
+            [[turn]] = await self._engine.stream.acollect([group_id], texts=False)
             return turn
         if self._bell is None:
             self._bell = TurnBell(self._engine.stream.ledger)
-        final, stopped = asyncio.ensure_future(self._engine.stream.acollect([group_id])), False
+        final, stopped = asyncio.ensure_future(self._engine.stream.acollect([group_id], texts=False)), False
         try:
             async for part in self._bell.parts(group_id, final, watcher.every, self._text):
                 if not await watcher.look(part):

@@ -2,13 +2,14 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
 
 from inflight.core.arguments import named
 from inflight.core.rollout import Rollout
+from inflight.core.workers import without_exit
 from inflight.stream.frame_bell import FrameBell
 
 _PAUSE_S = 0.01
@@ -49,14 +50,17 @@ TextOf = Callable[[int], str]
 
 async def feedback_of(watch: Watch, turn: Rollout) -> Feedback:
     """Return the answer of a function that watches a turn. Raises TypeError for another result."""
-    answer: Any = watch(turn)
-    if inspect.isawaitable(answer):
-        answer = await answer
+    answer: Any = await without_exit(_result_of(watch, turn), "the function that watches a turn")
     if answer is None or isinstance(answer, bool):
         return Feedback(stop=bool(answer))
     if not isinstance(answer, Feedback):
         raise TypeError(f"a function that watches a turn must return a bool, None or Feedback, got {answer!r}")
     return answer
+
+
+async def _result_of(watch: Watch, turn: Rollout) -> Any:
+    answer: Any = watch(turn)
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 class Watcher:
@@ -71,12 +75,15 @@ class Watcher:
         self._watch, self._fork = watch, fork
         self.rewards: list[tuple[int, float]] = []
         """Rewards of parts of the turn, each with the number of tokens up to the end of the part."""
+        self.seen: list[int] = []
+        """Numbers of tokens that the function got."""
         self._forks: list[asyncio.Future[list[Any]]] = []
 
     async def look(self, turn: Rollout) -> bool:
         """Show the function the unfinished turn. Returns True if it ends the turn."""
-        feedback = await feedback_of(self._watch, turn)
         count = len(turn.token_ids)
+        self.seen.append(count)
+        feedback = await feedback_of(self._watch, turn)
         most = count - bool(turn.finish_reason)
         at = count if feedback.at is None else feedback.at
         if feedback.at is not None and at > most:
@@ -99,13 +106,20 @@ class Watcher:
 
 def parts_of(turn: Rollout, every: Every, text_of: TextOf, seen: int = 0) -> Iterator[Rollout]:
     """Yield the parts of a turn, each from its beginning, that a function has to see after it has seen `seen`
-    tokens. Only the whole of a turn that has ended has a finish_reason."""
-    token_ids, ends = turn.token_ids.tolist(), [len(turn.token_ids)]
+    tokens. The last part of a turn that has ended is the whole turn, the only part with a finish_reason."""
+    token_ids, ends = turn.token_ids.tolist(), []
     if every == "line":
         ends = [end for end in range(seen + 1, len(token_ids) + 1) if "\n" in text_of(token_ids[end - 1])]
-    elif len(token_ids) < seen + every:
-        ends = []
-    yield from (turn.until(end) if end < len(token_ids) else turn for end in ends)
+    elif len(token_ids) >= seen + every:
+        ends = [len(token_ids)]
+    if turn.finish_reason and [seen, *ends][-1] < len(token_ids):
+        ends.append(len(token_ids))
+    yield from parts_until(turn, ends)
+
+
+def parts_until(turn: Rollout, ends: Iterable[int]) -> Iterator[Rollout]:
+    """Yield the parts of a turn that end after these numbers of tokens."""
+    return (turn.until(end) if end < len(turn.token_ids) else turn for end in ends)
 
 
 class TurnBell(FrameBell):

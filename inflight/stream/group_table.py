@@ -93,6 +93,8 @@ class GroupRecord:
     """Minimum weight version of an engine that continues it."""
     calls: dict[tuple[int, int, int], SavedCall] = field(default_factory=dict)
     """Calls of tools and environments of episodes in progress, by sample, environment and number."""
+    is_played: bool = False
+    """True if a rollout function of this process makes the episodes of the group."""
     waited_s: float = 0.0
     """Time in which engines served and none could continue it."""
 

@@ -84,12 +84,12 @@ class GroupSize:
     @classmethod
     def of(cls, group: Group) -> "GroupSize":
         scores = group[0].prompt_scores
-        versions = [int(rollout.weight_versions[0]) for rollout in group if len(rollout.weight_versions)]
+        drawn = [rollout.weight_versions[rollout.drawn] for rollout in group]
         return cls(
             num_tokens=sum(len(rollout.token_ids) for rollout in group),
             num_rollouts=len(group),
             nbytes=sum(rollout.nbytes for rollout in group) + (0 if scores is None else scores.nbytes),
-            oldest=min(versions, default=None),
+            oldest=min((int(versions.min()) for versions in drawn if len(versions)), default=None),
         )
 
 

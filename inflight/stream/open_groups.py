@@ -1,6 +1,6 @@
 """Groups of episodes in progress: their rollouts are made by a caller and not by an engine."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from inflight.core.messages import Prompt
 from inflight.core.rollout import Rollout
@@ -8,6 +8,13 @@ from inflight.stream.assignments import Assignments
 from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
 from inflight.stream.held_groups import Group, SavedCall
 from inflight.stream.training_queue import TrainingQueue
+
+PLAYER = "player"
+"""Key of the name of the rollout function in the metadata of a prompt."""
+
+
+def _player_of(record: GroupRecord) -> str:
+    return record.prompt.metadata.get(PLAYER, "") if record.prompt is not None else ""
 
 
 class OpenGroups:
@@ -21,7 +28,21 @@ class OpenGroups:
         with self._table.lock:
             record = self._engines.begin(prompt, None)
             record.state, record.owner = State.OPEN, Owner.CALLER if reserved else Owner.TRAINING
+            record.is_played = True
             return record
+
+    def claim(self, others: Container[str]) -> list[GroupRecord]:
+        """Return the groups that nobody plays since a run was loaded, without those of these other players. The caller
+        plays them from now on."""
+        with self._table.lock:
+            claimed = [
+                record
+                for record in self._table.records.values()
+                if record.state is State.OPEN and not record.is_played and _player_of(record) not in others
+            ]
+            for record in claimed:
+                record.is_played = True
+            return claimed
 
     def note_turn(self, turn: Rollout) -> None:
         """Note a turn of an episode in progress, for `snapshot`. Its group_id and its sample are the episode's."""
@@ -58,12 +79,6 @@ class OpenGroups:
             if record is not None and record.state is State.OPEN:
                 record.rollouts = [turn for turn in record.rollouts if turn.sample != sample]
                 record.calls = {place: call for place, call in record.calls.items() if call.sample != sample}
-
-    @property
-    def in_progress(self) -> list[GroupRecord]:
-        """Groups of episodes in progress."""
-        with self._table.lock:
-            return [record for record in self._table.records.values() if record.state is State.OPEN]
 
     def fill(self, group_id: int, rollouts: Group) -> bool:
         """End a group of episodes with these rollouts, at least one. Returns False if the group was discarded."""

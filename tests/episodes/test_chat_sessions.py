@@ -137,6 +137,30 @@ def test_several_replies_to_the_same_messages_are_branches(chat_engine):
     assert episodes.counts["conversations rendered again"] == 0
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_equal_conversations_continue_their_own_sequences(chat_engine, is_own):
+    """A message of a reply belongs to the sequence of the reply. Equal messages of a client to one that can grow."""
+    found = []
+
+    async def plays(session, row):
+        replies = [await session.chat([USER], max_tokens=1) for _ in range(16)]
+        first = replies[0]
+        others = [reply for reply in replies[1:] if reply.token_ids == first.token_ids]
+        for reply, text in ((others[0], "b"), (first, "a")):
+            message = reply.message if is_own else dict(reply.message)
+            again = await session.chat([USER, message, {"role": "user", "content": text}])
+            found.append([each.place[0] for each in (first, others[0], again)])
+        return 1.0
+
+    params = inflight.SamplingParams(n=1, max_tokens=4, ignore_eos=True, top_k=2, seed=1)
+    [group], episodes = collect(chat_engine, plays, params=params)
+    assert not episodes.failures
+    (first, other, continued), (_, _, continued_last) = found
+    assert len(group) == 16, "no reply has become a branch"
+    assert first is not other
+    assert [continued, continued_last] == ([other, first] if is_own else [first, other])
+
+
 def test_clients_can_leave_empty_fields_out_and_add_them(chat_engine):
     async def other_fields(session, row):
         reply = await session.chat([USER])

@@ -12,7 +12,9 @@ from episode_functions import collect
 from tiny_models import make_model
 
 import inflight
+from inflight.core.rollout import Turn
 from inflight.episodes.saved_turns import EPISODE, Place
+from inflight.episodes.segment import _split
 from inflight.episodes.watching import Watcher, parts_of
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
@@ -110,6 +112,38 @@ def test_a_watched_turn_is_forked_while_it_is_drawn(chat_engine):
     assert all(np.isfinite(column).all() for column in columns)
 
 
+def test_parts_keep_their_order_after_a_restart():
+    """The turn begins again, at 100 ns, and its tokens are older."""
+    turn = Turn(begin=0, end=4, drawn=True, began_ns=100, ended_ns=110)
+    parts = _split(turn, [(1, 1.0), (3, 2.0)], np.array([5, 6, 7, 8]))
+    assert [(part.begin, part.end, part.reward) for part in parts] == [(0, 1, 1.0), (1, 3, 2.0), (3, 4, None)]
+    assert [part.began_ns for part in parts] == [100] * 3
+    assert [part.ended_ns for part in parts] == [100, 100, 110]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_exits_and_time_limits_of_watch_functions_are_failures_of_the_episode(chat_engine, is_async):
+    """Other episodes go on, and a time limit of a judge is not the one of the turn."""
+
+    def fail(number):
+        raise SystemExit(2) if number else TimeoutError("the judge is slow")
+
+    async def watched(session, row):
+        async def later(turn):
+            await asyncio.sleep(0)
+            fail(session.sample)
+
+        if session.sample < 2:
+            await session.chat([USER], watch=later if is_async else lambda turn: fail(session.sample), every=4)
+        await session.chat([USER])
+        return 1.0
+
+    episodes = inflight.Episodes(chat_engine, watched, min_share=0)
+    [group] = collect(chat_engine, episodes, [{}], inflight.SamplingParams(n=4, max_tokens=20, ignore_eos=True))
+    assert [rollout.reward for rollout in group] == [None, None, 1.0, 1.0]
+    assert episodes.counts["error: TimeoutError"] == episodes.counts["error: RuntimeError"] == 1
+
+
 def test_forks_of_finished_turns_at_any_token(chat_engine):
     """Also of forks, before and after the token where they were forked."""
 
@@ -179,7 +213,7 @@ def test_a_function_sees_each_line(chat_engine):
     for rollout in group:
         tokens = rollout.token_ids.tolist()
         ends = [place + 1 for place, token in enumerate(tokens) if "\n" in decode([token])]
-        assert seen[rollout.sample] == [tokens[:end] for end in ends]
+        assert seen[rollout.sample] == [tokens[:end] for end in dict.fromkeys([*ends, len(tokens)])]
         num_lines += len(ends)
     assert num_lines > 6
 
@@ -249,9 +283,12 @@ def test_parts_of_a_finished_turn(chat_engine):
         chat_engine.submit([[1, 2, 3]], inflight.SamplingParams(max_tokens=10, ignore_eos=True), train=False)
     )
     assert [len(part.token_ids) for part in parts_of(turn, 4, str)] == [10]
-    assert [len(part.token_ids) for part in parts_of(turn, 4, str, 7)] == []
+    assert [len(part.token_ids) for part in parts_of(turn, 4, str, 7)] == [10]
+    assert [len(part.token_ids) for part in parts_of(turn, 4, str, 10)] == []
+    unfinished = replace(turn, finish_reason="")
+    assert [len(part.token_ids) for part in parts_of(unfinished, 4, str, 7)] == []
     texts = iter("ab\nc\n\nxy\nz")
-    assert [len(part.token_ids) for part in parts_of(turn, "line", lambda token: next(texts))] == [3, 5, 6, 9]
+    assert [len(part.token_ids) for part in parts_of(turn, "line", lambda token: next(texts))] == [3, 5, 6, 9, 10]
     texts = iter("ab\nc\n\nxy\n")
     assert [part.finish_reason for part in parts_of(turn, "line", lambda token: next(texts, "\n"))] == [
         "",
@@ -291,6 +328,28 @@ def test_a_turn_that_was_drawn_before_gets_its_rewards_again(chat_engine):
     assert turn.token_ids.tolist() == drawn.token_ids.tolist()
     assert turn.finish_reason == "length"
     assert watcher.rewards == [(10, 2.0)]
+
+
+def test_a_turn_that_was_drawn_before_is_shown_in_the_same_parts(chat_engine):
+    """Otherwise a function could decide differently after a restart."""
+    params = inflight.SamplingParams(n=1, max_tokens=200, ignore_eos=True)
+    seen, noted = [], []
+
+    async def watched(session, row):
+        await session.complete(row, watch=lambda turn: seen.append(len(turn.token_ids)), every=16)
+        [record] = chat_engine.stream.ledger.episodes._table.records.values()
+        noted.extend(record.rollouts)
+        return 1.0
+
+    collect(chat_engine, inflight.Episodes(chat_engine, watched), [[1, 2, 3]], params)
+    assert seen[-1] == 200
+    [turn] = noted
+    again, place = [], Place(*turn.metadata[EPISODE])
+    watcher = Watcher(lambda turn: again.append((len(turn.token_ids), turn.finish_reason)), 16, lambda tokens, n: None)  # type: ignore[arg-type,return-value,func-returns-value]
+    with inflight.Episodes(chat_engine, never) as episodes:
+        episodes.turns.saved.add_drawn(noted)
+        asyncio.run(episodes.turns.draw([1, 2, 3], params, place, 0, watcher, None))
+    assert again == [*((count, "") for count in seen[:-1]), (200, "length")]
 
 
 async def never(session, row):

@@ -1,8 +1,11 @@
 """Limits, failures and cancellations of episodes end by a stated rule and are counted by name."""
 
 import asyncio
+import dataclasses
+import logging
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from waiting import wait_until
 
 import inflight
 from inflight.core.errors import InflightError
+from inflight.core.failures import Failures
+from inflight.episodes.settling import settle
 
 
 def outcome(engine, rollout, *, limits=None, n=4, **options):
@@ -196,3 +201,78 @@ def test_cancelled_groups_arrive_as_cancelled_and_dropped_ones_never(engine):
     assert engine.stream.outstanding == []
     with pytest.raises(inflight.InflightError, match="closed"):
         episodes.submit([[1]], PARAMS)
+
+
+@pytest.mark.parametrize("reason", ["max_turns", "max_calls", "context", "turn_timeout"])
+def test_a_caught_limit_has_the_returned_reward(reason):
+    given = []
+    session = SimpleNamespace(has_drawn=True, reward=given.append, total_reward=0.75)
+    failures = Failures("an episode", logging.getLogger(), None, Counter())
+    assert settle(session, 0.25, reason, inflight.Limits(at_limit=-1.0, at_timeout=-1.0), failures)[0] == 0.75
+    assert settle(session, None, reason, inflight.Limits(at_limit=-1.0, at_timeout=-2.0), failures)[0] == 0.75
+    assert given == [0.25, -2.0 if reason == "turn_timeout" else -1.0]
+
+
+def test_an_exit_in_a_rollout_function_or_a_tool_ends_its_episode_alone(engine):
+    async def tool():
+        raise SystemExit(3)
+
+    async def exits(session, row):
+        await session.complete(row)
+        if session.sample == 0:
+            raise KeyboardInterrupt
+        if session.sample == 1:
+            await session.call(tool)
+        return 1.0
+
+    group, counts = outcome(engine, exits, min_share=0)
+    assert [rollout.reward for rollout in group] == [None, None, 1.0, 1.0]
+    assert counts["error: RuntimeError"] == 2
+
+
+def test_turns_in_progress_end_with_their_episode(engine):
+    """Also when the rollout function does not wait for them."""
+    ends = []
+
+    async def draw(session, row):
+        try:
+            await session.complete(row)
+        finally:
+            ends.append(session.sample)
+
+    async def ended(session, row):
+        tasks = [asyncio.ensure_future(draw(session, [*row, index])) for index in range(3)]
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in tasks)
+        return 1.0
+
+    params = inflight.SamplingParams(n=2, max_tokens=90, ignore_eos=True)
+    engine.pause()
+    with inflight.Episodes(engine, ended) as episodes:
+        ids = episodes.submit([[1, 2, 3]], params, train=False)
+        engine.stream.collect(ids, timeout_s=60)
+        wait_until(lambda: len(ends) == 6)
+        assert episodes.turns._drawn == {}
+        engine.resume()
+        wait_until(lambda: engine.stream.outstanding == [])
+    assert episodes.counts["turns"] == 0
+
+
+def test_arguments_of_the_model_reach_the_tool_and_nothing_else(engine):
+    """Also with the names of the parameters of `Session.call`."""
+
+    def look_up(function: str, self: str, timeout_s: float) -> str:
+        return f"{function} {self} {timeout_s}"
+
+    replies = []
+
+    async def calls(session, row):
+        reply = await session.complete(row)
+        arguments = {"function": "f", "self": "s", "timeout_s": 90}
+        request = {"function": {"name": "look_up", "arguments": arguments}}
+        named = dataclasses.replace(reply, message={"tool_calls": [request]})
+        replies.append(await session.use_tools(named, [look_up]))
+        return 1.0
+
+    outcome(engine, calls, n=1)
+    assert [message["content"] for [message] in replies] == ["f s 90"]

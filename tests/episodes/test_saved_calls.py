@@ -393,7 +393,7 @@ def test_a_rollout_function_uses_environments_with_a_state(chat_engine, tmp_path
     save = inflight.Run.save
 
     def note_states(run, directory):
-        for record in episodes_of.in_progress:
+        for record in episodes_of._table.records.values():
             for call in record.calls.values():
                 if call.state is not None:
                     states[call.env].append(call.number)

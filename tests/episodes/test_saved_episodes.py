@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from types import SimpleNamespace
 
 import killed_trainer
 import numpy as np
@@ -97,6 +98,48 @@ def test_a_saved_run_continues_its_episodes_within_a_turn(model_dir, tmp_path):
         rollout = of_place[place]
         found = [rollout.token_ids[t.begin : t.end].tolist() for t in rollout.turns if t.drawn]
         assert found[: len(turns)] == turns
+
+
+def test_episodes_in_progress_are_played_by_those_that_began_them(model_dir, tmp_path):
+    """Also if two `Episodes` of an engine continue a saved run, and while no run was loaded."""
+    held = [True]
+
+    async def train(session, row):
+        await session.complete(row)
+        while held[0]:
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    async def evaluate(session, row):
+        return 10 * await train(session, row)
+
+    async def renamed(session, row):
+        return 100 * await train(session, row)
+
+    rows, rewards = [[1, 2], [1, 3]], {}
+    with launch(model_dir) as engine:
+        run = inflight.Run(engine, SimpleNamespace(version=0))
+        with inflight.Episodes(engine, train) as one, inflight.Episodes(engine, evaluate) as other:
+            for episodes in (one, other):
+                rewards[episodes.submit(rows[:1], PARAMS, train=False)[0]] = 10.0 if episodes is other else 1.0
+            wait_until(lambda: one.counts["turns"] + other.counts["turns"] == 6)
+            assert one.continue_saved() == other.continue_saved() == []
+            run.save(tmp_path)
+            held[0] = False
+            groups = engine.stream.collect(list(rewards), timeout_s=60)
+            assert {group[0].group_id: group[0].reward for group in groups} == rewards
+            assert one.counts["completed"] == other.counts["completed"] == 3
+        with inflight.Episodes(engine, train) as one, inflight.Episodes(engine, evaluate) as other:
+            run.load(tmp_path)
+            continued = [one.continue_saved(), other.continue_saved()]
+            assert [one.continue_saved(), other.continue_saved()] == [[], []]
+            assert continued == [[group_id] for group_id in rewards]
+            groups = engine.stream.collect(list(rewards), timeout_s=60)
+            assert {group[0].group_id: group[0].reward for group in groups} == rewards
+        with inflight.Episodes(engine, renamed) as one:
+            run.load(tmp_path)
+            assert one.continue_saved() == list(rewards), "nobody else has the functions"
+            assert [group[0].reward for group in engine.stream.collect(list(rewards), timeout_s=60)] == [100.0] * 2
 
 
 def test_grpo_goes_on_with_the_episodes_of_a_saved_run(model_dir, tmp_path):

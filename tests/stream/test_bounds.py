@@ -1,13 +1,18 @@
 """Bounds on what the trainer has not consumed stop prompts from beginning, and nothing else; without them all waits."""
 
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from made_batches import make_group
 from made_frames import ends, make_frame, starts
 from waiting import wait_until
 
 import inflight
+from inflight.core.rollout import Turn
 from inflight.core.sampling import SamplingParams
+from inflight.stream.held_groups import GroupSize
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 4, "max_context": 128, "threads": 1}
 PARAMS = SamplingParams(n=2, max_tokens=20, seed=3, ignore_eos=True)
@@ -90,3 +95,13 @@ def test_the_engine_is_told_what_is_held(wire):
         wire.writer.flush()
     assert (held.num_tokens, held.held_tokens, held.oldest) == (3, 2, 5)
     assert len(taken) == 1
+
+
+def test_the_oldest_version_is_of_a_drawn_token():
+    """Branches of episodes begin with given tokens, which have the version 0."""
+    rollout = make_group(np.random.default_rng(0), 0, 1, 3)[0]
+    tokens = np.arange(4, dtype=np.int32)
+    turns = (Turn(0, 2, drawn=False), Turn(2, 4, drawn=True))
+    given = replace(rollout, token_ids=tokens, weight_versions=np.array([0, 0, 9, 7]), turns=turns)
+    assert GroupSize.of([given, replace(given, weight_versions=np.array([0, 0, 8, 9]))]).oldest == 7
+    assert GroupSize.of([replace(given, turns=(Turn(0, 4, drawn=False),))]).oldest is None

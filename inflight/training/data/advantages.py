@@ -212,8 +212,8 @@ def gdpo_advantages(weights: Mapping[str, float] | None = None, *, eps: float = 
     (A − mean of the batch) / (standard deviation of the batch + eps). Standard deviations divide by n.
 
     weights: as in `Rewards`, whose weights they should equal; names without a weight have 1. A sample without a result
-    of a score function gets 0 for it. The function raises ValueError if samples have no `rewards`, or if their reward
-    is not the sum of these with the weights.
+    of a score function gets 0 for it. The function raises ValueError if the reward of a sample is not the sum of its
+    `rewards` with the weights.
     """
     given = dict(weights or {})
 
@@ -232,7 +232,7 @@ def _sums_of_parts(members: Sequence[Rollout], weights: Mapping[str, float], eps
     """Return the weighted sum f64[n] of the advantages of each reward in a group."""
     for rollout in members:
         total = fsum(weights.get(name, 1.0) * part for name, part in rollout.rewards.items())
-        if not rollout.rewards or rollout.reward is None or not isclose(total, rollout.reward, abs_tol=1e-6):
+        if rollout.reward is None or not isclose(total, rollout.reward, abs_tol=1e-6):
             raise ValueError(
                 f"gdpo compares the rewards of inflight.Rewards, and sample {rollout.sample} of group "
                 f"{rollout.group_id} has the reward {rollout.reward} and the rewards {rollout.rewards}: score with "

@@ -188,15 +188,16 @@ class RolloutStream:
             found.result()
         return [self.texts.fill_in(found[group_id]) for group_id in group_ids]
 
-    async def acollect(self, group_ids: Collection[int]) -> list[Group]:
-        """Do the same as `collect`, for asyncio."""
+    async def acollect(self, group_ids: Collection[int], *, texts: bool = True) -> list[Group]:
+        """Do the same as `collect`, for asyncio. texts: False leaves prompts and texts empty."""
         while isinstance(found := self.ledger.take(group_ids), Future):
             try:
                 await asyncio.wrap_future(found)
             except asyncio.CancelledError:
                 self.ledger.leave(found)
                 raise
-        return [self.texts.fill_in(found[group_id]) for group_id in group_ids]
+        groups = [found[group_id] for group_id in group_ids]
+        return [self.texts.fill_in(group) for group in groups] if texts else groups
 
     @named()
     def batches(

@@ -140,6 +140,12 @@ def test_sequences_of_an_episode_count_once():
     assert inflight.gdpo_advantages()([[first, second, *groups[0][1:]]]) == [plain[0], *plain]
 
 
+def test_an_episode_that_a_limit_ended_has_no_advantage_and_others_have_theirs():
+    groups = with_rewards([{"a": 1.0}, {"a": 0.0}, {"a": 0.5}], [{"a": 1.0}, {"a": 0.0}, {"a": 0.5}, {}])
+    found = inflight.gdpo_advantages()(groups)
+    assert found == [*found[:3], *found[:3], 0.0]
+
+
 def test_rewards_that_gdpo_does_not_see_are_refused():
     groups = with_rewards([{"a": 1.0, "b": 1.0}, {"a": 0.0, "b": 1.0}])
     with pytest.raises(ValueError, match=r"sample 0 of group 0 has the reward 2.0.*give its weights"):
