@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Literal
 
 from inflight.core.arguments import named
-from inflight.core.sampling import SamplingParams
+from inflight.core.sampling import SamplingParams, check_not_greedy
 from inflight.training.data.advantages import OF_EACH_GROUP, Advantages, is_per_group, resolve_advantages
 from inflight.training.data.lead_state import check_ahead
 from inflight.training.data.staleness_filter import StalenessRule
@@ -133,11 +133,7 @@ class GRPOConfig:
                 f"teacher_top_k={objective.teacher_top_k} compares distributions over the whole vocabulary: sample "
                 "without top_k, top_p and min_p, or set teacher_top_k=0"
             )
-        if self.sampling.greedy:
-            raise ValueError(
-                "sampling.temperature is 0, which always takes the likeliest token: the samples of a group would be "
-                "one and the same, without an importance ratio; take a temperature above 0"
-            )
+        check_not_greedy("sampling", self.sampling)
 
     def _check_learning(self) -> None:
         resolve_advantages(self.advantages)
