@@ -3,11 +3,12 @@
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from inflight.fleet.ranks.attached import FollowingPublisher
 from inflight.stream.held_groups import SavedCall, SavedGroup
 from inflight.stream.rollout_codec import Arrays, RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
 from inflight.training.random_state import random_state, restore_random_state
+from inflight.training.ranks.group import RankGroup
 
 if TYPE_CHECKING:
     from inflight.weights.trainer.publisher import Publisher
@@ -107,20 +109,20 @@ class Run:
         Call it between two steps: yielded rollouts are recorded as trained on. With several ranks call it after
         `publish`: the weights are recorded as published. Save model and optimizer into the directory first: then the
         checkpoint is complete if this file exists. All ranks call it, and wait for each other. Raises RunFileError if
-        it cannot be written, or InvalidRequestError for metadata or progress that is not JSON-like.
+        it cannot be written, or InvalidRequestError for metadata or progress that is not JSON-like, on all ranks.
         """
-        self._meet()
-        path, engine = self._path(directory), self._engine
-        version = self._publisher.version
-        if engine.rank == 0 and engine.stream.sharing is None and engine.staleness.unpublished_steps:
-            version += 1  # steps were taken since: `load` publishes other weights than this version's tokens are from
-        header = _File(version, _Clock.read(), self.progress, None)
-        arrays: list[Arrays] = []
-        if engine.rank == 0:
-            described, arrays = _describe(engine, version)
-            header = msgspec.structs.replace(header, engine=described)
-        _write(path, header, [*arrays, random_state()])
-        self._meet()
+        with self._together():
+            path, engine = self._path(directory), self._engine
+            version = self._publisher.version
+            if engine.rank == 0 and engine.stream.sharing is None and engine.staleness.unpublished_steps:
+                # Steps were taken since: `load` publishes other weights than this version's tokens are from.
+                version += 1
+            header = _File(version, _Clock.read(), self.progress, None)
+            arrays: list[Arrays] = []
+            if engine.rank == 0:
+                described, arrays = _describe(engine, version)
+                header = msgspec.structs.replace(header, engine=described)
+            _write(path, header, [*arrays, random_state()])
 
     def load(self, directory: str | Path, weights: "Weights | None" = None) -> None:
         """Continue where `save` was called, with another engine of the same model to which nothing was submitted.
@@ -131,45 +133,57 @@ class Run:
         between, times are moved to its new clock by the time of day. Raises RunFileError, naming the fault of the file,
         LayoutMismatchError if it is of another model, and the errors of `publish`.
         """
-        header, arrays, random_arrays = _read(self._path(directory))
         engine = self._engine
-        if engine.rank == 0 and header.engine is not None:
-            if header.engine.fingerprint != engine.info.layout.fingerprint:
-                raise LayoutMismatchError(
-                    f"the run in {directory} was saved with other tensors, shapes or dtypes than this engine's"
+        with self._together():
+            header, arrays, random_arrays = _read(self._path(directory))
+            if engine.rank == 0 and header.engine is not None:
+                if header.engine.fingerprint != engine.info.layout.fingerprint:
+                    raise LayoutMismatchError(
+                        f"the run in {directory} was saved with other tensors, shapes or dtypes than this engine's"
+                    )
+                if engine.stream.outstanding:
+                    raise RunFileError("prompts were submitted already; load a run before that")
+            elif engine.rank == 0 or header.engine is not None:
+                raise RunFileError(f"{self._path(directory)} was written by another rank than the one that reads it")
+            if 0 < self._publisher.version >= header.version:
+                raise RunFileError(
+                    f"version {self._publisher.version} was published already, and the run goes on from "
+                    f"{header.version}; load a run before anything is published"
                 )
-            if engine.stream.outstanding:
-                raise RunFileError("prompts were submitted already; load a run before that")
-        elif engine.rank == 0 or header.engine is not None:
-            raise RunFileError(f"{self._path(directory)} was written by another rank than the one that reads it")
-        if 0 < self._publisher.version >= header.version:
-            raise RunFileError(
-                f"version {self._publisher.version} was published already, and the run goes on from {header.version}; "
-                "load a run before anything is published"
-            )
-        if header.version:
-            self._publisher.continue_from(header.version)
-            self._publisher.publish(*(() if weights is None else (weights,)))
-        if engine.rank == 0 and header.engine is not None:
-            engine.wait_for_version(header.version)
-            shift_ns = header.clock.shift_to(_Clock.read())
-            published = [(version, ns + shift_ns) for version, ns in header.engine.published]
-            engine.staleness.restore(published, header.engine.changes)
-            groups = _saved_groups(header.engine, arrays, shift_ns)
-            engine.stream.ledger.engines.restore(groups, header.engine.next_ids)
-        self.progress = header.progress
-        restore_random_state(random_arrays)
-        self._meet()
+        with self._together():
+            if header.version:
+                self._publisher.continue_from(header.version)
+                self._publisher.publish(*(() if weights is None else (weights,)))
+            if engine.rank == 0 and header.engine is not None:
+                engine.wait_for_version(header.version)
+                shift_ns = header.clock.shift_to(_Clock.read())
+                published = [(version, ns + shift_ns) for version, ns in header.engine.published]
+                engine.staleness.restore(published, header.engine.changes)
+                groups = _saved_groups(header.engine, arrays, shift_ns)
+                engine.stream.ledger.engines.restore(groups, header.engine.next_ids)
+            self.progress = header.progress
+            restore_random_state(random_arrays)
 
     def _path(self, directory: str | Path) -> Path:
         rank = self._engine.rank
         return Path(directory) / (f"run-rank{rank}.inflight" if rank else "run.inflight")
 
-    def _meet(self) -> None:
-        """Wait for the other ranks, if there are any."""
-        is_shared = self._engine.rank > 0 or self._engine.stream.sharing is not None
-        if is_shared and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.barrier()
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Wait for the other ranks, if there are any, before and after the block. If it raises an error on one rank,
+        all ranks raise."""
+        stream = cast(Any, self._engine.stream)
+        is_shared = self._engine.rank > 0 or stream.sharing is not None
+        if not (is_shared and dist.is_initialized() and dist.get_world_size() > 1):
+            yield
+            return
+        group = RankGroup((stream if self._engine.rank else stream.sharing).check)
+        try:
+            with group.together():
+                group.largest(0)
+                yield
+        finally:
+            group.close()
 
 
 def _describe(engine: Engine, version: int) -> tuple[_EngineState, list[Arrays]]:

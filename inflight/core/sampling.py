@@ -159,3 +159,12 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     def filtered(self) -> bool:
         """True if filters can remove tokens from the distribution."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+def check_not_greedy(name: str, sampling: SamplingParams) -> None:
+    """Raise ValueError if prompts with these parameters, called `name`, cannot be trained on."""
+    if sampling.greedy:
+        raise ValueError(
+            f"{name}.temperature is 0, which always takes the likeliest token: the samples of a group would be "
+            "one and the same, without an importance ratio; take a temperature above 0"
+        )

@@ -54,10 +54,12 @@ class Workers:
                     with span(self._name):
                         result = function(*arguments)
                     future.set_result(result)
-                except Exception as error:  # The caller receives the exception.
-                    future.set_exception(error)
-                except BaseException as error:  # SystemExit would end the event loop instead
-                    future.set_exception(RuntimeError(f"the {self._name} function raised {error!r}"))
+                except BaseException as error:  # The caller receives the exception.
+                    # SystemExit would end its event loop, and no future of asyncio can hold a StopIteration.
+                    is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                    future.set_exception(
+                        error if is_plain else RuntimeError(f"the {self._name} function raised {error!r}")
+                    )
             future = function = arguments = result = None  # The thread keeps no reference while it waits.
             with self._lock:
                 self._num_idle += 1

@@ -20,7 +20,12 @@ class FrameBell:
         """Called by the thread that reads the stream."""
         if self.num_followers and not self._is_due:
             self._is_due = True
-            self._loop.call_soon_threadsafe(self._ring)
+            try:
+                self._loop.call_soon_threadsafe(self._ring)
+            except RuntimeError:
+                if not self._loop.is_closed():
+                    raise
+                self._ledger.frames.unlisten(self._frame)  # The followers ended with their loop.
 
     def _ring(self) -> None:
         self._is_due = False

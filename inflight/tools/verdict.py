@@ -130,8 +130,9 @@ def _signal(run: RecordedRun) -> Finding:
     for name in ("ratio/ess", "clipped", "truncated", "entropy", "num_groups", "mismatch/kl", "stale/kl"):
         known |= {} if (mean := run.mean(name, steps, FEWEST)) is None else {name: mean}
     for share, reasons in {"uniform": ("uniform", "replaced"), "failed": ("failed", "unscored")}.items():
-        dropped = sum(run.increase(f"dropped/num_{reason}_groups", steps) for reason in reasons)
-        known |= {share: dropped / known["num_groups"]} if known.get("num_groups") else {}
+        counts = {reason: run.increase(f"dropped/num_{reason}_groups", steps) for reason in reasons}
+        drawn = known.get("num_groups", 0.0) + sum(counts.values()) - counts.get("uniform", 0.0)
+        known |= {share: sum(counts.values()) / drawn} if known.get("num_groups") else {}
     if (skipped := run.increase("num_skipped", steps)) <= LOST and "ratio/ess" not in known:
         return Finding("signal", "The ratios of the last steps are missing.")
     told = [text.format(known[name]) for name, text in _TOLD.items() if name in known]

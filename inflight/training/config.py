@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Literal
 
 from inflight.core.arguments import named
-from inflight.core.sampling import SamplingParams
+from inflight.core.sampling import SamplingParams, check_not_greedy
 from inflight.training.data.advantages import OF_EACH_GROUP, Advantages, is_per_group, resolve_advantages
 from inflight.training.data.lead_state import check_ahead
 from inflight.training.data.staleness_filter import StalenessRule
@@ -133,13 +133,11 @@ class GRPOConfig:
                 f"teacher_top_k={objective.teacher_top_k} compares distributions over the whole vocabulary: sample "
                 "without top_k, top_p and min_p, or set teacher_top_k=0"
             )
-        if self.sampling.greedy:
-            raise ValueError(
-                "sampling.temperature is 0, which always takes the likeliest token: the samples of a group would be "
-                "one and the same, without an importance ratio; take a temperature above 0"
-            )
+        check_not_greedy("sampling", self.sampling)
 
     def _check_learning(self) -> None:
+        from inflight.training.critic import Critic  # It imports this module.
+
         resolve_advantages(self.advantages)
         if not isfinite(self.reward_kl_weight):
             raise ValueError(f"reward_kl_weight must be finite, got {self.reward_kl_weight}")
@@ -150,6 +148,7 @@ class GRPOConfig:
             )
         reasons = {
             f"advantages {self.advantages!r}": self.advantages in ("reinforce++", "gdpo"),
+            "a Critic": isinstance(self.advantages, Critic),
             "reward_kl_weight": self.reward_kl_weight,
             "teacher_weight": resolve(self.objective).teacher_weight,
         }

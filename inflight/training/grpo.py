@@ -16,6 +16,7 @@ from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.decoders import convert
 from inflight.core.errors import InflightError
+from inflight.core.rollout import samples_of
 from inflight.core.spans import span
 from inflight.core.waiting import telling
 from inflight.observability.loggers import JsonLines, Logger
@@ -319,7 +320,7 @@ class _Trainer:
                 charged = replace(config, micro_batch_tokens=0)
             with span("reference"):
                 part, reward_kl = charge_kl(new, score, charged)
-            present.sum_reward_kl += reward_kl * len(part.rollouts)
+            present.sum_reward_kl += reward_kl * len(samples_of(part.rollouts))
         batch = part.pack(
             trainer_version=meter.trainer_version,
             foreign_versions=meter.foreign_versions if meter.counts_adapters_apart else None,
@@ -379,7 +380,7 @@ class _Trainer:
             nll=update.nll,
             entropy_weight=update.entropy_weight,
             num_skipped=self.num_skipped,
-            reward_kl=present.sum_reward_kl / len(scored.rollouts) if has_reward_kl else None,
+            reward_kl=present.sum_reward_kl / len(samples_of(scored.rollouts)) if has_reward_kl else None,
             staleness=staleness,
             causes=causes,
             critic=critic,

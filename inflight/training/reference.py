@@ -5,12 +5,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from math import fsum
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
 
+from inflight.core.rollout import samples_of
 from inflight.training.config import GRPOConfig
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import ScoredGroups
@@ -72,11 +74,12 @@ def _score(
 
 def charge_kl(scored: ScoredGroups, score_reference: ReferenceScorer, config: GRPOConfig) -> tuple[ScoredGroups, float]:
     """Return copies of the groups with rewards r − reward_kl_weight · Σ_t KL_t, and the mean of Σ_t KL_t over their
-    rollouts. There must be a group.
+    samples. There must be a group.
 
-    Σ_t runs over the drawn tokens of the rollout. KL_t = log π_b − log π_ref, with π_b as recorded. The expectation of
-    the sum is KL(π_b ‖ π_ref) of the whole answer. On-policy, it adds the gradient of that KL to the expected gradient
-    of the reward (RLOO, Ahmadian et al., arXiv 2402.14740, §2).
+    Σ_t runs over the drawn tokens of the sample: of the rollout, or of all token sequences of an episode.
+    KL_t = log π_b − log π_ref, with π_b as recorded. The expectation of the sum is KL(π_b ‖ π_ref) of the whole answer.
+    On-policy, it adds the gradient of that KL to the expected gradient of the reward (RLOO, Ahmadian et al.,
+    arXiv 2402.14740, §2).
     """
     batch = pack(scored.rollouts, [0.0] * len(scored.rollouts))
     kl_of: dict[int, float] = {}
@@ -86,5 +89,8 @@ def charge_kl(scored: ScoredGroups, score_reference: ReferenceScorer, config: GR
         kls = estimates.new_zeros(part.num_sequences).index_add(0, part.sequence_ids[part.drawn], estimates)
         kl_of |= {id(rollout): kl for rollout, kl in zip(part.rollouts, kls.tolist(), strict=True)}
     beta = config.reward_kl_weight
-    groups = [[replace(r, reward=(r.reward or 0.0) - beta * kl_of[id(r)]) for r in group] for group in scored.groups]
-    return ScoredGroups(groups, scored.dropped), fmean(kl_of.values())
+    samples = samples_of(scored.rollouts)
+    sums = [fsum(kl_of[id(rollout)] for rollout in sample) for sample in samples]
+    charges = {id(rollout): beta * kl for sample, kl in zip(samples, sums, strict=True) for rollout in sample}
+    groups = [[replace(r, reward=(r.reward or 0.0) - charges[id(r)]) for r in group] for group in scored.groups]
+    return ScoredGroups(groups, scored.dropped), fmean(sums)

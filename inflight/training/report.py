@@ -36,7 +36,7 @@ class StepReport:
     num_skipped: int
     """Updates since the run began that were not taken because their loss or gradient was not finite."""
     reward_kl: float | None
-    """Mean KL of a rollout, Σ_t KL_t, that was charged to its reward; None without a KL penalty in the reward."""
+    """Mean KL of a sample, Σ_t KL_t, that was charged to its reward; None without a KL penalty in the reward."""
     staleness: TokenStaleness | None
     """Staleness of the step's tokens; None if there was no batch."""
     causes: RatioCauses | None
@@ -66,7 +66,7 @@ class StepReport:
 
     @property
     def num_groups(self) -> int:
-        """Groups that were drawn for the step, including replaced groups."""
+        """Groups of the step, without replaced groups."""
         return len(self.groups)
 
     @property

@@ -141,9 +141,11 @@ class Admission:
             num_accepted = submitter.num_accepted
             group = next(self.engine.stream.groups(score=self._score, before_waiting=before_waiting), None)
             if group is None:
-                if submitter.has_more(num_accepted):
-                    continue
-                break
+                if not submitter.has_more(num_accepted):
+                    break
+                if not submitter.is_automatic:  # Another caller has discarded groups: `has_more` has counted them.
+                    submitter.submit(count - len(scored.groups) - len(submitter.in_flight), version)
+                continue
             is_usable = scored.add(group)
             missing = count - len(scored.groups)
             submitter.took(group[0].group_id, missing)

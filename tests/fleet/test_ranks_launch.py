@@ -101,6 +101,14 @@ def test_ranks_that_were_killed_go_on(tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").glob("*.inflight")) == ["run-rank1.inflight", "run.inflight"]
 
 
+@pytest.mark.slow
+def test_a_rank_that_cannot_save_or_load_its_part_fails_on_all_ranks(tmp_path):
+    (tmp_path / "run" / "run-rank1.inflight").mkdir(parents=True)  # no file can replace a directory
+    of_first, of_second = run_or_resume("fail", tmp_path)
+    assert len(of_second) == 2
+    assert of_first == [f"rank 1: {error}" for error in of_second]
+
+
 def run_or_resume(verb: str, directory: Path) -> list:
     """What each of two ranks printed."""
     (directory / "run").mkdir(exist_ok=True)

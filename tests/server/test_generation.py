@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from made_frames import make_frame
+from made_frames import ends, make_frame, starts
 from waiting import PATIENCE_S
 
 import inflight
@@ -79,6 +79,19 @@ def test_samples_that_end_before_the_others_are_told_at_once(wire):
     first, rest = asyncio.run(work())
     assert sorted(first) == [(0, [100], "stop"), (1, [101], "")]
     assert rest == [(1, [101], "length")]
+
+
+def test_a_follower_whose_event_loop_is_closed_does_not_end_the_stream(wire):
+    async def begin():
+        bell = Bell(wire.stream.ledger, 0.0)
+        bell.num_followers = 1  # a reply that was not closed
+        return bell
+
+    bell = asyncio.run(begin())
+    wire.stream.ledger.expect([0])
+    wire.send(make_frame(1, 0, groups=starts(0)), make_frame(1, 1, finishes=ends(0)))
+    assert [group[0].group_id for group in wire.stream.collect([0], timeout_s=300)] == [0]
+    assert bell._frame not in wire.stream.ledger.frames.listeners
 
 
 def test_first_tokens_and_ends_wait_for_no_interval_and_wake_nobody_else(wire):

@@ -81,6 +81,14 @@ def test_each_verdict_on_learning(rewards, numbers, level, state, said):
     assert said in str(found)
 
 
+@pytest.mark.parametrize(("reason", "in_step"), [("replaced", 16.0), ("uniform", 64.0)])
+def test_the_share_of_equal_rewards_is_of_all_groups_that_were_drawn(reason, in_step):
+    """Replaced groups are not among the groups of their step."""
+    counts = [48.0 * step for step in range(1, 61)]
+    found = finding(run_of(rising(), num_groups=in_step, **{f"dropped/num_{reason}_groups": counts}), "signal")
+    assert "75% of the groups with equal rewards" in str(found)
+
+
 def test_noise_is_called_learning_or_falling_in_less_than_one_window_in_a_hundred():
     for count in (20, 50, 120):
         states = [finding(run_of(0.3 + noise(count, seed)), "learning").state for seed in range(300)]

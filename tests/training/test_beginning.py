@@ -185,12 +185,15 @@ def test_a_run_of_which_nothing_fits_ends_with_the_engines_error(engine, schedul
         list(run(engine, publisher, model, [[9] * 100] * 9, schedule=schedule))
 
 
-def test_endless_rows_that_do_not_fit_end_a_run(engine, monkeypatch):
+@pytest.mark.parametrize("schedule", ["inflight", "sync"])
+@pytest.mark.parametrize(("length", "most_tokens"), [(100, 0), (30, 20)], ids=["context", "micro-batch"])
+def test_endless_rows_that_do_not_fit_end_a_run(engine, monkeypatch, length, most_tokens, schedule):
     monkeypatch.setattr(submitter, "_MOST_UNFIT_IN_A_ROW", 20)
     model = make_model("qwen3")
-    rows = ([1, 2] if index < 4 else [9] * 100 for index in count())
+    rows = ([1, 2] if index < 4 else [9] * length for index in count())
+    options = {"steps": 9, "micro_batch_tokens": most_tokens, "schedule": schedule}
     with engine.publisher(model) as publisher, pytest.raises(InflightError, match="20 examples in a row were refused"):
-        list(run(engine, publisher, model, rows, steps=9))
+        list(run(engine, publisher, model, rows, **options))
 
 
 def test_a_full_length_sequence_that_no_micro_batch_holds_is_refused_at_once(engine):
@@ -209,6 +212,17 @@ def test_a_later_one_is_skipped_before_it_is_drawn(engine, caplog):
         reports = list(run(engine, publisher, model, rows, steps=9, micro_batch_tokens=20))
     assert sum(len(report.groups) for report in reports) == 10
     assert reports[-1].dropped.num_unfit_examples == 1
+    assert "example 6 is skipped: its prompt has 30 tokens" in caplog.text
+
+
+def test_a_bad_prompt_does_not_hide_that_another_is_too_long_for_a_micro_batch(engine, caplog):
+    model = make_model("qwen3")
+    rows = [[index, 3] for index in range(5)] + ["text", [9] * 30] + [[index, 3] for index in range(3)]
+    options = {"groups_per_step": 4, "schedule": "sync", "micro_batch_tokens": 20}
+    with engine.publisher(model) as publisher, caplog.at_level(logging.WARNING):
+        reports = list(run(engine, publisher, model, rows, **options))
+    assert [len(report.groups) for report in reports] == [4, 4]
+    assert "example 5 is skipped: its prompt is empty" in caplog.text
     assert "example 6 is skipped: its prompt has 30 tokens" in caplog.text
 
 

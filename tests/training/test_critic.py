@@ -262,6 +262,8 @@ def test_mistakes_are_refused_by_name():
     groups[1][0] = replace(groups[1][0], reward=None)
     with pytest.raises(ValueError, match="has no reward"):
         made_critic()(groups)
+    with pytest.raises(ValueError, match=r"replace_uniform_groups takes groups of equal rewards.* with a Critic"):
+        GRPOConfig(advantages=made_critic(), replace_uniform_groups=1)
 
 
 def test_a_critic_that_is_spread_over_ranks_is_refused(monkeypatch):

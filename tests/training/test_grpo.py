@@ -272,7 +272,7 @@ def test_a_step_replaces_groups_of_equal_rewards_by_further_prompts(engine):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     reports = run(engine, model, optimizer, steps=3, score=score, replace_uniform_groups=8)
     assert all(group[0].prompt_token_ids[0] % 2 for report in reports for group in report.groups)
-    assert [len(report.groups) for report in reports] == [2, 2, 2]
+    assert [report.num_groups for report in reports] == [2, 2, 2]
     assert reports[-1].dropped.num_replaced_groups >= 3
     assert reports[-1].dropped.num_uniform_groups == 0
     assert all(report.reward < 1.5 == np.mean([r.reward for r in report.rollouts]) for report in reports)

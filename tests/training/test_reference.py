@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 
 import inflight
+from inflight.core.rollout import Turn
 from inflight.training.data.batch import pack
 from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.grpo import GRPOConfig, train_step
@@ -60,6 +62,22 @@ def test_a_rollout_is_charged_for_the_sum_of_its_tokens_kl(micro_batch_tokens):
     assert mean == pytest.approx(math.fsum(sums) / 6, rel=1e-4)
     assert [rollout.reward for rollout in rollouts] == [0, 1, 2, 3, 4, 5]
     assert charged.dropped is scored.dropped
+
+
+def test_all_sequences_of_an_episode_are_charged_for_their_sum():
+    model, reference = make_model("qwen3"), make_model("qwen3", seed=1)
+    rollouts = [
+        replace(rollout, group_id=0, sample=min(index, 1), reward=1.0, turns=(Turn(0, len(rollout.token_ids), True),))
+        for index, rollout in enumerate(make_rollouts(3))
+    ]
+    score = reference_scorer(Objective(), model, reference, reward_kl_weight=0.1)
+    config = GRPOConfig(reward_kl_weight=0.1, sampling=inflight.SamplingParams(n=2, max_tokens=16))
+    alone = [charge_kl(ScoredGroups([[rollout]]), score, config)[1] for rollout in rollouts]
+    charged, mean = charge_kl(ScoredGroups([rollouts]), score, config)
+    sums = [alone[0], alone[1] + alone[2], alone[1] + alone[2]]
+    assert min(map(abs, alone)) > 1e-3
+    assert [rollout.reward for rollout in charged.rollouts] == pytest.approx([1 - 0.1 * kl for kl in sums], rel=1e-4)
+    assert mean == pytest.approx(sum(alone) / 2, rel=1e-4)
 
 
 def test_a_kl_in_the_reward_needs_a_reference_too():

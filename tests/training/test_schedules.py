@@ -66,8 +66,8 @@ class Journal:
     A version is held while it is live or groups pinned to it are in flight.
     """
 
-    def __init__(self, bad_groups=(), num_examples=None, uniform_groups=()):
-        self._uniform_groups = uniform_groups
+    def __init__(self, bad_groups=(), num_examples=None, uniform_groups=(), abandoned_after=None):
+        self._uniform_groups, self._abandoned_after = uniform_groups, abandoned_after
         self.events = []
         self.stream = self.ledger = self
         self.version = 0
@@ -94,6 +94,8 @@ class Journal:
     def groups(self, group_ids=None, *, score=None, before_waiting=None):
         while self.outstanding:
             group_id = self.outstanding.pop(0)
+            if group_id == self._abandoned_after:  # Another caller abandons all others.
+                self.outstanding.clear()
             reason = "error" if group_id in self._bad_groups else "stop"
             rewards = (1.0, 1.0) if group_id in self._uniform_groups else (0.0, 1.0)
             plain = {"group_id": group_id, "finish_reason": reason, "turns": ()}
@@ -230,6 +232,17 @@ def test_groups_of_equal_rewards_are_replaced_up_to_a_bound_in_each_batch():
 def test_a_group_that_nothing_is_left_to_replace_stays(schedule):
     journal = Journal(num_examples=4, uniform_groups=range(4))
     assert journal.run(schedule, 9, most_replaced=1) == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "batches"),
+    [("sync", [[0, 2], [3, 4]]), ("one_step_off", [[0, 2], [3, 4]]), ("inflight", [[0, 4], [5, 6]])],
+)
+def test_groups_that_another_caller_abandons_are_replaced(schedule, batches):
+    journal = Journal(abandoned_after=0)
+    assert journal.run(schedule, 2, limit=4) == batches
+    assert journal.most_outstanding == max(4 * (schedule == "inflight"), 2)
+    assert Journal(num_examples=4, abandoned_after=2).run(schedule, 9, limit=4) == [[0, 1], [2]]
 
 
 def test_an_unknown_schedule_is_named():

@@ -15,7 +15,7 @@ from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
 from inflight.core.frames import TokenFrame
-from inflight.core.sampling import SamplingParams
+from inflight.core.sampling import SamplingParams, check_not_greedy
 from inflight.core.spans import span
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.group_table import GroupRecord
@@ -299,10 +299,10 @@ class RolloutStream:
                     if answer.rollouts[0].params.greedy:
                         self.ledger.reserve([answer.group_id])
                         num_greedy += 1
-                        continue
-                    taken.append(answer)
-                    if not scored.add(answer.rollouts):
-                        self.check_scores(scored, ceil(rollouts / len(answer.rollouts)))
+                    else:
+                        taken.append(answer)
+                        if not scored.add(answer.rollouts):
+                            self.check_scores(scored, ceil(rollouts / len(answer.rollouts)))
                     if submitter is not None:
                         missing = ceil((rollouts - len(scored.rollouts)) / len(answer.rollouts))
                         submitter.took(answer.group_id, missing)
@@ -354,6 +354,7 @@ class RolloutStream:
         if engine is None:
             raise InflightError("this stream has no engine that receives prompts: submit them to the engine yourself")
         params = params or SamplingParams()
+        check_not_greedy("params", params)
         _, unsubmitted = self._unsubmitted.pop(id(prompts), (prompts, []))
         return Submitter(
             engine,

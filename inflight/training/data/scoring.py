@@ -8,7 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -216,8 +216,13 @@ class Scorer(GroupScorer):
         """Call the function for one rollout after another in one thread, up to the first call that fails. Returns the
         results, and then its exception."""
         results: list[Any] = []
+
+        def call_each(rollouts: Group) -> None:
+            for rollout in rollouts:  # `map` would end without an error at a StopIteration.
+                results.append(self._timed(rollout))
+
         try:
-            await self._call(lambda rollouts: results.extend(map(self._timed, rollouts)), group)
+            await self._call(call_each, group)
         except Exception as error:  # Score functions can raise anything.
             return [*results, error][: len(group)]
         return results
@@ -243,7 +248,10 @@ class Scorer(GroupScorer):
                 # Processes measure the time themselves.
                 done, _ = await asyncio.wait([call], timeout=None if self._processes else self._timeout_s)
                 if done:
-                    return call.result()
+                    try:
+                        return call.result()
+                    except (asyncio.CancelledError, CancelledError) as error:  # This task's own would end the wait.
+                        raise RuntimeError("the score function was cancelled") from error
                 call.cancel()
                 raise TimeoutError(f"a score took longer than {self._timeout_s:g} s")
             finally:

@@ -389,11 +389,8 @@ class Submitter:
                 return self._accept([example], pinned)
             except InvalidRequestError as error:
                 reason = error
-        self._skip(index, str(reason).replace("prompt 0", "its prompt"))
-        if self._num_unfit_in_a_row >= _MOST_UNFIT_IN_A_ROW:
-            raise InflightError(
-                f"{self._num_unfit_in_a_row} examples in a row were refused by the engine, up to example {index}"
-            ) from reason
+        self._skip(index, why := str(reason).replace("prompt 0", "its prompt"))
+        self._check_row(index, why)
         return []
 
     def _within_bound(self, numbered: list[tuple[int, Example]]) -> list[tuple[int, Example]]:
@@ -406,14 +403,9 @@ class Submitter:
                 f"episodes can have sequences of {longest} tokens, the engine's context, and micro_batch_tokens is "
                 f"{most_tokens}; allow at least {longest}, or launch with a smaller max_context"
             )
-        try:
-            lengths = self._engine.prompt_lengths([example.prompt for _, example in numbered])
-        except InvalidRequestError:  # The engine refuses the same prompt when it is submitted.
-            return numbered
-        fitting = []
-        for (index, example), length in zip(numbered, lengths, strict=True):
-            longest = length + max_tokens
-            if longest <= most_tokens:
+        fitting, reason = [], ""
+        for (index, example), length in zip(numbered, self._lengths(numbered), strict=True):
+            if length is None or (longest := length + max_tokens) <= most_tokens:
                 fitting.append((index, example))
                 continue
             reason = (
@@ -423,12 +415,26 @@ class Submitter:
             if not self._any_accepted:
                 raise ValueError(f"example {index}: {reason}; allow at least {longest}, or leave such examples out")
             self._skip(index, reason)
+        if numbered and not fitting:
+            self._check_row(numbered[-1][0], reason)
         return fitting
+
+    def _lengths(self, numbered: list[tuple[int, Example]]) -> list[int | None]:
+        """Return the tokens of each prompt; None for a prompt that the engine will refuse when it is submitted."""
+        try:
+            return [*self._engine.prompt_lengths([example.prompt for _, example in numbered])]
+        except InvalidRequestError:  # One bad prompt is enough: measure each separately.
+            return [None] if len(numbered) == 1 else [self._lengths([one])[0] for one in numbered]
 
     def _skip(self, index: int, reason: str) -> None:
         self.num_unfit += 1
         self._num_unfit_in_a_row += 1
         logger.warning("example %d is skipped: %s", index, reason)
+
+    def _check_row(self, index: int, reason: str) -> None:
+        """Raise InflightError if too many examples in a row, up to this one, were skipped."""
+        if (count := self._num_unfit_in_a_row) >= _MOST_UNFIT_IN_A_ROW:
+            raise InflightError(f"{count} examples in a row were refused, up to example {index}: {reason}")
 
     def _spare_groups(self) -> float:
         """Return the number of further groups that would make the engines faster or are allowed to queue."""

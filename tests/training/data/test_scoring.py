@@ -4,10 +4,11 @@ which group, and that nothing is remembered of groups that have left the stream.
 import asyncio
 import gc
 import logging
+import re
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -149,6 +150,46 @@ def test_a_score_that_raises_costs_its_rollout_alone(wire, caplog, kind):
     assert wire.stream.dropped.num_unscored_rollouts == 2
     assert wire.stream.failures == {"error: ConnectionError": 2}
     assert caplog.text.count("ConnectionError: the judge is away") == 1  # the second is logged at INFO
+
+
+@pytest.mark.parametrize("kind", ["thread", "task", "in turn", "batched"])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StopIteration, "raised StopIteration"),
+        (asyncio.CancelledError, r"raised CancelledError\(\)|was cancelled"),
+        (CancelledError, "was cancelled"),
+    ],
+)
+def test_an_exception_that_a_future_cannot_hold_costs_its_rollout_alone(caplog, kind, error, reason):
+    def score(rollout):
+        if rollout.sample == 1:
+            raise error
+        return float(rollout.sample)
+
+    async def ascore(rollout):
+        return score(rollout)
+
+    functions = {"task": ascore, "batched": lambda group: [score(rollout) for rollout in group]}
+    scorer = Scorer(functions.get(kind, score), batched=kind == "batched")
+    if kind == "in turn":
+        scorer._seconds.extend([0.0] * _REMEMBERED)
+    assert scorer.start(group_of(0, 3)).result(300) == ([None] * 3 if kind == "batched" else [0.0, None, 2.0])
+    assert scorer.failures == {"error: RuntimeError": 1}
+    assert re.search(reason, caplog.text)
+    scorer.close()
+
+
+def test_a_scorer_that_is_closed_cancels_the_scores_in_progress():
+    async def never(rollout):
+        await asyncio.sleep(3600)
+
+    scorer = Scorer(never)
+    rewards = scorer.start(group_of(0, 2))
+    scorer.close()
+    with pytest.raises(CancelledError):
+        rewards.result(300)
+    assert not scorer.failures
 
 
 def test_calls_in_turn_go_on_after_one_that_raises():

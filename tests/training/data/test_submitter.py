@@ -132,6 +132,23 @@ def test_other_values_of_ahead_are_named(engine, ahead):
         inflight.GRPOConfig(ahead=ahead)
 
 
+def test_greedy_prompts_are_refused_as_in_the_config(engine):
+    for begin in (
+        lambda params: next(engine.stream.batches(rollouts=4, score=score, prompts=[[1, 3]], params=params)),
+        lambda params: inflight.GRPOConfig(sampling=params),
+    ):
+        with pytest.raises(ValueError, match=r"\.temperature is 0, which always takes the likeliest token"):
+            begin(inflight.SamplingParams(n=2, temperature=0))
+
+
+def test_greedy_groups_of_another_caller_do_not_hold_back_the_prompts(engine):
+    greedy = engine.submit([[index, 3] for index in range(9)], inflight.SamplingParams(max_tokens=5, temperature=0))
+    prompts = [[index, 3] for index in range(8)]
+    found = prompts_of(engine.stream.batches(rollouts=4, score=score, prompts=prompts, params=SAMPLING))
+    assert sorted(chain(*found)) == list(range(8))
+    assert len(engine.stream.collect(greedy)) == 9  # They are reserved for a caller that names them.
+
+
 @pytest.mark.parametrize("most", [2, 5])
 def test_groups_in_flight_bounds_the_controller(engine, most):
     model = make_model("qwen3")
