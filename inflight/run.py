@@ -173,11 +173,11 @@ class Run:
         """Wait for the other ranks, if there are any, before and after the block. If it raises an error on one rank,
         all ranks raise."""
         stream = cast(Any, self._engine.stream)
-        is_shared = self._engine.rank > 0 or stream.sharing is not None
-        if not (is_shared and dist.is_initialized() and dist.get_world_size() > 1):
+        ranks: Any = stream if self._engine.rank else stream.sharing
+        if ranks is None or not dist.is_initialized() or dist.get_world_size() < 2:
             yield
             return
-        group = RankGroup((stream if self._engine.rank else stream.sharing).check)
+        group = RankGroup(ranks.check)
         try:
             with group.together():
                 group.largest(0)

@@ -1,4 +1,4 @@
-"""A rank of a run that is saved, or continues: python resumed_ranks.py RANK SIZE STORE DIRECTORY (begin | resume | fail)
+"""A rank of a run that is saved or continues: python resumed_ranks.py RANK SIZE STORE DIRECTORY (begin | resume | fail)
 
 It prints the ids of the groups that it trained on, its number of the weights' version, and a random number. A trainer
 that begins ends without saying a word to anybody, as if it had been killed. One that fails prints the errors of saving
