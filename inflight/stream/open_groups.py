@@ -32,8 +32,8 @@ class OpenGroups:
             return record
 
     def claim(self, others: Container[str]) -> list[GroupRecord]:
-        """Return the groups that nobody plays since a run was loaded, without those of these other players. The caller
-        plays them from now on."""
+        """Return the groups of a loaded run that are not played yet, without groups of these other players. The caller
+        plays them."""
         with self._table.lock:
             claimed = [
                 record
