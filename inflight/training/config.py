@@ -136,8 +136,6 @@ class GRPOConfig:
         check_not_greedy("sampling", self.sampling)
 
     def _check_learning(self) -> None:
-        from inflight.training.critic import Critic  # It imports this module.
-
         resolve_advantages(self.advantages)
         if not isfinite(self.reward_kl_weight):
             raise ValueError(f"reward_kl_weight must be finite, got {self.reward_kl_weight}")
@@ -148,7 +146,7 @@ class GRPOConfig:
             )
         reasons = {
             f"advantages {self.advantages!r}": self.advantages in ("reinforce++", "gdpo"),
-            "a Critic": isinstance(self.advantages, Critic),
+            "a Critic": getattr(self.advantages, "learns_from_each_group", False),
             "reward_kl_weight": self.reward_kl_weight,
             "teacher_weight": resolve(self.objective).teacher_weight,
         }

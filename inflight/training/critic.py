@@ -50,6 +50,8 @@ class Critic:
     calls it itself. To save a run, save the states of `module` and `optimizer` with those of the policy.
     """
 
+    learns_from_each_group: ClassVar[bool] = True
+    """Groups of equal rewards are useful, too."""
     module: nn.Module
     """Gives a value for each token, as `token_values` describes; `value_model(model)` makes one."""
     optimizer: torch.optim.Optimizer
