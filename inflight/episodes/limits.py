@@ -21,7 +21,8 @@ class Limits:
     max_turns: int = 0
     """Maximum number of drawn turns."""
     max_tokens: int = 0
-    """Maximum number of tokens that the policy draws in the episode. The last turn is cut."""
+    """Maximum number of tokens that the policy draws in the episode. The last turn is cut. Turns that are drawn at the
+    same time do not count for one another."""
     max_calls: int = 0
     """Maximum number of calls of tools and environments (`Session.call`)."""
     turn_s: float = 600.0

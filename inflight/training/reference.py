@@ -9,10 +9,11 @@ from math import fsum
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
-from inflight.core.rollout import samples_of
+from inflight.core.rollout import Turn, samples_of
 from inflight.training.config import GRPOConfig
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import ScoredGroups
@@ -79,7 +80,7 @@ def charge_kl(scored: ScoredGroups, score_reference: ReferenceScorer, config: GR
     Σ_t runs over the drawn tokens of the sample: of the rollout, or of all token sequences of an episode.
     KL_t = log π_b − log π_ref, with π_b as recorded. The expectation of the sum is KL(π_b ‖ π_ref) of the whole answer.
     On-policy, it adds the gradient of that KL to the expected gradient of the reward (RLOO, Ahmadian et al.,
-    arXiv 2402.14740, §2).
+    arXiv 2402.14740, §2). Each token sequence of an episode is charged for its own tokens in its last drawn turn.
     """
     batch = pack(scored.rollouts, [0.0] * len(scored.rollouts))
     kl_of: dict[int, float] = {}
@@ -92,5 +93,20 @@ def charge_kl(scored: ScoredGroups, score_reference: ReferenceScorer, config: GR
     samples = samples_of(scored.rollouts)
     sums = [fsum(kl_of[id(rollout)] for rollout in sample) for sample in samples]
     charges = {id(rollout): beta * kl for sample, kl in zip(samples, sums, strict=True) for rollout in sample}
-    groups = [[replace(r, reward=(r.reward or 0.0) - charges[id(r)]) for r in group] for group in scored.groups]
+    groups = [
+        [
+            replace(r, reward=(r.reward or 0.0) - charges[id(r)], turns=_charged(r.turns, beta * kl_of[id(r)]))
+            for r in group
+        ]
+        for group in scored.groups
+    ]
     return ScoredGroups(groups, scored.dropped), fmean(sums)
+
+
+def _charged(turns: tuple[Turn, ...], charge: float) -> tuple[Turn, ...]:
+    """Return the turns with the reward of the last drawn one reduced by the charge."""
+    last = max((index for index, turn in enumerate(turns) if turn.drawn), default=None)
+    if last is None:
+        return turns
+    charged = msgspec.structs.replace(turns[last], reward=(turns[last].reward or 0.0) - charge)
+    return (*turns[:last], charged, *turns[last + 1 :])

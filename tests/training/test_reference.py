@@ -64,10 +64,15 @@ def test_a_rollout_is_charged_for_the_sum_of_its_tokens_kl(micro_batch_tokens):
     assert charged.dropped is scored.dropped
 
 
+def _turns(rollout, index):
+    length = len(rollout.token_ids)
+    return (Turn(0, length, True), *([Turn(length, length, False)] if index == 1 else []))
+
+
 def test_all_sequences_of_an_episode_are_charged_for_their_sum():
     model, reference = make_model("qwen3"), make_model("qwen3", seed=1)
     rollouts = [
-        replace(rollout, group_id=0, sample=min(index, 1), reward=1.0, turns=(Turn(0, len(rollout.token_ids), True),))
+        replace(rollout, group_id=0, sample=min(index, 1), reward=1.0, turns=_turns(rollout, index))
         for index, rollout in enumerate(make_rollouts(3))
     ]
     score = reference_scorer(Objective(), model, reference, reward_kl_weight=0.1)
@@ -78,6 +83,10 @@ def test_all_sequences_of_an_episode_are_charged_for_their_sum():
     assert min(map(abs, alone)) > 1e-3
     assert [rollout.reward for rollout in charged.rollouts] == pytest.approx([1 - 0.1 * kl for kl in sums], rel=1e-4)
     assert mean == pytest.approx(sum(alone) / 2, rel=1e-4)
+    # Advantages of turns see the same charge.
+    assert [turn.reward for rollout in charged.rollouts for turn in rollout.turns] == [
+        pytest.approx(-0.1 * kl, rel=1e-4) if kl else None for kl in (*alone[:2], 0.0, alone[2])
+    ]
 
 
 def test_a_kl_in_the_reward_needs_a_reference_too():
