@@ -405,7 +405,7 @@ def test_connections_are_bounded(engine, monkeypatch):
     """Further ones get 503 until others end."""
     monkeypatch.setattr(agent_server, "most_connections", lambda wanted: 4)
     with inflight.Episodes(engine, RemoteAgents(), agents=HERE) as episodes, contextlib.ExitStack() as open_ones:
-        episodes.submit([[1]], PARAMS)
+        ids = episodes.submit([[1]], PARAMS, train=False)
         host, port = episodes._address[0].getsockname()
 
         def status():
@@ -419,6 +419,8 @@ def test_connections_are_bounded(engine, monkeypatch):
         wait_until(lambda: status() == 503)
         open_ones.close()
         wait_until(lambda: status() == 401)
+        episodes.cancel()
+        engine.stream.collect(ids, timeout_s=PATIENCE_S)
 
 
 def test_after_a_restart_another_worker_gets_the_turns_that_were_drawn(chat_engine, tmp_path):
