@@ -206,8 +206,8 @@ class Episodes:
         groups. `grpo` calls it. Groups that another rollout function began are left to the `Episodes` of this engine
         that have it, if there are some.
 
-        The rollout function is called again, and gets the turns that were drawn without drawing them again, as long as
-        it asks for the same ones. Turns in progress continue from their tokens. Calls of `Session.call` get their saved
+        The rollout function is called again. As long as it asks for the same turns, it gets the ones that were drawn
+        before. Turns in progress continue from their tokens. Calls of `Session.call` get their saved
         results in the same way.
         """
         loop, started = self._running_loop(), []

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -130,7 +130,7 @@ class Turns:
                 session=(place.group_id, place.sample),
             )
         try:
-            turn = await self._collect(group_id, watcher)
+            turn = await self._collect(self._finished(group_id, params, token_ids), group_id, watcher)
         except BaseException:
             self._engine.abandon([group_id])
             raise
@@ -142,8 +142,7 @@ class Turns:
         experts = None if turn.routed_experts is None else turn.routed_experts[num_routed:]
         # Prompts of all turns of a long conversation would take memory that grows with its square.
         prompt = turn.prompt_token_ids[:0]
-        text = self.text(turn.token_ids, params, token_ids)
-        turn = replace(turn, prompt_token_ids=prompt, routed_experts=experts, text=text)
+        turn = replace(turn, prompt_token_ids=prompt, routed_experts=experts)
         if turn.finish_reason in ("stop", "length", "stopped"):
             seen = {} if watcher is None else {SEEN: watcher.seen}
             metadata = {EPISODE: list(place), **seen}
@@ -156,14 +155,22 @@ class Turns:
         if turns := self._drawn.pop((group_id, sample), None):
             self._engine.abandon(turns)
 
-    async def _collect(self, group_id: int, watcher: Watcher | None) -> Rollout:
-        """Return a turn when it has ended."""
+    async def _finished(self, group_id: int, params: SamplingParams, before: Sequence[int]) -> list[list[Rollout]]:
+        """Return the group of a turn when it has ended. The text of its prompt stays empty, since a prompt is long."""
+        [[turn]] = groups = await self._engine.stream.acollect([group_id], texts=False)
+        turn.text = self.text(turn.token_ids, params, before)
+        return groups
+
+    async def _collect(
+        self, finished: Coroutine[Any, Any, list[list[Rollout]]], group_id: int, watcher: Watcher | None
+    ) -> Rollout:
+        """Return a turn when it has ended. A watcher looks at it in the meantime."""
         if watcher is None:
-            [[turn]] = await self._engine.stream.acollect([group_id], texts=False)
+            [[turn]] = await finished
             return turn
         if self._bell is None:
             self._bell = TurnBell(self._engine.stream.ledger)
-        final, stopped = asyncio.ensure_future(self._engine.stream.acollect([group_id], texts=False)), False
+        final, stopped = asyncio.ensure_future(finished), False
         try:
             async for part in self._bell.parts(group_id, final, watcher.every, self._text):
                 if not await watcher.look(part):

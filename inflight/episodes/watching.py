@@ -76,7 +76,7 @@ class Watcher:
         self.rewards: list[tuple[int, float]] = []
         """Rewards of parts of the turn, each with the number of tokens up to the end of the part."""
         self.seen: list[int] = []
-        """Numbers of tokens that the function got."""
+        """Lengths of the parts that the function got, in tokens."""
         self._forks: list[asyncio.Future[list[Any]]] = []
 
     async def look(self, turn: Rollout) -> bool:

@@ -139,7 +139,7 @@ def test_several_replies_to_the_same_messages_are_branches(chat_engine):
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_equal_conversations_continue_their_own_sequences(chat_engine, is_own):
-    """A message of a reply belongs to the sequence of the reply. Equal messages of a client to one that can grow."""
+    """The message of a reply continues its sequence. An equal message of a client continues any open sequence."""
     found = []
 
     async def plays(session, row):

@@ -204,7 +204,15 @@ def test_a_function_sees_each_line(chat_engine):
 
     async def watched(session, row):
         mine = seen[session.sample] = []
-        await session.complete(row, watch=lambda turn: mine.append(turn.token_ids.tolist()), every="line")
+        texts = []
+
+        def look(turn):
+            mine.append(turn.token_ids.tolist())
+            texts.append((turn.text, turn.finish_reason))
+
+        reply = await session.complete(row, watch=look, every="line")
+        assert texts[-1] == (reply.text, reply.finish_reason)
+        assert reply.text
         return 1.0
 
     params = inflight.SamplingParams(n=6, max_tokens=1500, ignore_eos=True, seed=1)

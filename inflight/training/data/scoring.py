@@ -218,7 +218,7 @@ class Scorer(GroupScorer):
         results: list[Any] = []
 
         def call_each(rollouts: Group) -> None:
-            for rollout in rollouts:  # `map` would end without an error at a StopIteration.
+            for rollout in rollouts:  # `map` would take a StopIteration for its end.
                 results.append(self._timed(rollout))
 
         try:

@@ -130,12 +130,8 @@ def test_advantages_of_batches_are_a_choice(wire):
         next(wire.stream.batches(rollouts=4, score=by_group, advantages="best"))
 
 
-@pytest.mark.parametrize("kind", ["thread", "task", "in turn", "batched"])
-def test_a_score_that_raises_costs_its_rollout_alone(wire, caplog, kind):
-    def score(rollout):
-        if rollout.group_id in (1, 3):
-            raise ConnectionError("the judge is away")
-        return by_group(rollout)
+def scorer_of(score, kind):
+    """A scorer that calls the function in a thread, as a task, in turn or for whole groups."""
 
     async def ascore(rollout):
         return score(rollout)
@@ -144,6 +140,17 @@ def test_a_score_that_raises_costs_its_rollout_alone(wire, caplog, kind):
     scorer = Scorer(functions.get(kind, score), batched=kind == "batched")
     if kind == "in turn":
         scorer._seconds.extend([0.0] * _REMEMBERED)
+    return scorer
+
+
+@pytest.mark.parametrize("kind", ["thread", "task", "in turn", "batched"])
+def test_a_score_that_raises_costs_its_rollout_alone(wire, caplog, kind):
+    def score(rollout):
+        if rollout.group_id in (1, 3):
+            raise ConnectionError("the judge is away")
+        return by_group(rollout)
+
+    scorer = scorer_of(score, kind)
     send_groups(wire, 6)
     assert rewards(batches(wire, scorer)) == [0, 2, 4, 5]
     assert wire.stream.outstanding == []
@@ -167,13 +174,7 @@ def test_an_exception_that_a_future_cannot_hold_costs_its_rollout_alone(caplog, 
             raise error
         return float(rollout.sample)
 
-    async def ascore(rollout):
-        return score(rollout)
-
-    functions = {"task": ascore, "batched": lambda group: [score(rollout) for rollout in group]}
-    scorer = Scorer(functions.get(kind, score), batched=kind == "batched")
-    if kind == "in turn":
-        scorer._seconds.extend([0.0] * _REMEMBERED)
+    scorer = scorer_of(score, kind)
     assert scorer.start(group_of(0, 3)).result(300) == ([None] * 3 if kind == "batched" else [0.0, None, 2.0])
     assert scorer.failures == {"error: RuntimeError": 1}
     assert re.search(reason, caplog.text)
