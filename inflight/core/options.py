@@ -97,8 +97,8 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     keys and values of older weights, as with kv_on_swap="keep", which this option needs. Adapters share no prefixes
     with each other or with the base weights, and requests pinned to a version share none with other requests. Each
     rollout reports its reuse (`prefix_tokens`, `prefix_version`)."""
-    schedule_order: str = "inflight.engine.loop.order:first_come_first_served"
-    """Function that returns a priority for each sequence, as "module:function" or "path/to/file.py:function". Sequences
+    schedule_order: str = "inflight.engine.loop.order:by_priority"
+    """Function that returns a number for each sequence (by default its `SamplingParams.priority`), as "module:function" or "path/to/file.py:function". Sequences
     with smaller numbers are admitted first and preempted last. The engine process imports the module
     (docs/extending.md#another-order-of-scheduling)."""
     attention: str = "auto"

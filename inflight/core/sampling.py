@@ -15,6 +15,7 @@ MAX_OWN_COLUMNS = 16
 MAX_SALT_CHARACTERS = 256
 LEAST_TEMPERATURE = 1e-6
 MAX_PROTECT_S = 86_400.0
+MAX_PRIORITY = 2**31 - 1
 
 
 class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +100,9 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     """Time in seconds after the end of a sample for which the prefix cache evicts it after unprotected samples, so that
     a prompt that continues it finds it. At most half of the cache is protected. None: 60 for turns of `Episodes`,
     otherwise 0."""
+    priority: int = 0
+    """Prompts with smaller numbers are admitted first and preempted last, equal ones in order of arrival (as in vLLM).
+    Later turns of an episode have a number that is 1 smaller than that of its first turn."""
     columns: tuple[str, ...] = ()
     """Names of custom columns (`EngineOptions.columns`) to record for each token in `Rollout.columns`."""
 
@@ -143,6 +147,8 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"prefix_across_versions must be at least 0, got {self.prefix_across_versions}")
         if self.protect_s is not None and not 0 <= self.protect_s <= MAX_PROTECT_S:
             raise ValueError(f"protect_s must be in [0, {MAX_PROTECT_S}] (a day), got {self.protect_s}")
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise ValueError(f"priority must be in [−{MAX_PRIORITY}, {MAX_PRIORITY}], got {self.priority}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
 

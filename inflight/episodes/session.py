@@ -399,7 +399,7 @@ class Session:
             if most <= 0:
                 self._end("max_tokens")
         seed = sample_seed(self._seed, self.num_turns) & (2**63 - 1)
-        params = self._turns.params_of_turn(self.params, seed, most)
+        params = self._turns.params_of_turn(self.params, self.num_turns, seed, most)
         place = Place(self.group_id, self.sample, self.num_turns, segment.digest)
         self.num_turns += 1
         segment.is_busy, began_ns = True, now_ns()

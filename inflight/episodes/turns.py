@@ -15,7 +15,7 @@ from inflight.chat.conversation import Conversation
 from inflight.core.continuation import Continuation
 from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout
-from inflight.core.sampling import SamplingParams
+from inflight.core.sampling import MAX_PRIORITY, SamplingParams
 from inflight.core.workers import Workers
 from inflight.episodes.saved_turns import EPISODE, SEEN, Place, SavedTurns
 from inflight.episodes.watching import TurnBell, Watcher, parts_of, parts_until
@@ -87,8 +87,8 @@ class Turns:
         decode = partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         return Continuation(decode, before[-_TAIL:]).text(token_ids.tolist())
 
-    def params_of_turn(self, params: SamplingParams, seed: int, max_tokens: int) -> SamplingParams:
-        """Return the parameters of one turn for the ones of the episode."""
+    def params_of_turn(self, params: SamplingParams, number: int, seed: int, max_tokens: int) -> SamplingParams:
+        """Return the parameters of a turn for the ones of the episode. number: 0 for its first turn."""
         across, protect_s = params.prefix_across_versions, params.protect_s
         return msgspec.structs.replace(
             params,
@@ -97,6 +97,8 @@ class Turns:
             max_tokens=max_tokens,
             prefix_across_versions=self._across if across is None else across,
             protect_s=PROTECT_S if protect_s is None else protect_s,
+            # Otherwise a turn waits behind the first turns of all other episodes, and publishes outdate its prefix.
+            priority=max(params.priority - (number > 0), -MAX_PRIORITY),
         )
 
     async def draw(

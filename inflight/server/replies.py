@@ -156,7 +156,7 @@ class Reply(ABC):
         adapter = self.served.adapter_of(fields.model)
         self.id = answers.new_id(self.kind, fields.request_id or header_id)
         self.began_s = time.monotonic()
-        return await self.served.begin(self.prompts, self.params, adapter, request_id=self.id, priority=fields.priority)
+        return await self.served.begin(self.prompts, self.params, adapter, request_id=self.id)
 
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         """Return the JSON of the reply, of all samples."""

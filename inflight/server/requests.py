@@ -23,7 +23,7 @@ _THROWN_AWAY = 16
 """A body of up to this many times the bound is read to its end. On a larger one the connection is closed."""
 _AS_GIVEN = (
     *("n", "max_tokens", "temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "repetition_penalty"),
-    *("skip_special_tokens", "cache_salt"),
+    *("skip_special_tokens", "cache_salt", "priority"),
 )
 """Fields of SamplingParams with the same meaning. If they are not given, its defaults hold."""
 _GUIDED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -60,6 +60,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_sampling_mask: bool | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    priority: int | None = None
 
     def params(self, *, max_tokens: int, top_logprobs: int, echoed: int | None = None) -> SamplingParams:
         """Return the sampling parameters. Raises ApiError for a value that is out of range. max_tokens: the default.
@@ -96,7 +97,6 @@ class OpenAIFields(SamplingFields, kw_only=True):
     request_id: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_weight_versions: bool | None = None
@@ -133,8 +133,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     token_ids: list[int]
     sampling_params: TokenSampling = msgspec.field(default_factory=TokenSampling)
 

@@ -93,21 +93,19 @@ class Served:
         adapter: Adapter,
         *,
         request_id: str,
-        priority: int | None = None,
     ) -> Generation:
         """Submit prompts. The caller has to `end()` the generation. Raises the engine's errors."""
         if self.ending:
             raise ApiError(503, "the server is about to end and takes no new requests")
         if self.engine.stream.state == "restarting":
             raise ApiError(503, "the engine has ended and is being started again; send the request again later")
-        metadata = [{"priority": priority}] * len(prompts) if priority else None
         self.adapters.hold(adapter)
         try:
             while not self._may_begin.is_set():
                 await self._may_begin.wait()
             self._num_submitting += 1
             try:
-                group_ids = await self.engine.asubmit(prompts, params, metadata=metadata, adapter=adapter.place or None)
+                group_ids = await self.engine.asubmit(prompts, params, adapter=adapter.place or None)
             finally:
                 self._num_submitting -= 1
         except BaseException:

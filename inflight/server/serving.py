@@ -59,6 +59,7 @@ async def generate(served: Served, request: Request, *, experts_as_lists: bool =
     fields = await read_request(request, GenerateRequest, served.max_body_bytes)
     sampling = fields.sampling_params
     sampling.cache_salt = fields.cache_salt or sampling.cache_salt
+    sampling.priority = fields.priority if sampling.priority is None else sampling.priority
     logprobs = sampling.logprobs is not None and sampling.logprobs is not False
     # One log-probability is the drawn token's, as in vLLM.
     top = 0 if isinstance(sampling.logprobs, bool) or sampling.logprobs in (None, 1) else sampling.logprobs

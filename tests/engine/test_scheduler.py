@@ -15,15 +15,15 @@ from inflight.core.sampling import SamplingParams
 from inflight.engine.cache.kinds import Paged
 from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.loop.engine import Engine
-from inflight.engine.loop.order import Order, first_come_first_served, load_order
+from inflight.engine.loop.order import Order, by_priority, load_order
 from inflight.engine.loop.rows import Rows
 from inflight.engine.loop.scheduler import Scheduler
 from inflight.engine.loop.sequence import Schedule, Sequence
 
 
-def by_priority(sequence: Sequence) -> float:
-    """A custom order: prompts with a higher "priority" in their metadata first."""
-    return -sequence.metadata.get("priority", 0)
+def by_difficulty(sequence: Sequence) -> float:
+    """A custom order: prompts with a higher "difficulty" in their metadata first."""
+    return -sequence.metadata.get("difficulty", 0)
 
 
 def longest_first(sequence: Sequence) -> float:
@@ -34,15 +34,24 @@ def longest_first(sequence: Sequence) -> float:
 class Run:
     """A scheduler whose passes draw token 0."""
 
-    def __init__(self, order: Order = first_come_first_served, *, rows: int = 4, budget: int = 8, blocks: int = 100):
+    def __init__(self, order: Order = by_priority, *, rows: int = 4, budget: int = 8, blocks: int = 100):
         options = EngineOptions(model="", max_sequences=rows, max_prefill_tokens=budget)
         self.cache = KVCache([(Paged(4), blocks + 1)], block_size=4, max_blocks=25)
         self.rows = Rows(rows, num_tables=1, max_blocks=25)
         self.scheduler = Scheduler(self.cache, self.rows, options, order)
         self.sequences: list[Sequence] = []
 
-    def add(self, length: int = 4, *, n: int = 1, max_tokens: int = 50, pin: int | None = None, **metadata) -> Sequence:
-        params = SamplingParams(n=n, max_tokens=max_tokens)
+    def add(
+        self,
+        length: int = 4,
+        *,
+        n: int = 1,
+        max_tokens: int = 50,
+        pin: int | None = None,
+        priority: int = 0,
+        **metadata,
+    ) -> Sequence:
+        params = SamplingParams(n=n, max_tokens=max_tokens, priority=priority)
         prompt = [len(self.sequences) + 1] * length
         leader, *leader.followers = [
             Sequence(len(self.sequences) + i, 0, i, 0, prompt, params, max_tokens, None, pin, metadata)
@@ -205,10 +214,11 @@ def test_equal_sequences_are_admitted_as_they_came():
     assert run.running == [1, 2]
 
 
-def test_another_order_says_who_is_admitted_first():
-    run = Run(by_priority, rows=1, budget=100)
-    for priority in (1, 3, 2, 3):
-        run.add(4, priority=priority)
+@pytest.mark.parametrize(("order", "sign"), [(by_priority, -1), (by_difficulty, 1)])
+def test_the_order_says_who_is_admitted_first(order, sign):
+    run = Run(order, rows=1, budget=100)
+    for number in (1, 3, 2, 3):
+        run.add(4, priority=sign * number, difficulty=number)
     admitted = []
     for _ in range(4):
         run.step()
@@ -217,23 +227,23 @@ def test_another_order_says_who_is_admitted_first():
     assert admitted == [1, 3, 2, 0]
 
 
-@pytest.mark.parametrize(("order", "left"), [(first_come_first_served, [0]), (by_priority, [1]), (longest_first, [1])])
+@pytest.mark.parametrize(("order", "left"), [(by_priority, [0]), (by_difficulty, [1]), (longest_first, [1])])
 def test_another_order_says_who_gives_up_its_blocks(order, left):
     run = Run(order, blocks=6)
-    run.add(6, priority=1)
+    run.add(6, difficulty=1)
     run.step()
-    run.add(9, priority=2)
+    run.add(9, difficulty=2)
     while not run.scheduler.preemption.count:
         run.step()
     assert run.running == left
 
 
 def test_whoever_gave_up_its_blocks_waits_for_its_turn_in_that_order():
-    run = Run(by_priority, rows=2, budget=100)
-    run.add(4, priority=1), run.add(4, priority=2)
+    run = Run(by_difficulty, rows=2, budget=100)
+    run.add(4, difficulty=1), run.add(4, difficulty=2)
     run.step()
     run.scheduler.preemption.preempt(run.sequences[0])
-    run.add(4, priority=3)
+    run.add(4, difficulty=3)
     run.step()
     assert run.running == [2, 1]
     run.scheduler.remove(run.sequences[2])
@@ -267,12 +277,12 @@ def engine(model: str, order: str) -> Engine:
 
 def test_an_engine_takes_an_order_by_the_name_of_its_function(model_dir):
     params = SamplingParams(max_tokens=2, ignore_eos=True)
-    prompts = [Prompt([i % VOCABULARY] * 5, params, {"priority": i}) for i in range(4)]
-    with engine(model_dir("llama"), f"{__name__}:by_priority") as prioritising:
+    prompts = [Prompt([i % VOCABULARY] * 5, params, {"difficulty": i}) for i in range(4)]
+    with engine(model_dir("llama"), f"{__name__}:by_difficulty") as prioritising:
         first = run(prioritising, prompts)
         starts = [rollout.sampled_at_ns[0] for rollout in first]
         assert starts == sorted(starts, reverse=True)
-    with engine(model_dir("llama"), f"{__name__}:first_come_first_served") as plain:
+    with engine(model_dir("llama"), f"{__name__}:by_priority") as plain:
         second = run(plain, prompts)
         starts = [rollout.sampled_at_ns[0] for rollout in second]
         assert starts == sorted(starts)
@@ -280,11 +290,11 @@ def test_an_engine_takes_an_order_by_the_name_of_its_function(model_dir):
 
 def test_an_order_that_cannot_place_a_prompt_refuses_it(model_dir):
     params = SamplingParams(max_tokens=2)
-    with engine(model_dir("llama"), f"{__name__}:by_priority") as prioritising:
+    with engine(model_dir("llama"), f"{__name__}:by_difficulty") as prioritising:
         with pytest.raises(InvalidRequestError, match="order of scheduling failed on prompt 1: TypeError"):
-            prioritising.requests.submit([Prompt([1], params), Prompt([1], params, {"priority": "high"})])
+            prioritising.requests.submit([Prompt([1], params), Prompt([1], params, {"difficulty": "high"})])
         with pytest.raises(InvalidRequestError, match="must give a number, for prompt 0 it gives nan"):
-            prioritising.requests.submit([Prompt([1], params, {"priority": float("nan")})])
+            prioritising.requests.submit([Prompt([1], params, {"difficulty": float("nan")})])
         assert not prioritising.has_work
 
 

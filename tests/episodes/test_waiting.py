@@ -1,5 +1,6 @@
 """The cache keeps conversations that wait for a tool, and frees them when their episodes end."""
 
+import asyncio
 import random
 
 import pytest
@@ -37,6 +38,29 @@ def test_a_turn_finds_the_earlier_one_after_other_requests_have_filled_the_cache
         assert engine.status().num_preemptions == 0
     turns = [[turn for turn in rollout.turns if turn.drawn] for [rollout] in groups]
     assert [second.prefix_tokens for _, second in turns] == reused
+
+
+def test_a_later_turn_is_drawn_before_waiting_prompts(model_dir):
+    params = inflight.SamplingParams(n=1, max_tokens=8, ignore_eos=True)
+    others: list[int] = []
+
+    with inflight.launch(model_dir("qwen3"), device="cpu", threads=1, max_sequences=1, max_context=128) as engine:
+
+        async def rollout(session, row):
+            reply = await session.complete(row)
+            engine.pause()
+            others.extend(await engine.asubmit([random_tokens(5)] * 2, params))
+            later = asyncio.ensure_future(session.complete([*row, *reply.token_ids, 1]))
+            while engine.status().num_waiting < 3:
+                await asyncio.sleep(0.01)
+            engine.resume()
+            await later
+            return 1.0
+
+        with inflight.Episodes(engine, rollout) as episodes:
+            [[drawn]] = engine.stream.collect(episodes.submit([[3, 4, 5]], params, train=False), timeout_s=60)
+            of_others = engine.stream.collect(others, timeout_s=60)
+    assert max(drawn.sampled_at_ns) < min(rollout.sampled_at_ns[0] for [rollout] in of_others)
 
 
 @pytest.mark.medium

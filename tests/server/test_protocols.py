@@ -101,6 +101,16 @@ def test_verifiers_and_skyrl_draw_tokens_from_tokens(served):
     assert again["logprobs"]["token_logprobs"] == [entry["logprob"] for entry in content]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
+def test_the_priority_of_a_request_reaches_the_engine(served, path):
+    prompt = {"prompt": [1, 2]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body = {"token_ids": [1, 2]} if path.endswith("generate") else {"max_tokens": 2, "model": served.model} | prompt
+    assert call(served.http, "POST", path, body | {"priority": -3})[0] == 200
+    status, answer = call(served.http, "POST", path, body | {"priority": 2**40})
+    assert status == 400
+    assert "priority must be in" in str(answer)
+
+
 def test_several_samples_and_their_most_likely_tokens(served):
     body = {"token_ids": [1, 2], "sampling_params": {"n": 3, "logprobs": 4, "max_tokens": 5}, "request_id": "mine"}
     _, answer = call(served.http, "POST", "/inference/v1/generate", body)

@@ -15,15 +15,15 @@ Order = Callable[[Sequence], float]
 arrival. It is called whenever a sequence starts to wait or to run."""
 
 
-def first_come_first_served(sequence: Sequence) -> float:
-    """Return the same number for all, so that the order of arrival decides."""
-    return 0
+def by_priority(sequence: Sequence) -> float:
+    """Return `SamplingParams.priority`."""
+    return sequence.params.priority
 
 
 def load_order(name: str) -> Order:
     """Return the function of this name. Raises ModelLoadError if there is none."""
     try:
-        return resolve_by_name(name, {"first_come_first_served": first_come_first_served}, "schedule_order")
+        return resolve_by_name(name, {"by_priority": by_priority}, "schedule_order")
     except ValueError as error:
         raise ModelLoadError(
             f'{error}; the engine imports it from "module:function" or "path/to/file.py:function"'

@@ -13,7 +13,7 @@ import numpy as np
 from inflight.core.options import EngineOptions
 from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.loop.backlog import Backlog
-from inflight.engine.loop.order import Order, check_order, first_come_first_served
+from inflight.engine.loop.order import Order, check_order, by_priority
 from inflight.engine.loop.preemption import Preemption
 from inflight.engine.loop.rows import NOBODY, PREFILL, Rows
 from inflight.engine.loop.running import KVNamespaces, RunningSequences
@@ -33,7 +33,7 @@ class Scheduler:
     of them: it computes the prompt for all.
     """
 
-    def __init__(self, cache: KVCache, rows: Rows, options: EngineOptions, order: Order = first_come_first_served):
+    def __init__(self, cache: KVCache, rows: Rows, options: EngineOptions, order: Order = by_priority):
         """options: max_prefill_tokens (a number of tokens, not 0) and prefix_across_versions are used."""
         self._cache, self._rows, self._options, self._order = cache, rows, options, order
         self.admits = True

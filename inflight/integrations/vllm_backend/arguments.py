@@ -43,6 +43,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
         "processed_logprobs",
         "the recorded log-probability is that of the distribution that was sampled from",
     ),
+    "scheduling_policy": ("priority", "SamplingParams.priority determines the order"),
     "async_scheduling": (False, "a token would be told of one step after the weights that drew it"),
     "pipeline_parallel_size": (None, "several steps would be under way when weights change"),
     "data_parallel_size": (None, "launch([EngineOptions(…), …]) makes several engines"),

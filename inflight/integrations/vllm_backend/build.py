@@ -123,8 +123,9 @@ class Started:
         """Return a request for vLLM: the rest of a sequence. It shares blocks of its version and its own salt."""
         adapter = sequence.adapter
         number = 0 if adapter is None else self.options.adapters.index(adapter) + 1
+        own_salt, priority = f"{salt}:{sequence.params.cache_salt}", sequence.params.priority
         return _request(
-            name, sequence.token_ids(), sampling, f"{salt}:{sequence.params.cache_salt}", adapter=adapter, number=number
+            name, sequence.token_ids(), sampling, own_salt, adapter=adapter, number=number, priority=priority
         )
 
 
@@ -307,7 +308,14 @@ def _draw(core: Any, prompts: list[list[int]], num_tokens: int, num_logprobs: in
 
 
 def _request(
-    name: str, token_ids: list[int], sampling: dict[str, Any], salt: str, *, adapter: str | None = None, number: int = 0
+    name: str,
+    token_ids: list[int],
+    sampling: dict[str, Any],
+    salt: str,
+    *,
+    adapter: str | None = None,
+    number: int = 0,
+    priority: int = 0,
 ) -> Any:
     """Return a request in the form of vLLM's engine core. sampling: arguments of its SamplingParams."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
@@ -325,6 +333,7 @@ def _request(
         lora_request=None if adapter is None else LoRARequest(adapter, number, "published"),
         cache_salt=salt,
         data_parallel_rank=None,
+        priority=priority,
     )
 
 
