@@ -196,6 +196,19 @@ def test_cancel_pause_and_fork(engine):
 
 
 @pytest.mark.skipif(second_runner, reason="it has no columns")
+def test_prompts_of_smaller_priority_are_drawn_first(engine):
+    prompts = {priority: [3 + priority] for priority in (2, 1, 0)}
+    engine.pause()
+    group_ids = [
+        engine.submit([token_ids], inflight.SamplingParams(max_tokens=20, n=16, priority=priority, ignore_eos=True))[0]
+        for priority, token_ids in prompts.items()
+    ]
+    engine.resume()
+    groups = engine.stream.collect(group_ids)
+    starts = [min(rollout.sampled_at_ns[0] for rollout in group) for group in groups]
+    assert starts == sorted(starts, reverse=True)
+
+
 def test_bad_requests_are_refused_and_the_engine_serves_on(engine):
     for prompt, params, message in (
         ([], inflight.SamplingParams(), "is empty"),

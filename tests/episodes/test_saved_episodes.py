@@ -211,7 +211,7 @@ def test_killed_engines_lose_double_and_misattribute_no_token_of_an_episode(mode
         assert drawn == seen[rollout.group_id, rollout.sample, rollout.adapter]
         assert [len(turn) for turn in drawn] == [9, 9]
     policies.check(rollouts)
-    assert len({version for rollout in rollouts for version in rollout.weight_versions[rollout.drawn]}) > num_kills
+    assert len({version for rollout in rollouts for version in rollout.weight_versions[rollout.drawn]}) > 1
 
 
 @pytest.mark.timeout(3600)
