@@ -19,6 +19,7 @@ from inflight.chat.reply_templates import call_opening, known_calls, own_templat
 from inflight.chat.suffixes import Suffixes, calls_of
 from inflight.chat.text import TextDecoder
 from inflight.core.continuation import Continuation
+from inflight.core.errors import InvalidRequestError
 
 _STOPS = ("<|return|>", "<|call|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 """Names of tokens that end an answer, in addition to the tokenizer's own."""
@@ -151,4 +152,6 @@ def _kept(tokenizer: PreTrainedTokenizerBase, template: str) -> Conversation:
 def _with_arguments(message: Message) -> Message:
     """Return a message with the arguments of its calls as mappings. Escapes in JSON text could hide special tokens."""
     calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, (list, tuple)):
+        raise InvalidRequestError(f"tool_calls of a message must be a list, got {type(calls).__name__}")
     return {**message, "tool_calls": [with_arguments(call) for call in calls]} if calls else message

@@ -214,7 +214,7 @@ def _calls_of(value: Any) -> list[ToolCall]:
         raise TypeError(f"the name of a tool is {name!r}")
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
-    call = ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    call = ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     (call.name + call.arguments).encode()  # A lone surrogate cannot be sent.
     return [call]
 

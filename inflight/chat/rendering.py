@@ -39,7 +39,10 @@ class Renderer:
         self._tokenizer = tokenizer
         self._as_parts, self._form = False, _CALL_FORMS[0]
         """Contents are lists of parts; the form of the last calls that were rendered."""
-        self._as_parts = not self._shows_content() and self._shows_parts()
+        self._as_parts = not self._shows("user") and self._shows_parts()
+        self._developer = "developer"
+        """Role of messages of developers. Templates leave out or refuse roles that they do not have."""
+        self._developer = "developer" if self._shows("developer") else "system"
 
     def render(
         self, messages: Sequence[Message], tools: Tools | None, *, generate: bool, **template_kwargs: Any
@@ -76,6 +79,8 @@ class Renderer:
 
     def _plain(self, message: Message, form: _CallForm) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
+        if plain.get("role") == "developer":
+            plain["role"] = self._developer
         content = plain.setdefault("content", "")
         if isinstance(content, (list, tuple)):
             # Templates join parts in different ways, so that two texts could become one special token.
@@ -90,15 +95,17 @@ class Renderer:
             plain["tool_call_id"] = _short(plain["tool_call_id"])
         return plain
 
-    def _shows_content(self) -> bool:
+    def _shows(self, role: str) -> bool:
+        """Return True if a rendered conversation contains the content of a message of this role."""
+        messages = [{"role": role, "content": _PROBE}, {"role": "user", "content": "a"}]
         try:
-            return _PROBE in self._rendered([{"role": "user", "content": _PROBE}], None, True, self._form, {})
+            return _PROBE in self._rendered(messages[: 1 + (role != "user")], None, True, self._form, {})
         except Exception:
             return False
 
     def _shows_parts(self) -> bool:
         self._as_parts = True
-        return self._shows_content()
+        return self._shows("user")
 
 
 def with_arguments(call: Any, *, as_text: bool = False) -> Any:
@@ -118,7 +125,7 @@ def _decoded(arguments: str) -> Any:
     """Return arguments as a mapping; text that is no JSON as it is."""
     try:
         return json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -72,13 +72,14 @@ class Adapters:
             self.loaded[name] = adapter
             return adapter
 
-    def unload(self, name: str) -> None:
+    async def unload(self, name: str) -> None:
         """Refuse new requests for this adapter. Its requests in progress continue. Raises ApiError."""
-        adapter = self.loaded.pop(name, None)
-        if adapter is None:
-            raise _not_loaded(name)
-        adapter.unloaded = True
-        self._free(adapter)
+        async with self._changing:
+            adapter = self.loaded.pop(name, None)
+            if adapter is None:
+                raise _not_loaded(name)
+            adapter.unloaded = True
+            self._free(adapter)
 
     def hold(self, adapter: Adapter) -> None:
         """Count a request that will use an adapter, so that its slot is kept until `let_go`. Raises ApiError."""

@@ -18,12 +18,18 @@ Name = Callable[[int], str]
 """Returns the text of a token, or its id as text."""
 _LEAST_LOGPROB = -9999.0
 """Number that vLLM writes for −inf, since JSON has no −inf."""
+_MOST_ID_CHARACTERS = 128
 _FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "": None}
 
 
 def new_id(kind: str, given: str | None) -> str:
     """Return the id of a response. `given` is the client's id, from the body or the X-Request-Id header."""
-    return f"{kind}-{(given or uuid.uuid4().hex)[:128]}"
+    return f"{kind}-{client_id(given or uuid.uuid4().hex)}"
+
+
+def client_id(given: str) -> str:
+    """Return the part of a client's id that the id of its response contains."""
+    return given[:_MOST_ID_CHARACTERS]
 
 
 def finish_reason(reason: str) -> str | None:

@@ -182,6 +182,8 @@ async def load_adapter(served: Served, request: Request, *, replace: bool = Fals
     """Load an adapter. An adapter of the same name is an error unless `load_inplace` or replace."""
     fields = await read_request(request, _Load, _MOST_BYTES)
     in_place = replace or bool(fields.load_inplace)
+    if not fields.lora_name or fields.lora_name in served.names:
+        raise ApiError(400, f"an adapter cannot have the name {fields.lora_name!r}", param="lora_name")
     adapter = await served.adapters.load(
         fields.lora_name, fields.lora_path, in_place=in_place, label=fields.weight_version
     )
@@ -191,7 +193,7 @@ async def load_adapter(served: Served, request: Request, *, replace: bool = Fals
 async def unload_adapter(served: Served, request: Request) -> Response:
     """Unload an adapter. Its requests in progress continue."""
     fields = await read_request(request, _Unload, _MOST_BYTES)
-    served.adapters.unload(fields.lora_name)
+    await served.adapters.unload(fields.lora_name)
     return _done(f"the adapter {fields.lora_name} is not loaded any more")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight.server.prompts import chat_prompt
+from inflight.server.prompts import chat_prompt, completion_prompts
 from inflight.server.requests import DetokenizeRequest, TokenizeRequest, read_request
 from inflight.server.responses import ApiError, answer
 from inflight.server.served import Served
@@ -31,7 +31,7 @@ async def metrics(served: Served, request: Request) -> Response:
 
 async def load(served: Served, request: Request) -> Response:
     """Return the number of clients' requests in progress, for routers."""
-    return answer({"server_load": len(served.running)})
+    return answer({"server_load": served.num_open})
 
 
 async def list_models(served: Served, request: Request) -> Response:
@@ -41,7 +41,8 @@ async def list_models(served: Served, request: Request) -> Response:
 
 async def one_model(served: Served, request: Request) -> Response:
     """Describe one of them."""
-    name = request.path_params["name"]
+    if not (name := request.path_params["name"]):
+        return await list_models(served, request)
     served.adapter_of(name)
     return answer(next(card for card in _cards(served) if card["id"] == name))
 
@@ -95,7 +96,7 @@ async def tokenize(served: Served, request: Request) -> Response:
         ids = chat_prompt(fields, served.tokenizer, served.names[0])
     else:
         special = fields.add_special_tokens is not False
-        ids = list(_tokenizer(served)(fields.prompt, add_special_tokens=special)["input_ids"])
+        [ids] = completion_prompts(fields.prompt or "", _tokenizer(served), served.names[0], special=special)
     names = [served.decoder.token(i) for i in ids] if fields.return_token_strs else None
     return answer({"count": len(ids), "max_model_len": served.max_context, "tokens": ids, "token_strs": names})
 

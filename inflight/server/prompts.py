@@ -85,6 +85,8 @@ def _plain(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     elif not isinstance(content, str):
         raise ApiError(400, f"{where}.content must be text", param=f"{where}.content")
     plain["content"] = content
+    if not isinstance(plain.get("tool_calls", []), list):
+        raise ApiError(400, f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
     if (reasoning := plain.pop("reasoning", None)) is not None:  # templates use the other name
         plain.setdefault("reasoning_content", reasoning)
     return plain

@@ -116,6 +116,8 @@ class Reply(ABC):
         self.prompt_ids = {"prompt_token_ids": prompts[0]} if self.with_ids else {}
         self.began_s = time.monotonic()
         self.id = ""
+        self.is_sent = False
+        """All events were sent."""
         self._choices: dict[int, Choice] = {}
 
     @abstractmethod
@@ -178,7 +180,7 @@ class Reply(ABC):
             for beginning in self.beginning():
                 yield event(head | beginning)
             async for index, rollout in generation.parts():
-                if not drawn:
+                if not drawn and len(rollout.token_ids):
                     self.served.metrics.first_token_s.observe(time.monotonic() - self.began_s)
                 drawn += len(rollout.token_ids)
                 cached[index // self.params.n] = rollout.prefix_tokens
@@ -195,6 +197,7 @@ class Reply(ABC):
         except Exception as error:
             yield event(as_api_error(error, "a streamed answer").body)
         yield DONE
+        self.is_sent = True
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
@@ -309,7 +312,7 @@ class EventStream(StreamingResponse):
     """The events of a reply. Its generation is cancelled if they cannot be sent."""
 
     def __init__(self, reply: Reply, generation: Generation):
-        self._generation, self._served = generation, reply.served
+        self._generation, self._reply, self._served = generation, reply, reply.served
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(reply.events(generation), media_type="text/event-stream", headers=headers)
 
@@ -320,4 +323,6 @@ class EventStream(StreamingResponse):
             if not self._served.ending:
                 raise
         finally:
+            if not self._reply.is_sent and not self._served.ending:
+                self._served.metrics.cancelled.inc()
             self._generation.end()

@@ -84,7 +84,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
                 prompt_logprobs=max((n for n in (self.prompt_logprobs, echoed) if n is not None), default=None),
             )
         except ValueError as error:
-            raise ApiError(400, str(error), param=str(error).split(" ", 1)[0]) from error
+            message = str(error)
+            if not hasattr(self, "top_logprobs"):  # Completions have one field for both.
+                message = message.replace("top_logprobs", "logprobs")
+            raise ApiError(400, message, param=message.split(" ", 1)[0]) from error
 
 
 class StreamOptions(msgspec.Struct):

@@ -15,6 +15,7 @@ from inflight.chat.text import TextDecoder
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
 from inflight.server.adapters import Adapter, Adapters
+from inflight.server.answers import client_id
 from inflight.server.broadcasts import Broadcasts
 from inflight.server.engine import ServedEngine
 from inflight.server.generation import Bell, Generation
@@ -56,8 +57,9 @@ class Served:
         """A client has paused and not resumed."""
         self._num_submitting = 0
         """Requests that the engine is about to accept."""
-        self._may_begin = asyncio.Event()
-        self._may_begin.set()
+        self._draining = False
+        self._waiting: dict[asyncio.Future[bool], str] = {}
+        """Maps requests that wait for the end of `drain` to their ids. The result is False for aborted ones."""
         self._bell: Bell
 
     @asynccontextmanager
@@ -96,13 +98,12 @@ class Served:
     ) -> Generation:
         """Submit prompts. The caller has to `end()` the generation. Raises the engine's errors."""
         if self.ending:
-            raise ApiError(503, "the server is about to end and takes no new requests")
+            raise _ending()
         if self.engine.stream.state == "restarting":
             raise ApiError(503, "the engine has ended and is being started again; send the request again later")
         self.adapters.hold(adapter)
         try:
-            while not self._may_begin.is_set():
-                await self._may_begin.wait()
+            may_draw = await self._until_drained(request_id)
             self._num_submitting += 1
             try:
                 group_ids = await self.engine.asubmit(prompts, params, adapter=adapter.place or None)
@@ -113,30 +114,49 @@ class Served:
             raise
         generation = Generation(self.engine.stream, self._bell, group_ids, partial(self._ended, adapter))
         self.running[generation] = request_id
+        if not may_draw:
+            await asyncio.to_thread(self.engine.cancel, group_ids)
         return generation
+
+    async def _until_drained(self, request_id: str) -> bool:
+        """Wait while `drain` runs. False for a request that was aborted in the meantime."""
+        while self._draining:
+            self._waiting[waiting := asyncio.get_running_loop().create_future()] = request_id
+            try:
+                if not await waiting:
+                    return False
+            finally:
+                del self._waiting[waiting]
+        if self.ending:
+            raise _ending()
+        return True
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:
         """Cancel the requests with these ids, or all, and return their number. Their clients receive the tokens so far.
         The id of a reply contains the client's own after its first "-"; both are known."""
-        chosen = [
-            generation
-            for generation, request_id in self.running.items()
-            if request_ids is None or {request_id, request_id.partition("-")[2]} & set(request_ids)
-        ]
+        wanted = None if request_ids is None else {name for id in request_ids for name in (id, client_id(id))}
+
+        def is_wanted(id: str) -> bool:
+            return wanted is None or id in wanted or id.partition("-")[2] in wanted
+
+        chosen = [generation for generation, id in self.running.items() if is_wanted(id)]
+        waiting = [future for future, id in self._waiting.items() if is_wanted(id) and not future.done()]
+        for future in waiting:
+            future.set_result(False)
         if chosen:
             group_ids = [group_id for generation in chosen for group_id in generation.group_ids]
             await asyncio.to_thread(self.engine.cancel, group_ids)
-        return len(chosen)
+        return len(chosen) + len(waiting)
 
     @property
     def num_open(self) -> int:
         """Requests in progress."""
-        return len(self.running) + self._num_submitting
+        return len(self.running) + self._num_submitting + len(self._waiting)
 
     async def drain(self) -> None:
         """Pause the engine when it has drawn all requests in progress, read or not. New requests wait. Raises ApiError
         if that takes too long; then nothing is paused."""
-        self._may_begin.clear()
+        self._draining = True
         try:
             wait = Wait()
             while self._num_submitting or not all(generation.drawn for generation in self.running):
@@ -151,10 +171,17 @@ class Served:
                     )
             await asyncio.to_thread(self.engine.pause)
         finally:
-            self._may_begin.set()
+            self._draining = False
+            for future in self._waiting:
+                if not future.done():
+                    future.set_result(True)
 
     def _ended(self, adapter: Adapter, generation: Generation, taken: bool) -> None:
         self.running.pop(generation, None)
         if not taken:
             self.engine.abandon(generation.group_ids)
         self.adapters.let_go(adapter)
+
+
+def _ending() -> ApiError:
+    return ApiError(503, "the server is about to end and takes no new requests")

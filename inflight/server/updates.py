@@ -51,7 +51,16 @@ class Updates:
         weights stay as they are."""
         if not Path(directory).is_absolute():
             raise WeightFileError(f"{directory[:300]} is no absolute path; the server reads weights from its own disk")
-        return await self.run(lambda: self.publish("weights", directory, label=label))
+
+        def publish() -> int:
+            try:
+                return self.publish("weights", directory, label=label)
+            except TimeoutError:  # an OSError, too
+                raise
+            except OSError as error:
+                raise WeightFileError(f"{directory[:300]} cannot be read: {error}"[:1000]) from error
+
+        return await self.run(publish)
 
     async def publish_adapters(self, change: Callable[[AdapterFiles], object], label: str | None = None) -> int:
         """Publish the adapters after a change. If it raises, they stay as they were."""

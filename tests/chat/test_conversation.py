@@ -77,6 +77,19 @@ def test_a_first_prompt_has_the_tokens_of_the_template(made, name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_that_show_a_system_show_a_developer(made, name):
+    tokenizer, conversation = made[name]
+
+    def text_of(role: str) -> str:
+        try:
+            return tokenizer.decode(conversation.begin([{"role": role, "content": "Be brief."}, USER]))
+        except InvalidRequestError:
+            return "refused"
+
+    assert ("Be brief." in text_of("developer")) == ("Be brief." in text_of("system"))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_every_template_continues_with_a_user(made, name):
     tokenizer, conversation = made[name]
     ids, start = extended(conversation, b"Here.", SAID, [NEXT])

@@ -96,6 +96,12 @@ def test_calls_of_json(template, call, arguments):
     assert both(reading(template), f"So: {broken}") == ("", f"So: {broken}", [])
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
+def test_a_call_with_a_number_that_json_does_not_have_is_text(number):
+    text = f'<tool_call>{{"name": "find", "arguments": {{"count": {number}}}}}</tool_call>'
+    assert both(reading("<tool_call>"), text) == ("", text, [])
+
+
 CALL = '<tool_call>{"name": "find", "arguments": {"zip": "75001", "count": 3}}</tool_call>'
 THOUGHTS = {
     "a mark": "I end with <tool_call>.",

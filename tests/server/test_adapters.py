@@ -14,6 +14,7 @@ from waiting import wait_until
 
 import inflight
 from inflight.core.errors import WeightFileError
+from inflight.server.adapters import Adapters
 from inflight.server.updates import Updates
 from inflight.weights.trainer.adapter_files import read_adapter
 
@@ -163,6 +164,7 @@ def test_adapters_that_do_not_fit_are_refused_and_change_nothing(served, saved, 
 def test_more_adapters_than_places(served, saved):
     _, server = served
     path = saved(1)[0]
+    assert {load(server, name, path)[0] for name in ("", *server._served.names)} == {400}
     assert [load(server, name, path)[0] for name in "abc"] == [200, 200, 400]
     unload_all(server)
 
@@ -235,6 +237,29 @@ def test_a_change_that_cannot_be_published_is_taken_back(saved):
     assert updates.files.tensors == {}
     assert updates.labels == {}, "another version will have the number"
     updates.close()
+
+
+def test_an_adapter_is_not_unloaded_while_it_is_replaced():
+    """Afterwards its name is free, and its place too."""
+
+    class Slow:
+        async def publish_adapters(self, change, label):
+            await asyncio.sleep(0.01)
+            return 1
+
+    options = SimpleNamespace(adapters=("place-0",), lora_rank=4)
+    engine = SimpleNamespace(options=options, info=SimpleNamespace(adapter_layout=()))
+
+    async def replace_and_unload() -> None:
+        adapters = Adapters(engine, Slow())
+        await adapters.load("a", "/a", in_place=False)
+        await asyncio.gather(adapters.load("a", "/b", in_place=True), adapters.unload("a"))
+        assert adapters.loaded == {}
+        other = await adapters.load("b", "/b", in_place=False)
+        adapters.hold(adapters.by_name["b"])
+        assert (other.place, adapters.by_name) == ("place-0", {"b": other})
+
+    asyncio.run(replace_and_unload())
 
 
 def test_a_version_that_is_refused_after_it_was_copied_leaves_no_name():

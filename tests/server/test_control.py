@@ -269,10 +269,10 @@ def test_a_request_that_a_pause_keeps_waiting_holds_the_place_of_its_adapter(tru
     async def wait_and_leave():
         served, adapter = Served(engine, ServerOptions()), Adapter("a", "", "place-0")
         served.adapters.loaded["a"] = served.adapters._taken["place-0"] = adapter
-        served._may_begin.clear()
+        served._draining = True
         waiting = asyncio.ensure_future(served.begin([[5]], inflight.SamplingParams(), adapter, request_id="1"))
         await asyncio.sleep(0)
-        served.adapters.unload("a")
+        await served.adapters.unload("a")
         with pytest.raises(ApiError, match="all 1 places for adapters are taken, by a"):
             served.adapters._free_place()
         waiting.cancel()
@@ -284,6 +284,35 @@ def test_a_request_that_a_pause_keeps_waiting_holds_the_place_of_its_adapter(tru
     asyncio.run(wait_and_leave())
 
 
+@pytest.mark.parametrize("request_ids", [None, ["late"]])
+def test_a_request_that_waits_for_a_pause_is_counted_and_aborted(truth, request_ids):
+    engine, server, _ = truth
+    answers: dict[str, dict] = {}
+
+    def ask(name):
+        answers[name] = draw(server, 480, request_id=name, ignore_eos=True)
+
+    engine.pause()
+    first = threading.Thread(target=ask, args=("first",))
+    first.start()
+    wait_until(lambda: engine.status().num_waiting == 1)
+    pausing = threading.Thread(target=call, args=(server, "POST", "/pause?mode=wait"))
+    pausing.start()
+    wait_until(lambda: server._served._draining)
+    late = threading.Thread(target=ask, args=("late",))
+    late.start()
+    wait_until(lambda: call(server, "GET", "/load")[1]["server_load"] == 2)
+    aborted = call(server, "POST", "/abort_requests", {"request_ids": request_ids} if request_ids else {})[1]
+    assert aborted["num_aborted"] == (1 if request_ids else 2)
+    late.join(60)
+    assert (answers["late"]["finish_reason"], answers["late"]["token_ids"]) == ("abort", [])
+    engine.resume()
+    for thread in (first, pausing):
+        thread.join(60)
+    assert answers["first"]["finish_reason"] == ("length" if request_ids else "abort")
+    assert call(server, "POST", "/resume")[0] == 200
+
+
 def test_requests_are_aborted_by_their_ids(truth):
     engine, server, _ = truth
     answers = {}
@@ -291,14 +320,15 @@ def test_requests_are_aborted_by_their_ids(truth):
     def ask(name):
         answers[name] = draw(server, 250, request_id=name)
 
-    threads = [threading.Thread(target=ask, args=(name,)) for name in ("a", "b")]
+    long = "a" * 140
+    threads = [threading.Thread(target=ask, args=(name,)) for name in (long, "b")]
     for thread in threads:
         thread.start()
     wait_until(lambda: engine.status().num_running == 2)
-    assert call(server, "POST", "/abort_requests", {"request_ids": ["a", "other"]})[1]["num_aborted"] == 1
+    assert call(server, "POST", "/abort_requests", {"request_ids": [long, "other"]})[1]["num_aborted"] == 1
     for thread in threads:
         thread.join()
-    assert {name: choice["finish_reason"] for name, choice in answers.items()} == {"a": "abort", "b": "length"}
+    assert {name: choice["finish_reason"] for name, choice in answers.items()} == {long: "abort", "b": "length"}
 
 
 def test_sleep_and_wake(truth):

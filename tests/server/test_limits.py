@@ -89,6 +89,7 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(served, stream):
     body = json.dumps({"prompt": [1], "n": 4, "max_tokens": 250, "ignore_eos": True, "stream": stream}).encode()
     connection = http.client.HTTPConnection("127.0.0.1", served.http.port, timeout=30)
     served.engine.pause()
+    before = served.http._served.metrics.cancelled._value.get()
     try:
         connection.request("POST", "/v1/completions", body)
         wait_until(lambda: served.engine.status().num_waiting == 4)
@@ -97,6 +98,7 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(served, stream):
     finally:
         served.engine.resume()
     wait_until(lambda: served.engine.stream.outstanding == [])
+    wait_until(lambda: served.http._served.metrics.cancelled._value.get() == before + 1)
     # A waiter lifts bounds on what nobody has taken.
     wait_until(lambda: len(served.engine.stream.ledger.table.waiters) == 0)
 

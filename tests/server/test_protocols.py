@@ -4,10 +4,13 @@ import base64
 import io
 import json
 import math
+import threading
 
 import numpy as np
 import pytest
 from http_calls import call
+from tiny_tokenizers import sentencepiece_like
+from waiting import wait_until
 
 import inflight
 
@@ -109,6 +112,42 @@ def test_the_priority_of_a_request_reaches_the_engine(served, path):
     status, answer = call(served.http, "POST", path, body | {"priority": 2**40})
     assert status == 400
     assert "priority must be in" in str(answer)
+
+
+def test_text_that_begins_with_the_first_token_gets_no_second_one(served, monkeypatch):
+    tokenizer = sentencepiece_like()
+    monkeypatch.setattr(served.http._served, "tokenizer", tokenizer)
+    for text in ("<s> Paris", " Paris"):
+        ids = call(served.http, "POST", "/tokenize", {"prompt": text})[1]["tokens"]
+        assert ids.count(tokenizer.bos_token_id) == 1
+        assert ids[0] == tokenizer.bos_token_id
+
+
+def test_time_to_the_first_token_needs_a_token(served):
+    def count() -> float:
+        samples = (
+            sample for metric in served.http._served.metrics.first_token_s.collect() for sample in metric.samples
+        )
+        return next(sample.value for sample in samples if sample.name.endswith("_count"))
+
+    before, answers = count(), []
+    body = {"prompt": [1], "n": 4, "max_tokens": 8, "stream": True}
+    served.engine.pause()
+    try:
+        asking = threading.Thread(target=lambda: answers.append(openai_stream(served, body)))
+        asking.start()
+        wait_until(lambda: served.engine.status().num_waiting == 4)
+        assert call(served.http, "POST", "/abort_requests", {})[1]["num_aborted"] == 1
+        asking.join(60)
+        assert count() == before
+    finally:
+        served.engine.resume()
+    openai_stream(served, body)
+    assert count() == before + 1
+
+
+def openai_stream(served, body) -> list:
+    return list(served.client.completions.create(model=served.model, **body))
 
 
 def test_several_samples_and_their_most_likely_tokens(served):

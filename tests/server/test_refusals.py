@@ -10,6 +10,7 @@ OVERFLOW = {
     "verifiers 0.4.0, v1/harnesses/utils/compaction.py": "maximum context length",
     "OpenAI's code, verifiers 0.4.0 and many agents": "context_length_exceeded",
 }
+CALLS = [[{"role": "assistant", "content": "a", "tool_calls": calls}] for calls in (5, True)]
 TOO_LONG = "word " * 80
 """400 bytes, each a token. The context holds 256."""
 
@@ -58,6 +59,13 @@ def test_a_body_that_is_too_large_is_recognized_as_an_overflow(served):
         ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, 400, "temperature"),
         ("/v1/completions", {"prompt": "a", "cache_salt": "a" * 300}, 400, 400, "cache_salt"),
         ("/update_weights", {"weight_dir": "/nowhere"}, 422, None, None),
+        ("/update_weights", {"weight_dir": f"/{'a' * 5000}"}, 422, None, None),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 10**30}, 400, 400, "max_tokens"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [2**63]}, 400, 400, "stop_token_ids"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {str(-(10**30)): 1}}, 400, 400, "logit_bias"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 500}, 400, 400, "logprobs"),
+        ("/v1/chat/completions", {"messages": CALLS[0]}, 400, 400, "messages[0].tool_calls"),
+        ("/v1/chat/completions", {"messages": CALLS[1]}, 400, 400, "messages[0].tool_calls"),
     ],
 )
 def test_status_and_code_of_other_refusals(served, path, body, status, code, param):
@@ -66,3 +74,14 @@ def test_status_and_code_of_other_refusals(served, path, body, status, code, par
     assert found in (status if isinstance(status, tuple) else (status,))
     assert found < 500 or found == 501, "trainers would send it again"
     assert code is None or (error["code"], error["param"]) == (code, param)
+
+
+def test_arguments_that_are_nested_too_deeply_are_text(served):
+    deep = {"type": "function", "function": {"name": "f", "arguments": "[" * 20_000}}
+    messages = [{"role": "assistant", "content": "a", "tool_calls": [deep]}, {"role": "user", "content": "b"}]
+    status, answer = call(served.http, "POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+    assert status in (200, 400), answer
+
+
+def test_the_path_of_all_models_may_end_with_a_slash(served):
+    assert call(served.http, "GET", "/v1/models/") == call(served.http, "GET", "/v1/models")
