@@ -98,9 +98,9 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     with each other or with the base weights, and requests pinned to a version share none with other requests. Each
     rollout reports its reuse (`prefix_tokens`, `prefix_version`)."""
     schedule_order: str = "inflight.engine.loop.order:by_priority"
-    """Function that returns a number for each sequence (by default its `SamplingParams.priority`), as "module:function" or "path/to/file.py:function". Sequences
-    with smaller numbers are admitted first and preempted last. The engine process imports the module
-    (docs/extending.md#another-order-of-scheduling)."""
+    """Function that returns a number for each sequence, as "module:function" or "path/to/file.py:function". Sequences
+    with smaller numbers are admitted first and preempted last. The default is `SamplingParams.priority`. The engine
+    process imports the module (docs/extending.md#another-order-of-scheduling)."""
     attention: str = "auto"
     """Attention backend: flashinfer, torch, cpu, or a custom one as "module:class", which the engine process imports
     (docs/extending.md#an-attention-backend). auto uses the fastest built-in backend that is installed."""

@@ -68,7 +68,6 @@ def test_full_blocks_of_a_beginning_are_found_again_but_never_the_last_token():
     assert cache.match(again, TOKENS[:8], 0) == 4, "the last token's logits are needed"
     cache.release(again)
     assert cache.match(again, [*TOKENS[:6], 0, 0, 0], 0) == 4
-    assert cache.num_reused_tokens == 16
 
 
 def test_a_match_shares_the_blocks_of_a_sequence_that_still_runs():

@@ -268,6 +268,59 @@ def test_longest_first_never_takes_blocks_from_one_that_is_in_the_pass_already()
     assert run.cache.num_used_blocks == 0
 
 
+def test_a_prompt_in_front_does_not_hold_back_a_sample_in_progress():
+    """Also while a bound on unconsumed output lets no prompt begin."""
+    run = Run(blocks=24, budget=64)
+    first = run.add(40, max_tokens=50)
+    run.step()
+    preempted = run.add(30, max_tokens=60)
+    while preempted.request_id in run.running or not preempted.started:
+        run.step()
+    waiting = run.add(4, priority=-1)
+    run.scheduler.admits = False
+    run.scheduler.remove(first)
+    run.step()
+    assert run.running == [preempted.request_id]
+    run.scheduler.remove(preempted)
+    run.step()
+    assert run.running == []
+    assert run.scheduler.held_back
+    run.scheduler.admits = True
+    run.step()
+    assert run.running == [waiting.request_id]
+
+
+def test_a_prompt_that_does_not_fit_counts_no_reused_tokens():
+    run = Run(blocks=24, budget=64)
+    cached = run.add(40)
+    run.step()
+    run.step()
+    run.scheduler.remove(cached)
+    other = run.add(50, max_tokens=50)
+    run.step()
+    again = run.add(60)
+    again.prompt = cached.prompt + [9] * 20
+    for _ in range(5):
+        run.step()
+    assert run.running == [other.request_id]
+    assert run.cache.num_reused_tokens == 0
+    run.scheduler.remove(other)
+    run.step()
+    assert run.cache.num_reused_tokens == again.taken_over == 40
+
+
+@pytest.mark.parametrize("pin", [None, 0])
+def test_cancelled_prompts_behind_others_are_forgotten(pin):
+    run = Run(rows=1)
+    run.add(4, pin=pin)
+    run.step()
+    run.add(4, pin=pin)
+    for _ in range(500):
+        run.scheduler.remove(run.add(4, priority=1, pin=pin))
+    queues = run.scheduler.backlog._queues.values()
+    assert sum(map(len, queues)) < 80
+
+
 # ---- orders of an engine ---------------------------------------------------------------------------------------------
 
 

@@ -82,7 +82,6 @@ class KVCache:
         holding.last_entry, holding.num_remembered = found[-1], len(found)
         holding.namespace, holding.oldest = namespace, found[-1].oldest
         holding.computed = len(found) * self.block_size
-        self.num_reused_tokens += holding.computed
         return holding.computed
 
     def reserve(self, holding: Holding, length: int) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from inflight.core.options import EngineOptions
 from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.loop.backlog import Backlog
-from inflight.engine.loop.order import Order, check_order, by_priority
+from inflight.engine.loop.order import Order, by_priority, check_order
 from inflight.engine.loop.preemption import Preemption
 from inflight.engine.loop.rows import NOBODY, PREFILL, Rows
 from inflight.engine.loop.running import KVNamespaces, RunningSequences
@@ -116,9 +116,9 @@ class Scheduler:
         followers = {chunk.sequence.request_id: self._let_follow(chunk.sequence) for chunk in chunks}
         joined: list[Sequence] = []
         while budget > 0 and self._rows.num_free:
-            sequence = self.backlog.first(pins)
+            sequence = self.backlog.first(pins, only_started=not self.admits)
             # A sequence that does not fit blocks all later ones. Smaller prompts would otherwise overtake it for ever.
-            if sequence is None or not (self.admits or sequence.started) or not self._admit(sequence, version, stamp):
+            if sequence is None or not self._admit(sequence, version, stamp):
                 break
             count, budget = _fitting(
                 sequence, self._cache.prefixes.next_chunk(sequence.holding, sequence.length), budget
@@ -219,6 +219,8 @@ class Scheduler:
                 if matched:
                     self.preemption.release(sequence)
                 return False
+        if matched:
+            self._cache.num_reused_tokens += sequence.taken_over
         self.backlog.pop(sequence)
         self.preemption.waiting_forks.pop(sequence.request_id, None)
         self._running.enter(sequence)
