@@ -20,6 +20,7 @@ from waiting import PATIENCE_S, wait_until
 import inflight
 from inflight.core.clock import now_ns
 from inflight.core.errors import InvalidRequestError, LayoutMismatchError, RunFileError
+from inflight.core.rollout import Turn
 from inflight.core.sampling import SamplingParams
 from inflight.run import _Clock, _File, _read, _write
 
@@ -203,6 +204,9 @@ def test_times_are_moved_to_the_clock_of_a_machine_that_was_started_again():
     then = _Clock("a", monotonic_ns=1_000, since_epoch_ns=50_000)
     assert then.shift_to(_Clock("a", 7_000, 90_000)) == 0
     assert then.shift_to(_Clock("b", 300, 51_000)) == -1_700  # a token of 1,000 was drawn 1,000 ns before 300
+    assert Turn(0, 2, True, began_ns=5_000, ended_ns=6_000).shifted(-1_700).began_ns == 3_300
+    for without_times in (Turn(0, 2, False), Turn(0, 2, True, 1.0)):  # given tokens, and a turn set by a score
+        assert without_times.shifted(-1_700) == without_times
 
 
 @pytest.mark.medium

@@ -85,7 +85,8 @@ class Turn(msgspec.Struct, frozen=True):
     """Of a drawn turn: stop | length, or stopped if a function that watched it ended it. "": the part of a turn up to
     a reward; the next turn continues it."""
     began_ns: int = 0
-    """CLOCK_MONOTONIC when the turn was requested, or when the part before it was drawn; 0 for given tokens."""
+    """CLOCK_MONOTONIC when the turn was requested, or when the part before it was drawn; 0 for given tokens, and for
+    turns that a score function has set."""
     ended_ns: int = 0
     """CLOCK_MONOTONIC when all of its tokens had arrived; 0 for given tokens."""
     prefix_tokens: int = 0
@@ -94,9 +95,9 @@ class Turn(msgspec.Struct, frozen=True):
     """The oldest version that computed some of these keys and values; None if none were reused."""
 
     def shifted(self, ns: int) -> "Turn":
-        """Return the turn with its times moved by this number of ns."""
+        """Return the turn with its times, if it has any, moved by this number of ns."""
         moved = {"began_ns": self.began_ns + ns, "ended_ns": self.ended_ns + ns}
-        return msgspec.structs.replace(self, **moved) if self.drawn else self
+        return msgspec.structs.replace(self, **moved) if self.began_ns else self
 
 
 @dataclass(slots=True)
@@ -156,6 +157,11 @@ class Rollout:
     """The score function's result."""
     rewards: dict[str, float] = field(default_factory=dict)
     """The results of several score functions by their names (`inflight.Rewards`)."""
+
+    @property
+    def is_of_episode(self) -> bool:
+        """True if an episode made its turns. A score function can set `turns`, too, without times."""
+        return any(turn.began_ns for turn in self.turns)
 
     @property
     def drawn(self) -> np.ndarray:

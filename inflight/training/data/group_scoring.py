@@ -194,5 +194,5 @@ class GroupScoring:
 def _members(group: Group, scorer: GroupScorer) -> Group:
     """Return the members of a group that get a reward: none if too few are left, or if they were drawn greedily.
     Episodes have their rewards, and most scorers get none of them."""
-    members = [r for r in group if scorer.wants(r) and (scorer.scores_episodes or not r.turns)]
+    members = [r for r in group if scorer.wants(r) and (scorer.scores_episodes or not r.is_of_episode)]
     return members if len(members) >= min(LEAST_MEMBERS, len(group)) and not group[0].params.greedy else []

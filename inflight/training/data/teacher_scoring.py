@@ -107,18 +107,18 @@ class TeacherScorer(GroupScorer):
         self._teacher.source.check(tokenizer, vocab_size)
 
     def wants(self, rollout: Rollout) -> bool:
-        return bool(rollout.turns) or super().wants(rollout)
+        return rollout.is_of_episode or super().wants(rollout)
 
     def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
         scored = self._calls.start(group, prepare=prepare)
-        plain = [rollout for rollout in group if not rollout.turns]
+        plain = [rollout for rollout in group if not rollout.is_of_episode]
         rewards = None if self._score is None or not plain else self._score.start(plain, prepare=prepare)
 
         async def both() -> list[Reward]:
             parts = [asyncio.wrap_future(part) for part in (scored, rewards) if part is not None]
             of_teacher, *others = await asyncio.gather(*parts)
             own = iter(others[0] if others else [0.0] * len(plain))
-            given = [(rollout.reward or 0.0) if rollout.turns else next(own) for rollout in group]
+            given = [(rollout.reward or 0.0) if rollout.is_of_episode else next(own) for rollout in group]
             return [None if ok is None else reward for ok, reward in zip(of_teacher, given, strict=True)]
 
         return self._calls.run(both())
@@ -157,7 +157,7 @@ class _Calls(Scorer):
     """Calls of a teacher. Episodes are scored however they ended."""
 
     def wants(self, rollout: Rollout) -> bool:
-        return bool(rollout.turns) or super().wants(rollout)
+        return rollout.is_of_episode or super().wants(rollout)
 
 
 class _FunctionSource:

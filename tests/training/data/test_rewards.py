@@ -6,10 +6,23 @@ import threading
 
 import pytest
 from made_batches import make_rollouts
+from made_frames import Wire, ends, make_frame, starts
+from waiting import wait_until
 
+from inflight.core.errors import ScoreError
+from inflight.core.messages import Prompt
+from inflight.core.rollout import Turn
+from inflight.core.sampling import SamplingParams
 from inflight.stream.rollout_codec import header_of, make_rollout
 from inflight.training.data.rewards import Rewards, mean_parts
 from inflight.training.data.scoring import Scorer
+
+
+@pytest.fixture
+def wire(tmp_path):
+    made = Wire(tmp_path)
+    yield made
+    made.close()
 
 
 def rewards_of(scorer, rollouts):
@@ -88,6 +101,67 @@ def test_a_part_that_raises_leaves_its_rollout_without_a_reward():
     assert rewards_of(rewards, rollouts) == [None, 2]
     assert [rollout.rewards for rollout in rollouts] == [{"a": 1}, {"a": 1, "b": 1}]
     assert rewards.failures == {"error: ZeroDivisionError": 1}
+
+
+def steps(rollout):
+    rollout.turns = (Turn(0, len(rollout.token_ids), True, 1.0),)
+    return 1.0
+
+
+def finish_groups(wire):
+    """Groups 0 and 1 of one sample finish."""
+    wire.stream.ledger.expect([0, 1])
+    wire.send(make_frame(2, 0, groups=starts(0, 1), finishes=ends(0, 1), next_group_id=2))
+
+
+def rewards_of_batches(wire, score):
+    batches = wire.stream.batches(rollouts=2, score=score, advantages="reinforce++")
+    return [rollout.reward for batch in batches for rollout in batch.rollouts]
+
+
+def test_rollouts_whose_turns_a_part_has_set_are_scored_again_after_a_failure(wire):
+    is_down = True
+
+    def judge(rollout):
+        if is_down:
+            raise ConnectionError("down")
+        return float(rollout.group_id)
+
+    finish_groups(wire)
+    score = Rewards({"steps": steps, "judge": judge})
+    with pytest.raises(ScoreError, match="down"):
+        rewards_of_batches(wire, score)
+    is_down = False
+    assert sorted(rewards_of_batches(wire, score)) == [1.0, 2.0]
+    score.close()
+
+
+def test_rollouts_whose_turns_a_part_has_set_are_scored_again_after_a_save(wire, tmp_path_factory):
+    judged, go = threading.Barrier(3), threading.Event()
+
+    def judge(rollout):
+        judged.wait(20)
+        go.wait(20)
+        return 0.5
+
+    engines = wire.stream.ledger.engines
+    with wire.stream.ledger.table.lock:
+        for _ in range(2):
+            engines.begin(Prompt([1], SamplingParams()), None)
+    in_progress = Rewards({"steps": steps, "judge": judge})
+    wire.stream._scoring.score_with(in_progress)
+    finish_groups(wire)
+    judged.wait(20)
+    wait_until(lambda: all(r.turns for record in wire.stream.ledger.table.records.values() for r in record.rollouts))
+    saved = engines.snapshot()
+    assert [rollout.reward for group in saved for rollout in group.rollouts] == [None, None]
+    other = Wire(tmp_path_factory.mktemp("other"))
+    other.stream.ledger.engines.restore(saved, engines.next_ids)
+    score = Rewards({"steps": steps, "judge": lambda rollout: 2.0})
+    assert rewards_of_batches(other, score) == [3.0, 3.0]
+    go.set()
+    for each in (in_progress, score, other):
+        each.close()
 
 
 @pytest.mark.parametrize(

@@ -211,11 +211,25 @@ def test_a_function_is_a_teacher_and_rewards_have_parts(is_async):
 def test_episodes_keep_their_rewards():
     rollouts = plain_rollouts(2)
     for rollout, reward in zip(rollouts, (0.25, None), strict=True):
-        rollout.turns, rollout.reward = (Turn(0, len(rollout.token_ids), True),), reward
+        rollout.turns, rollout.reward = (Turn(0, len(rollout.token_ids), True, began_ns=1),), reward
     scorer = TeacherScorer(lambda given, k: [TeacherScores(-1.0 * r.token_ids) for r in given], lambda rollout: 9.0)
     assert all(map(scorer.wants, rollouts))
     assert rewards_of(scorer, rollouts) == [0.25, 0.0]
     assert all(LOGPROBS in rollout.columns for rollout in rollouts)
+
+
+def test_rewards_of_turns_that_the_score_sets_are_the_rewards_without_a_teacher():
+    def steps(rollout):
+        if rollout.request_id == 1:
+            return 0.1
+        rollout.turns = (Turn(0, 1, True, 0.25), Turn(1, len(rollout.token_ids), True, 0.5 + rollout.request_id))
+        return rollout.request_id + 0.75
+
+    teacher = lambda given, k: [TeacherScores(-1.0 * r.token_ids) for r in given]  # noqa: E731
+    rollouts = plain_rollouts(3)
+    for _ in range(2):  # Their turns are set when they are scored again.
+        assert rewards_of(TeacherScorer(teacher, steps), rollouts) == [0.75, 0.1, 2.75]
+    assert [len(rollout.turns) for rollout in rollouts] == [2, 0, 2]
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------
