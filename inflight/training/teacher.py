@@ -79,7 +79,8 @@ def prepare_teacher(
     vocab_size = _vocab_size(model) if info is None else info.vocab_size
     if not isinstance(teacher, nn.Module):
         scorer = TeacherScorer(teacher, score, top_k=objective.teacher_top_k)
-        scorer.check(tokenizer, vocab_size, sampling)
+        if not getattr(engine, "rank", 0):  # Only rank 0 scores. An engine of another rank describes no model.
+            scorer.check(tokenizer, vocab_size, sampling)
         return scorer, None
     if unwrap(teacher) is unwrap(model):
         raise ValueError("teacher is the model that is trained, and its KL is always 0: give another model")

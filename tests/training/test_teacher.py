@@ -1,6 +1,7 @@
 """A teacher that is a module: its scores, and runs of `grpo` with it."""
 
 import copy
+import threading
 from itertools import count
 from types import SimpleNamespace
 
@@ -12,10 +13,13 @@ from transformers import AutoModelForCausalLM
 
 import inflight
 from inflight.core.errors import VocabularyError
+from inflight.core.options import EngineOptions
 from inflight.engine.model.shapes import byte_tokenizer
+from inflight.fleet.ranks.attached import AttachedEngine
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.data.shares import decode_share, encode_share, split
+from inflight.training.data.teacher_scoring import TeacherScorer
 from inflight.training.data.teacher_sources import check_tokens
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.model.forward import score_tokens
@@ -193,6 +197,20 @@ def test_a_teacher_saved_without_a_tokenizer_is_compared_by_its_number_of_ids(tm
     sampling, objective = inflight.SamplingParams(n=2), Objective(teacher_weight=1.0)
     _, add = prepare_teacher(teacher, None, objective, make_model("qwen3"), engine, sampling, autocast=True)
     assert add is not None
+
+
+def test_a_teacher_that_is_an_engine_is_compared_on_rank_0_alone():
+    """The engines of another rank have no description of their models."""
+
+    def attached():
+        engine = object.__new__(AttachedEngine)
+        engine.options, engine.rank, engine._tokenizer_lock = EngineOptions("tiny"), 1, threading.Lock()
+        return engine
+
+    sampling, objective = inflight.SamplingParams(n=2), Objective(teacher_weight=1.0)
+    score, add = prepare_teacher(attached(), None, objective, make_model("qwen3"), attached(), sampling, autocast=False)
+    assert isinstance(score, TeacherScorer)
+    assert add is None
 
 
 def test_sampling_masks_leave_no_other_tokens():

@@ -28,6 +28,8 @@ class ShareInfo(msgspec.Struct, frozen=True, kw_only=True):
     group_tokens: list[int]
     """Drawn tokens of each group of this share, in order of appearance, with rollouts left out of the batch."""
     trainer_version: int | None
+    taken_ns: int = 0
+    """As in `PackedBatch`."""
     is_filler: bool = False
     """True if no group was left for this rank: its rollouts are another rank's, and have no part in the loss."""
     of_step: float = 1.0
@@ -60,6 +62,7 @@ class Share:
         packed = pack(self.rollouts, columns.pop("advantages"), **columns, trainer_version=info.trainer_version)
         groups = torch.tensor(info.group_tokens)
         packed.totals = StepTotals(info.num_tokens, info.num_sequences, groups, info.num_groups)
+        packed.taken_ns = info.taken_ns
         if info.is_filler:
             packed.rollouts = ()
         return packed
@@ -92,6 +95,7 @@ def split(
         num_groups=(totals.num_groups or len(totals.group_tokens)) / num_ranks,
         group_tokens=[],
         trainer_version=batch.trainer_version,
+        taken_ns=batch.taken_ns,
         of_step=of_step,
         last_reward=last_reward,
         dropped=asdict(dropped),

@@ -172,6 +172,7 @@ def test_the_only_rank_has_the_batch(kind):
     for name, column in batch._tensors().items():
         assert torch.equal(getattr(found, name), column), name
     assert found.trainer_version == 3
+    assert found.taken_ns == batch.taken_ns > 0
     assert found.totals.num_tokens == batch.totals.num_tokens
     assert found.totals.num_groups == (batch.totals.num_groups or len(batch.totals.group_tokens))
     assert torch.equal(found.totals.group_tokens, batch.totals.group_tokens)
