@@ -74,9 +74,10 @@ class GRPOConfig:
     """Weight of the negative log-likelihood of `grpo(demonstrations=…)` in the loss, averaged by the aggregation of the
     objective (docs/training.md#demonstrations)."""
     replace_uniform_groups: int = 0
-    """Maximum number of groups of equal rewards per step that are replaced by further prompts (dynamic sampling of
-    DAPO, arXiv 2503.14476, §3.2; docs/training.md#groups-of-equal-rewards). Replaced groups count only in mean rewards
-    and in `Dropped.num_replaced_groups`. 0: none."""
+    """Maximum number of groups without an advantage, such as groups of equal rewards, per step that are replaced by
+    further prompts (dynamic sampling of DAPO, arXiv 2503.14476, §3.2; docs/training.md#groups-of-equal-rewards).
+    Replaced groups count only in mean rewards and in `Dropped.num_replaced_groups`. 0: none. A function for
+    `advantages` must be marked by `inflight.per_group`."""
     mask_truncated: bool = False
     """Leave rollouts that ended at `max_tokens` out of the loss (overlong filtering of DAPO, arXiv 2503.14476, §3.4).
     They still count in the averages of the loss, and their rewards in the advantages of the others."""
@@ -155,6 +156,17 @@ class GRPOConfig:
             raise ValueError(
                 f"replace_uniform_groups takes groups of equal rewards out of a step, and with {name} there is "
                 "something to learn from them: leave one of the two out"
+            )
+        # A group of equal rewards has no advantage from "reinforce++_baseline" either, whichever the others are.
+        if (
+            self.replace_uniform_groups
+            and self.advantages != "reinforce++_baseline"
+            and not is_per_group(self.advantages)
+        ):
+            raise ValueError(
+                "replace_uniform_groups needs the advantages of each group before the others have finished, and "
+                f"advantages {self.advantages!r} can depend on them: take one of {', '.join(sorted(OF_EACH_GROUP))}, "
+                "or a function marked by inflight.per_group"
             )
 
     def _check_parts(self) -> None:

@@ -152,7 +152,8 @@ class Admission:
             submitter.observe(group)
             self._check(scored)
             may_replace = is_usable and len(scored.replaced) < self._config.replace_uniform_groups
-            if may_replace and scored.last_is_uniform and submitter.replace(missing + 1, version):
+            is_replaced = may_replace and scored.last_is_uniform(self._config.advantages)
+            if is_replaced and submitter.replace(missing + 1, version):
                 scored.replace_last()
             elif not is_usable:
                 submitter.replace(missing, version)

@@ -148,6 +148,11 @@ def test_a_model_that_is_not_finite_is_refused_before_anything_is_drawn(engine):
             {"replace_uniform_groups": 4, "reward_kl_weight": 0.1, "advantages": "rloo"},
             "with reward_kl_weight there is something to learn",
         ),
+        (
+            {"replace_uniform_groups": 4, "advantages": inflight.turn_advantages("reinforce++")},
+            "replace_uniform_groups needs the advantages of each group before the others have finished",
+        ),
+        ({"replace_uniform_groups": 4, "advantages": lambda groups: [1.0]}, "or a function marked by inflight.per_gr"),
         ({"replace_uniform_groups": -1}, "replace_uniform_groups must be at least 0"),
     ],
 )

@@ -123,7 +123,7 @@ class Journal:
         self.version += 1
         self.live = self.version
 
-    def run(self, schedule, steps, *, limit=2, groups_per_step=2, most_replaced=0):
+    def run(self, schedule, steps, *, limit=2, groups_per_step=2, most_replaced=0, **settings):
         """Group ids that each step trained on."""
         taken = []
         config = GRPOConfig(
@@ -133,6 +133,7 @@ class Journal:
             ahead=9,
             groups_in_flight=limit,
             replace_uniform_groups=most_replaced,
+            **settings,
         )
         with Admission(self, self, iter(self._examples), lambda rollout: 1.0, config) as admission:
             for scored in islice(SCHEDULES[schedule].run(admission), steps):
@@ -226,6 +227,13 @@ def test_groups_of_equal_rewards_are_replaced_up_to_a_bound_in_each_batch():
     assert journal.run("one_step_off", 2, most_replaced=2) == [[0, 2], [3, 4]]
     assert journal.events[2] == ("submit", 1, 0)  # under the version of its batch
     assert Journal(uniform_groups=[0, 1]).run("inflight", 1, limit=4) == [[0, 1]]
+
+
+def test_groups_of_equal_rewards_that_have_an_advantage_are_not_replaced():
+    above_half = inflight.per_group(lambda groups: [rollout.reward - 0.5 for group in groups for rollout in group])
+    journal = Journal(uniform_groups=[0, 1, 2])
+    assert journal.run("sync", 2, most_replaced=2, advantages=above_half) == [[0, 1], [2, 3]]
+    assert journal.dropped == Dropped()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -159,10 +159,9 @@ class ScoredGroups:
         self.groups.append(scored)
         return True
 
-    @property
-    def last_is_uniform(self) -> bool:
-        """True if the rewards of the last group are all equal."""
-        return len({rollout.reward for rollout in self.groups[-1]}) == 1
+    def last_is_uniform(self, advantages: str | Advantages = "grpo") -> bool:
+        """Return True if the last group has no advantage: all of its advantages, without other groups, are 0."""
+        return not any(map(np.any, resolve_advantages(advantages)([self.groups[-1]])))
 
     def replace_last(self) -> None:
         """Remove the last group, which another one replaces."""

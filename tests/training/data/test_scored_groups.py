@@ -9,7 +9,8 @@ import torch
 from made_batches import make_rollouts
 from tiny_models import make_model
 
-from inflight.core.rollout import Rollout
+import inflight
+from inflight.core.rollout import Rollout, Turn
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.data.advantages import group_advantages
 from inflight.training.data.batch import pack
@@ -152,11 +153,25 @@ def test_groups_of_equal_rewards_that_have_an_advantage_are_trained_on():
     assert scored.dropped.num_uniform_groups == 2
 
 
+@pytest.mark.parametrize("advantages", [inflight.turn_advantages("rloo"), inflight.policy_advantages("rloo")])
+def test_a_group_whose_turns_or_players_have_advantages_is_not_uniform(advantages):
+    """Two samples of a game of two players, whose rewards add up to 0."""
+    [group] = groups_with([[0.0] * 4])
+    for index, (rollout, own) in enumerate(zip(group, [1.0, -1.0, -1.0, 1.0], strict=True)):
+        rollout.sample, rollout.adapter = index // 2, "ab"[index % 2]
+        rollout.turns = (Turn(0, len(rollout.token_ids), True, own, began_ns=1 + index % 2),)
+    assert ScoredGroups([group]).last_is_uniform("grpo")
+    assert not ScoredGroups([group]).last_is_uniform(advantages)
+    for rollout in group:
+        rollout.turns = (Turn(0, len(rollout.token_ids), True, 1.0, began_ns=1),)
+    assert ScoredGroups([group]).last_is_uniform(advantages)
+
+
 def test_a_group_that_is_replaced_counts_in_the_mean_reward_alone():
     scored = ScoredGroups()
     for group in groups_with([[1.0, 0.0], [1.0, 1.0]]):
         scored.add(group)
-        if scored.last_is_uniform:
+        if scored.last_is_uniform():
             scored.replace_last()
     assert [len(groups) for groups in (scored.groups, scored.replaced)] == [1, 1]
     assert scored.mean_reward == 0.75
