@@ -28,6 +28,7 @@ from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
+from inflight.training.data.submitter import as_example
 from inflight.training.data.teacher_scoring import TeacherScorer
 from inflight.training.evaluation import Evaluation, EvaluationResult
 from inflight.training.model.forward import bf16_on_gpu
@@ -198,6 +199,7 @@ def grpo(
             in_flight=set(progress.in_flight),
             num_submitted=progress.num_submitted,
             state=progress.examples,
+            unsubmitted=progress.unsubmitted,
         )
         if config.train_as_they_finish:
             admission.while_incomplete = trainer.compute
@@ -216,7 +218,7 @@ def grpo(
                     with nullcontext() if run is None else admission.submitter.paused():
                         if run is not None:
                             evaluating = [] if evaluation is None else evaluation.running
-                            run.progress["grpo"] = msgspec.to_builtins(trainer.progress(step, admission, evaluating))
+                            run.progress["grpo"] = trainer.progress(step, admission, evaluating).as_dict()
                         if ranks is not None:
                             ranks.report(report, {} if run is None else run.progress["grpo"])
                         for each in loggers:
@@ -253,6 +255,13 @@ class GRPOProgress(msgspec.Struct, frozen=True):
     """State of examples that observe rewards."""
     entropy_weight: dict[str, Any] | None = None
     """State of an `AdaptiveEntropy`."""
+    unsubmitted: list[Example] = []
+    """Examples that count in the state `examples`, and were not submitted."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict, JSON-like if the examples are. `Run.save` raises for examples that are not."""
+        plain = msgspec.to_builtins(msgspec.structs.replace(self, unsubmitted=[]))
+        return plain | {"unsubmitted": self.unsubmitted}
 
 
 @dataclass(slots=True)
@@ -417,9 +426,24 @@ class _Trainer:
         dropped["num_unfit_examples"] += submitter.num_unfit
         in_flight, weight = sorted(submitter.in_flight), resolve(self.config.objective).entropy_weight
         of_weight = weight.state_dict() if isinstance(weight, AdaptiveEntropy) else None
+        state = submitter.state
         return GRPOProgress(
-            step, submitter.num_submitted, in_flight, self.num_skipped, dropped, evaluating, submitter.state, of_weight
+            step,
+            submitter.num_submitted,
+            in_flight,
+            self.num_skipped,
+            dropped,
+            evaluating,
+            state,
+            of_weight,
+            [] if state is None else [_saved(example) for example in submitter.unsubmitted],
         )
+
+
+def _saved(example: Any) -> Example:
+    """Return an example for a file, with token ids as a list."""
+    prompt, metadata = as_example(example)
+    return Example(prompt.tolist() if hasattr(prompt, "tolist") else prompt, dict(metadata))
 
 
 def _publish_first(engine: RolloutEngine, publisher: WeightPublisher) -> None:

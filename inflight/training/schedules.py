@@ -87,11 +87,13 @@ class Admission:
         in_flight: Collection[int] = (),
         num_submitted: int = 0,
         state: dict[str, Any] | None = None,
+        unsubmitted: Iterable[Example] = (),
     ):
         """examples: each is an `Example`, or a prompt as in `as_example`. Examples that might exceed
         `config.micro_batch_tokens` are skipped; before the first step they raise ValueError instead. score: computes
         the rewards of a group as soon as it has finished; None: its rollouts have rewards. config: a `GRPOConfig`; its
-        module imports this one. in_flight, num_submitted, state: of a run that is continued (`Submitter`)."""
+        module imports this one. in_flight, num_submitted, state, unsubmitted: of a run that is continued
+        (`Submitter`)."""
         self.engine, self.publisher, self._score, self._config = engine, publisher, score, config
         batches_ahead = resolve_schedule(config.schedule).batches_ahead
         self.submitter = Submitter(
@@ -105,6 +107,7 @@ class Admission:
             in_flight=in_flight,
             num_submitted=num_submitted,
             state=state,
+            unsubmitted=unsubmitted,
         )
         if (continue_saved := getattr(engine, "continue_saved", None)) is not None:
             continue_saved()

@@ -27,7 +27,7 @@ from inflight.core.by_name import load_by_name
 from inflight.core.child import command
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import ScoreError
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, Turn
 from inflight.stream.rollout_codec import RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
 
 _START_S = 120.0
@@ -43,9 +43,11 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct):
-    """Rewards that the function returned, or the error that it raised."""
+    """Rewards that the function returned and the turns of the rollouts, which it can set; or the error that it
+    raised."""
 
     rewards: list[float | None] = []
+    turns: list[tuple[Turn, ...]] = []
     error: str = ""
 
 
@@ -63,7 +65,7 @@ class ScoreProcesses:
         self._all: set[_Process] = set()
 
     def __call__(self, given: Rollout | list[Rollout]) -> Any:
-        """Return the reward of a rollout, or the rewards of a group. Raises ScoreError, TimeoutError, and
+        """Return the reward of a rollout, or the rewards of a group, and set their turns. Raises ScoreError, TimeoutError, and
         InvalidRequestError for metadata that a message cannot hold."""
         rollouts = given if isinstance(given, list) else [given]
         data = encode(_Request([header_of(rollout) for rollout in rollouts]), [arrays_of(r) for r in rollouts])
@@ -83,6 +85,8 @@ class ScoreProcesses:
             process.end()
         if answer.error:
             raise ScoreError(f"the score function failed in its process: {answer.error}")
+        for rollout, turns in zip(rollouts, answer.turns, strict=True):
+            rollout.turns = turns
         return answer.rewards if isinstance(given, list) else answer.rewards[0]
 
     def close(self) -> None:
@@ -221,7 +225,8 @@ def _answer(function: Callable[..., Any], batched: bool, data: bytes) -> _Answer
     try:
         values = function(rollouts) if batched else [function(rollout) for rollout in rollouts]
         values = [None] * len(rollouts) if values is None else values
-        return _Answer([None if value is None else float(value) for value in values])
+        rewards = [None if value is None else float(value) for value in values]
+        return _Answer(rewards, [rollout.turns for rollout in rollouts])
     except Exception:
         return _Answer(error=traceback.format_exc())
 

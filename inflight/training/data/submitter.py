@@ -71,7 +71,8 @@ class Submitter:
     index. If it refuses all of the first ones, its error is raised.
 
     Examples with a method `observe` receive each group that the trainer takes, and examples can depend on them. If they
-    have `state_dict` and `load_state_dict`, their state is saved with the run.
+    have `state_dict` and `load_state_dict`, their state is saved with the run, next to the examples that were taken from
+    them and not submitted.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class Submitter:
         """ahead, most_groups: as in `LeadController`. most_tokens: skip examples that might exceed this with an answer,
         and raise ValueError for the first ones; 0: no bound. in_flight, num_submitted, state: of a run that is
         continued. Skips the examples that were submitted, unless the examples observe rewards; these load `state`.
-        unsubmitted: the examples that an earlier submitter has taken from the same iterator and not submitted."""
+        unsubmitted: the examples that an earlier submitter has taken and not submitted, from the same iterator or from
+        examples with this state."""
         self._engine, self._source, self._sampling = engine, examples, sampling
         self._observe = getattr(examples, "observe", None)
         if self._observe is None:

@@ -1,6 +1,7 @@
 """Examples that receive the rewards of their groups, and a curriculum made of them."""
 
 from collections import Counter
+from contextlib import nullcontext
 from itertools import count, islice
 
 import numpy as np
@@ -10,7 +11,7 @@ from tiny_models import make_model
 
 import inflight
 from inflight.training.data.curriculum import PROMPT
-from inflight.training.data.submitter import Example
+from inflight.training.data.submitter import Example, Submitter
 
 SAMPLING = inflight.SamplingParams(n=2, max_tokens=5, ignore_eos=True)
 
@@ -256,6 +257,49 @@ def test_a_run_that_is_continued_draws_as_if_it_had_not_ended(model_dir, tmp_pat
     assert [sorted(whole[i : i + 2]) for i in range(0, 16, 2)] == [
         sorted((begun + ended)[i : i + 2]) for i in range(0, 16, 2)
     ]
+
+
+class Counted(Recorder):
+    """Finite examples whose state is the number of drawn ones. Their prompts are arrays."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_drawn = 0
+
+    def __next__(self):
+        if self.num_drawn == 12:
+            raise StopIteration
+        self.num_drawn += 1
+        return Example(np.array([self.num_drawn - 1, 3]), {"n": self.num_drawn})
+
+    def state_dict(self):
+        return {"num_drawn": self.num_drawn}
+
+    def load_state_dict(self, state):
+        self.num_drawn = state["num_drawn"]
+
+
+def test_a_run_that_is_continued_submits_the_examples_that_were_taken_before(model_dir, tmp_path, monkeypatch):
+    """Only the trainer's thread submits, so that two examples of each step wait in the buffer."""
+    monkeypatch.setattr(Submitter, "in_background", lambda submitter: nullcontext())
+    taken, model = [], make_model("qwen3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for steps in (2, 6):
+        with (
+            inflight.launch(model_dir("qwen3"), device="cpu", threads=1, max_sequences=16, max_context=32) as engine,
+            engine.publisher(model) as publisher,
+        ):
+            run = inflight.Run(engine, publisher)
+            if steps == 6:
+                run.load(tmp_path)
+            settings = config(steps=steps, groups_in_flight=2)
+            for report in inflight.grpo(
+                engine, publisher, model, optimizer, Counted(), lambda r: float(r.sample), settings, run=run
+            ):
+                taken += [of[0].metadata["n"] for of in report.groups]
+                if report.step == 2:
+                    run.save(tmp_path)
+    assert sorted(taken) == list(range(1, 13))
 
 
 def test_a_curriculum_in_flight_learns_the_rewards_of_its_prompts(engine):

@@ -5,11 +5,13 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from made_batches import make_rollouts
+from made_batches import make_group, make_rollouts
 from waiting import wait_until
 
 from inflight.core.errors import ScoreError
+from inflight.core.rollout import Turn
 from inflight.training.data.scoring import Scorer
 
 FUNCTIONS = """
@@ -20,6 +22,14 @@ def process_id(rollout):
     print("what is printed does not disturb the answers")
     time.sleep(0.2)
     return os.getpid()
+
+def steps(rollout):
+    from inflight.core.rollout import Turn
+    rollout.turns = (Turn(0, 1, True, 0.5), Turn(1, len(rollout.token_ids), True, 1.0))
+    return 1.5
+
+def steps_of_group(rollouts):
+    return [steps(rollouts[0]), 0.5]
 
 def lengths(rollouts):
     return [len(rollout.token_ids) + rollout.metadata["more"] for rollout in rollouts]
@@ -100,6 +110,16 @@ def test_a_group_arrives_whole_and_what_hangs_raises_or_dies_costs_its_own_call(
     rollouts[0].text = "fine"
     assert scorer.start(rollouts[:1]).result(60) == [1.0]
     scorer.close()
+
+
+def test_turns_that_a_function_sets_arrive(functions):
+    turns = (Turn(0, 1, True, 0.5), Turn(1, 9, True, 1.0))
+    for function, expected in ((functions.steps, [turns, turns]), (functions.steps_of_group, [turns, ()])):
+        rollouts = make_group(np.random.default_rng(0), 0, 2, 9)
+        scorer = Scorer(function, processes=1, batched=function is functions.steps_of_group)
+        scorer.start(rollouts).result(60)
+        scorer.close()
+        assert [rollout.turns for rollout in rollouts] == expected
 
 
 @pytest.mark.slow
