@@ -82,12 +82,14 @@ class Assignments:
         group = self._table.assembler.groups.get(record.group_id)
         record.drawn = group.drawn() if group is not None else None
         record.at, record.state, record.waited_s = None, State.UNASSIGNED, 0.0
+        if group is not None and record.prompt is not None and record.pin == LIVE_VERSION:
+            # The version that has drawn it becomes its pin, also if the samples that it has drawn have all ended.
+            begun = [r for r in [*group.finished, *group.partial()] if len(r.weight_versions)]
+            if begun:
+                version = int(begun[0].weight_versions[0])
+                record.prompt = msgspec.structs.replace(record.prompt, version=version)
         if not record.drawn or not any(record.drawn.values()):
             record.version = 0
-        elif group is not None and record.prompt is not None and record.pin == LIVE_VERSION:
-            # The version that has drawn it becomes its pin.
-            version = next(int(r.weight_versions[0]) for r in group.partial() if len(r.weight_versions))
-            record.prompt = msgspec.structs.replace(record.prompt, version=version)
 
     def snapshot(self) -> list[SavedGroup]:
         """Return all outstanding groups with their samples so far, in the order in which `next` returns them."""

@@ -12,8 +12,8 @@ from made_frames import ends, make_frame, starts
 from waiting import wait_until
 
 from inflight.core.errors import InflightError, StreamGapError
-from inflight.core.frames import Finish, TokenFrame
-from inflight.core.messages import Ids, Prompt
+from inflight.core.frames import Finish, GroupStart, TokenFrame
+from inflight.core.messages import LIVE_VERSION, Ids, Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.stream.group_table import GroupRecord, State
 from inflight.stream.ledger import Ledger
@@ -291,6 +291,18 @@ def test_a_ledger_that_was_saved_goes_on_in_another_one(wire):
     assert other.engines.next_ids == Ids(3, 3)
     with pytest.raises(InflightError, match="submitted already"):
         other.engines.restore([], Ids(0, 0))
+
+
+def test_a_pinned_group_keeps_its_version_if_the_samples_that_have_begun_have_all_ended():
+    ledger, engine, params = Ledger(), object(), SamplingParams(n=2)
+    with ledger.table.lock:
+        records = [ledger.engines.begin(Prompt([1], params, version=LIVE_VERSION), engine) for _ in range(2)]
+    ledger.expect([0, 1])
+    groups = [GroupStart(r.group_id, r.ids.first_request_id, [1], params) for r in records]
+    ledger.frames.take_in(make_frame(1, 0, groups=groups, finishes=ends(0), next_group_id=2))
+    ledger.engines.unassign(engine, "engine", 7)
+    assert records[0].drawn == {1: []}
+    assert [record.pin for record in records] == [5, LIVE_VERSION]  # the frame is of version 5
 
 
 def test_a_group_that_finishes_while_its_submission_is_answered_is_offered_once(monkeypatch):

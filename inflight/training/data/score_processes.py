@@ -65,8 +65,8 @@ class ScoreProcesses:
         self._all: set[_Process] = set()
 
     def __call__(self, given: Rollout | list[Rollout]) -> Any:
-        """Return the reward of a rollout, or the rewards of a group, and set their turns. Raises ScoreError, TimeoutError, and
-        InvalidRequestError for metadata that a message cannot hold."""
+        """Return the reward of a rollout, or the rewards of a group, and set their turns. Raises ScoreError,
+        TimeoutError, and InvalidRequestError for metadata that a message cannot hold."""
         rollouts = given if isinstance(given, list) else [given]
         data = encode(_Request([header_of(rollout) for rollout in rollouts]), [arrays_of(r) for r in rollouts])
         process = self._take()

@@ -71,7 +71,7 @@ class Submitter:
     index. If it refuses all of the first ones, its error is raised.
 
     Examples with a method `observe` receive each group that the trainer takes, and examples can depend on them. If they
-    have `state_dict` and `load_state_dict`, their state is saved with the run, next to the examples that were taken from
+    have `state_dict` and `load_state_dict`, their state is saved with the run, and the examples that were taken from
     them and not submitted.
     """
 

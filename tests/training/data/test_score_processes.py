@@ -5,9 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from made_batches import make_group, make_rollouts
+from made_batches import make_rollouts
 from waiting import wait_until
 
 from inflight.core.errors import ScoreError
@@ -113,9 +112,9 @@ def test_a_group_arrives_whole_and_what_hangs_raises_or_dies_costs_its_own_call(
 
 
 def test_turns_that_a_function_sets_arrive(functions):
-    turns = (Turn(0, 1, True, 0.5), Turn(1, 9, True, 1.0))
-    for function, expected in ((functions.steps, [turns, turns]), (functions.steps_of_group, [turns, ()])):
-        rollouts = make_group(np.random.default_rng(0), 0, 2, 9)
+    rollouts = make_rollouts(2)
+    turns = [(Turn(0, 1, True, 0.5), Turn(1, len(rollout.token_ids), True, 1.0)) for rollout in rollouts]
+    for function, expected in ((functions.steps_of_group, [turns[0], ()]), (functions.steps, turns)):
         scorer = Scorer(function, processes=1, batched=function is functions.steps_of_group)
         scorer.start(rollouts).result(60)
         scorer.close()
