@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
-from inflight.core.errors import LayoutMismatchError, ProtocolError, RunFileError
+from inflight.core.errors import InvalidRequestError, LayoutMismatchError, ProtocolError, RunFileError
 from inflight.core.files import file_errors, replacing
 from inflight.core.messages import Ids, Prompt
 from inflight.core.rollout import Rollout
@@ -45,6 +45,7 @@ class _Group(msgspec.Struct, frozen=True):
     rollouts: list[RolloutHeader]
     is_open: bool = False
     calls: list[SavedCall] = []
+    cancelled: list[int] = []
 
 
 class _Clock(msgspec.Struct, frozen=True):
@@ -109,9 +110,13 @@ class Run:
         Call it between two steps: yielded rollouts are recorded as trained on. With several ranks call it after
         `publish`: the weights are recorded as published. Save model and optimizer into the directory first: then the
         checkpoint is complete if this file exists. All ranks call it, and wait for each other. Raises RunFileError if
-        it cannot be written, or InvalidRequestError for metadata or progress that is not JSON-like, on all ranks.
+        it cannot be written, or InvalidRequestError for metadata or progress that is not JSON-like or has keys that are
+        not strings, on all ranks.
         """
         with self._together():
+            for key in self.progress:
+                if not isinstance(key, str):
+                    raise InvalidRequestError(f"keys of run.progress must be strings, got {key!r}")
             path, engine = self._path(directory), self._engine
             version = self._publisher.version
             if engine.rank == 0 and engine.stream.sharing is None and engine.staleness.unpublished_steps:
@@ -205,6 +210,7 @@ def _describe(engine: Engine, version: int) -> tuple[_EngineState, list[Arrays]]
                 [header_of(r) for r in g.rollouts],
                 g.is_open,
                 list(g.calls),
+                sorted(g.cancelled),
             )
             for g in saved
         ],
@@ -230,6 +236,7 @@ def _saved_groups(engine: _EngineState, arrays: Sequence[Arrays], shift_ns: int)
             [rollout_of(header) for header in g.rollouts],
             g.is_open,
             g.calls,
+            g.cancelled,
         )
         for g in engine.groups
     ]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -20,9 +21,11 @@ from waiting import PATIENCE_S, wait_until
 import inflight
 from inflight.core.clock import now_ns
 from inflight.core.errors import InvalidRequestError, LayoutMismatchError, RunFileError
+from inflight.core.messages import Prompt
 from inflight.core.rollout import Turn
 from inflight.core.sampling import SamplingParams
-from inflight.run import _Clock, _File, _read, _write
+from inflight.run import _Clock, _describe, _File, _read, _saved_groups, _write
+from inflight.stream.ledger import Ledger
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 6, "max_context": 256, "threads": 1}
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3, 5], [8, 9, 7, 9, 3], [2, 3], [8, 4, 6, 2]]
@@ -198,6 +201,37 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
     with pytest.raises(InvalidRequestError, match="JSON-like"):
         _write(path, _File(3, _Clock.read(), {"model": object()}, None), [])
     assert path.read_bytes() == b"something else"
+
+
+def test_progress_with_keys_that_are_not_strings_is_refused(tmp_path):
+    run = inflight.Run(SimpleNamespace(rank=1, stream=None), SimpleNamespace(version=0))
+    for progress in ({5: 1}, {"a": 1, None: 2}):
+        run.progress = progress
+        with pytest.raises(InvalidRequestError, match=r"keys of run.progress must be strings, got"):
+            run.save(tmp_path)
+    run.progress = {"a": {5: 1}}
+    run.save(tmp_path)
+    assert _read(tmp_path / "run-rank1.inflight")[0].progress == {"a": {5: 1}}
+
+
+def test_samples_that_have_to_end_are_in_the_file(tmp_path):
+    ledger = Ledger()
+    with ledger.table.lock:
+        for _ in range(2):
+            ledger.engines.begin(Prompt([1], SamplingParams(n=2)), None)
+    ledger.expect([0, 1])
+    ledger.engines.note_cancelled([], [1, 2])
+    engine = SimpleNamespace(
+        stream=SimpleNamespace(ledger=ledger),
+        staleness=SimpleNamespace(history=lambda version: ([], {})),
+        info=SimpleNamespace(layout=SimpleNamespace(fingerprint="")),
+    )
+    described, arrays = _describe(engine, 1)
+    _write(tmp_path / "run.inflight", _File(1, _Clock.read(), {}, described), [*arrays, {}])
+    header, arrays, _ = _read(tmp_path / "run.inflight")
+    other = Ledger()
+    other.engines.restore(_saved_groups(header.engine, arrays, 0), header.engine.next_ids)
+    assert [record.cancelled for record in other.engines.unassigned] == [{1}, {2}]
 
 
 def test_times_are_moved_to_the_clock_of_a_machine_that_was_started_again():

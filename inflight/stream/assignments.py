@@ -106,6 +106,7 @@ class Assignments:
                     self._arrived(r),
                     r.state is State.OPEN,
                     list(r.calls.values()),
+                    set(r.cancelled),
                 )
                 for r in records
                 if r.is_wanted and r.prompt is not None
@@ -120,6 +121,7 @@ class Assignments:
             for group in groups:
                 owner = Owner.CALLER if group.reserved else Owner.TRAINING
                 record = GroupRecord(group.ids.group_id, owner, prompt=group.prompt, ids=group.ids, origin=group.origin)
+                record.cancelled.update(group.cancelled)
                 self._table.records[record.group_id] = record
                 if group.is_open:
                     record.state, record.rollouts = State.OPEN, group.rollouts

@@ -1,7 +1,7 @@
 """Groups of the ledger: the size of one, and the totals of several."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -46,6 +46,8 @@ class SavedGroup:
     """It is a group of episodes in progress."""
     calls: Sequence[SavedCall] = ()
     """Calls of tools and environments of episodes in progress."""
+    cancelled: Collection[int] = ()
+    """Ids of requests that have to end, on any engine that draws them."""
 
     @property
     def is_finished(self) -> bool:

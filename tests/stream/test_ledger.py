@@ -282,9 +282,11 @@ def test_a_ledger_that_was_saved_goes_on_in_another_one(wire):
         ledger.claim([2], reserved=True)
     wire.send(from_engine("a", 0, [0, 1, 2], groups=starts(0, 1, 2), finishes=ends(1)))
     wait_until(lambda: ledger.table.records[1].is_finished)
+    ledger.engines.note_cancelled([], [2])
     other.engines.restore(ledger.engines.snapshot(), ledger.engines.next_ids)
     assert other.outstanding == [0, 1, 2]
     assert {record.group_id: record.drawn for record in other.engines.unassigned} == {0: {0: [100]}, 2: {2: [102]}}
+    assert {record.group_id: record.cancelled for record in other.engines.unassigned} == {0: set(), 2: {2}}
     ready = other.queue.next()
     assert isinstance(ready, GroupRecord)
     assert ready.rollouts[0].token_ids.tolist() == [101]
