@@ -136,7 +136,9 @@ class EngineRollouts:
         if self._upcoming is None:
             self._upcoming = _batches_after(prompts, trainer)
         args, state = trainer.args, trainer.state
-        micro_steps_left = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
+        accumulated = args.gradient_accumulation_steps
+        # `global_step` does not count the micro-steps of an optimizer step in progress.
+        micro_steps_left = (state.max_steps - state.global_step) * accumulated - trainer._step % accumulated
         to_come = -(-micro_steps_left // (args.steps_per_generation * args.num_iterations)) - 1
         for batch in islice(self._upcoming, max(0, min(self._ahead, to_come) - len(self._planned))):
             self._planned.append((batch, self._submit(batch, trainer)))

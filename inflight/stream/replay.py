@@ -139,7 +139,8 @@ class ReplaySource:
 
 def _events(reader: JournalReader) -> Iterator[TokenFrame | StreamGapError]:
     """Yield the frames of a journal, and StreamGapError where some are missing. The first run keeps its ids of groups
-    and requests. In later runs ids begin at 0 again, and an offset is added to them. Raises JournalError."""
+    and requests. An offset is added to the ids of later runs, as if they began at 0 again. The tokens of a
+    sample that a later run continues after `Run.load` thus are under two ids. Raises JournalError."""
     run = engine = None
     expected = first_group = first_request = next_group = next_request = 0
     for number, frame in reader.frames():

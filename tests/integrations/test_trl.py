@@ -141,6 +141,13 @@ def test_accumulated_gradients_and_two_passes_over_each_batch(path, tmp_path, en
         assert max(differences[1:]) > 1e-3
 
 
+def test_several_batches_of_one_optimizer_step_leave_nothing_in_flight(path, tmp_path, engine):
+    settings = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "per_device_train_batch_size": 4}
+    run = train(path, tmp_path, ahead=1, engine=engine, max_steps=1, **settings)
+    assert [len(asked) for asked, _ in run.calls] == [8, 8]
+    assert run.outstanding == []
+
+
 def test_evaluations_beside_training_are_of_the_newest_weights(path, tmp_path, engine):
     settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_prompts": ["q0", "q1"], "num_generations_eval": 2}
     run = train(path, tmp_path, ahead=1, engine=engine, per_device_eval_batch_size=4, **settings)
