@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NoReturn
 
+import msgspec
+
 from inflight.core.errors import EngineHungError, InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.waiting import Wait
@@ -65,11 +67,15 @@ class Submissions:
             raise
 
     def fork(self, arguments: Mapping[str, Any], prompt: Prompt) -> int:
-        """Submit a fork to the engine that draws the request. prompt: the equivalent prompt, for another engine."""
+        """Submit a fork to the engine that draws the request. prompt: the equivalent prompt, for another engine. Its
+        adapter and its pinned version become the ones of the request."""
         request_id, at = arguments["request_id"], arguments["at"]
         while True:
             with self._fleet.lock:
-                member, frames = self._wait_for_owner(request_id)
+                member, frames, parent = self._wait_for_owner(request_id)
+                if parent.prompt is not None:
+                    version, adapter = parent.prompt.version, parent.prompt.adapter
+                    prompt = msgspec.structs.replace(prompt, version=version, adapter=adapter)
                 record = self._fleet.ledger.engines.begin(prompt, frames, (request_id, at))
                 member.num_given += prompt.params.n
             params = record.prompt.params if record.prompt is not None else prompt.params
@@ -169,8 +175,9 @@ class Submissions:
                 if self._fleet.ledger.discard(record) and record.at is not None:
                     record.at.cancel([record.group_id])
 
-    def _wait_for_owner(self, request_id: int) -> tuple[Member, EngineFrames]:
-        """Return the engine that draws a request, as soon as one does. Called with the lock. Waiting releases it."""
+    def _wait_for_owner(self, request_id: int) -> tuple[Member, EngineFrames, GroupRecord]:
+        """Return the engine that draws a request, as soon as one does, and the group of the request. Called with the
+        lock. Waiting releases it."""
         waited = Wait()
         while True:
             record = self._fleet.ledger.engines.find(request_id)
@@ -180,7 +187,7 @@ class Submissions:
                 )
             for member, frames in self._fleet.usable.items():
                 if frames is record.at:
-                    return member, frames
+                    return member, frames, record
             self._fleet.wait(waited, f"the engine of request {request_id} has ended, and another one goes on with it")
 
 

@@ -1,6 +1,8 @@
 """What a publisher does with an engine's slots, without an engine: a stand-in for the connection notes what is said."""
 
 import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +22,9 @@ from inflight.core.errors import (
 )
 from inflight.weights.tensors import layout_of, slot_views
 from inflight.weights.trainer import publisher as publisher_module
+from inflight.weights.trainer.copy_thread import CopyThread, Engines
 from inflight.weights.trainer.engine_link import EngineAddress, LoneEngine, PublishedVersion
+from inflight.weights.trainer.sources import WeightSource
 
 
 class Returning(LoneEngine):
@@ -114,6 +118,23 @@ def stand_in(monkeypatch, engine: StandIn) -> StandIn:
     return engine
 
 
+class Adapters(WeightSource):
+    """Two adapters with one value in each tensor. `during`: called in the middle of the next copy."""
+
+    device, adapters, value = torch.device("cpu"), True, 0.0
+
+    def __init__(self) -> None:
+        self.during = lambda: None
+
+    def offer(self, welcome: object) -> None: ...  # type: ignore[override]
+
+    def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
+        for view in views.values():
+            view.fill_(self.value)
+        self.during()
+        self.during = lambda: None
+
+
 def check_until_it_raises(publisher: inflight.Publisher) -> None:
     while True:
         publisher.check()
@@ -205,6 +226,32 @@ def test_a_version_that_the_engine_refused_later_is_told_and_the_next_one_goes_o
         with pytest.raises(ChecksumError, match="version 0 is not"):
             publisher.check()
         publisher.check()
+
+
+def test_a_refusal_during_the_copy_of_one_adapter_leaves_no_old_values_of_another():
+    """The sender of a staging buffer refuses a version in another thread."""
+    announced, slots = [], [{"a.w": torch.full((1,), -1.0), "b.w": torch.full((1,), -1.0)} for _ in range(2)]
+    free = [1, 0]
+
+    def announce(slot: int, published: PublishedVersion) -> None:
+        announced.append((published.version, {name: view.item() for name, view in slots[slot].items()}))
+
+    nothing = lambda: None  # noqa: E731
+    source = Adapters()
+    copies = CopyThread(source, Engines([]), check_finite=False)
+    copies.target = SimpleNamespace(
+        views=slots, engines=[], acquire=free.pop, announce=announce, listen=nothing, check=nothing, close=nothing
+    )
+    copies.start()
+    for source.value, version, adapters in ((1.0, 1, ""), (2.0, 2, "a")):
+        if adapters:
+            source.during = lambda: copies.refuse(ChecksumError("version 1 is not what was published"))
+        with copies.condition:
+            copies.hand_over(PublishedVersion(version, 0, adapters=frozenset(adapters)), None)
+        with suppress(ChecksumError):
+            copies.wait_copied()
+    copies.close(10, 2)
+    assert announced == [(1, {"a.w": 1.0, "b.w": 1.0}), (2, {"a.w": 2.0, "b.w": 1.0})]
 
 
 @pytest.mark.parametrize("transport", [None, inflight.Slots(timeout_s=7)])

@@ -196,12 +196,13 @@ class CopyThread:
                 with self.condition:  # Take the newest version. A later publish() starts another round.
                     assert self._pending is not None
                     published, self._pending = self._pending, None
-                    if published.adapters and self._last is None:
+                    last = self._last  # `refuse` of another thread can clear it during the copy.
+                    if published.adapters and last is None:
                         published = replace(published, adapters=frozenset())
                         self._engines.published(published)
                     published = self.copying = self._with_changes(published, target.views[slot])
                 began_ns = now_ns()
-                self._copy(target.views[slot], published)
+                self._copy(target.views[slot], published, last)
                 note(f"publish copy, version {published.version}", began_ns)
                 try:
                     if self._check_finite:
@@ -244,8 +245,11 @@ class CopyThread:
         self._changed_at = self._changed_at | dict.fromkeys(changed, published.version)
         return replace(published, changed_at=self._changed_at)
 
-    def _copy(self, views: dict[str, torch.Tensor], published: PublishedVersion) -> None:
-        """Fill a slot. Afterwards the parameters can change again, on a GPU in the order of its stream."""
+    def _copy(
+        self, views: dict[str, torch.Tensor], published: PublishedVersion, last: dict[str, torch.Tensor] | None
+    ) -> None:
+        """Fill a slot. Afterwards the parameters can change again, on a GPU in the order of its stream. last: views of
+        the slot with the other adapters."""
         began_ns, begun, copied = now_ns(), None, None
         if self._gpu is not None:
             stream = torch.cuda.current_stream(self._gpu)
@@ -256,8 +260,8 @@ class CopyThread:
         if published.adapters:
             new = {name: view for name, view in views.items() if adapter_of(name) in published.adapters}
         self._source.fill(new, published.version)
-        if new is not views and views is not self._last and self._last is not None:
-            fill({name: view for name, view in views.items() if name not in new}, self._last)
+        if new is not views and views is not last and last is not None:
+            fill({name: view for name, view in views.items() if name not in new}, last)
         if copied is not None:
             copied.record()
         with self.condition:
