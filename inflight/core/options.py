@@ -187,8 +187,9 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     (docs/training.md#several-ranks)."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.journal, os.PathLike):
-            msgspec.structs.force_setattr(self, "journal", os.fspath(self.journal))
+        for name in ("model", "journal"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                msgspec.structs.force_setattr(self, name, os.fspath(path))
         self.check_types()
         for name, choices in _CHOICES.items():
             chosen = getattr(self, name)

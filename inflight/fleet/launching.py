@@ -1,6 +1,7 @@
 """`launch` starts an engine, and `attach` connects to one."""
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, Protocol, overload
 
@@ -51,7 +52,7 @@ def _takes(options: Callable[Options, EngineOptions]) -> Callable[[Any], "Launch
 
 @_takes(EngineOptions)
 def launch(
-    *model: str | EngineOptions | Sequence[EngineOptions],
+    *model: str | os.PathLike[str] | EngineOptions | Sequence[EngineOptions],
     placement: Placement | Sequence[Placement] | None = None,
     **options: Any,
 ) -> Engine:
@@ -71,7 +72,7 @@ def launch(
     and `close` raise AttributeError. The other ranks raise the error of rank 0, or RankLostError. For an engine of this
     process alone use `inflight.Engine(inflight.EngineOptions(…))`.
     """
-    chosen: Any = model[0] if len(model) == 1 and not isinstance(model[0], str) else None
+    chosen: Any = model[0] if len(model) == 1 and not isinstance(model[0], (str, os.PathLike)) else None
     if chosen is None:
         chosen = EngineOptions(*model, **options)  # pyright: ignore
     elif options:

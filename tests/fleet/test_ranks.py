@@ -234,6 +234,7 @@ def test_where_rank_0_publishes_alone_the_others_count_with_it(trainer):
     two.sharing.note_publisher(4)
     publisher = running.result(BOUND_S)
     assert [publisher.publish(), publisher.publish(), publisher.version] == [5, 6, 6]
+    assert publisher.publish(adapter="default") == 7
     two.sharing.note_publisher(6)
     gathered = []
     handed = engine.publisher()

@@ -379,6 +379,24 @@ def test_a_full_disk(engine, tmp_path):
         engine.wait_for_version(ours.publish())
 
 
+class Reached:
+    """Stands in for the link to an engine."""
+
+    def __init__(self, layout) -> None:
+        self.layout = layout
+
+
+def test_engines_get_an_absolute_path(tmp_path, monkeypatch):
+    """Their working directory can be another one."""
+    monkeypatch.chdir(tmp_path)
+    layout, sent = layout_of(make_model("qwen3")), []
+    sender = inflight.Files(directory="weights").sender()
+    monkeypatch.setattr(sender, "fill", lambda engine, staged, origin, since: sent.append(origin.path))
+    staged = base.StagedVersion(1, 0, torch.zeros(layout.total_bytes, dtype=torch.uint8))
+    sender.deliver({Reached(layout): 0}, staged, None)  # type: ignore[dict-item]
+    assert sent == [str(tmp_path / "weights" / "version-1.safetensors")]
+
+
 def test_a_disk_that_is_too_small_is_told_with_sizes(tmp_path, monkeypatch):
     layout = layout_of(make_model("qwen3"))
     monkeypatch.setattr("inflight.weights.transports.files.bytes_left", lambda directory: 1 << 10)

@@ -195,8 +195,9 @@ class FollowingPublisher(ClosedAtEnd):
         """The version that the last `publish()` returned."""
         self._weights = weights if callable(weights) else None
 
-    def publish(self, weights: Weights | None = None) -> int:
-        """Count a version. An iterator over weights is run to its end, since it might gather them from all ranks."""
+    def publish(self, weights: Weights | None = None, *, adapter: str | None = None) -> int:
+        """Count a version. An iterator over weights is run to its end, since it might gather them from all ranks.
+        adapter: rank 0 publishes this adapter alone."""
         given = self._weights() if weights is None and self._weights is not None else weights
         if isinstance(given, Iterator):
             deque(given, maxlen=0)

@@ -64,7 +64,7 @@ class Files(Transport):
 
 
 class FileOrigin(msgspec.Struct, frozen=True):
-    """Path of a safetensors file on both sides."""
+    """Absolute path of a safetensors file on both sides."""
 
     path: str
 
@@ -74,7 +74,8 @@ class FileSender(Sender):
 
     def __init__(self, settings: Files):
         super().__init__(timeout_s=settings.timeout_s, delta=settings.delta)
-        self._directory, self._keep = Path(settings.directory), settings.keep
+        self._directory = Path(settings.directory).absolute()  # Engines have other working directories.
+        self._keep = settings.keep
         self._written: dict[tuple[int, int | None], Path] = {}
         """Maps a version, and the base of its delta, to the file."""
         for path in self._directory.glob(".version-*.partial"):
