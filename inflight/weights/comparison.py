@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from inflight.core.errors import BackendError
 from inflight.core.layout import WeightLayout
+from inflight.weights.tensors import plain
 
 BEGINNING = 1 << 16
 """Elements at the beginning of each tensor that are compared. Weights of different training differ almost
@@ -46,7 +47,7 @@ def checksum(buffer: torch.Tensor) -> int:
 def tensor_checksum(tensor: torch.Tensor, dtype: str, first: int = 0) -> str:
     """Return the checksum of a tensor's elements, or of the first ones, cast to a dtype. Reads it piece by piece, on
     its device."""
-    flat = tensor.detach().reshape(-1)
+    flat = plain(tensor).detach().reshape(-1)
     total = 0
     for piece in (flat[:first] if first else flat).split(_PIECE):
         words = piece.to(getattr(torch, dtype)).contiguous()

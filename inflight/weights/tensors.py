@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from inflight_kernels import copy_all
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from inflight.core.errors import LayoutMismatchError
 from inflight.core.layout import DTYPE_BYTES, WeightLayout
@@ -49,6 +50,12 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in towers}
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor of a single rank, as FSDP2 makes it, as a plain tensor over the same memory; and any other
+    tensor. FSDP2 can replace that memory, so callers do not keep the plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def layout_of(model: nn.Module | Mapping[str, torch.Tensor]) -> WeightLayout:
     """Return the layout of a slot for a model, or for its published tensors, in its own dtypes.
 
@@ -73,4 +80,4 @@ def slot_views(buffer_bytes: torch.Tensor, layout: WeightLayout) -> dict[str, to
 @torch.no_grad()
 def fill(views: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy every tensor into its view, cast to the view's dtype."""
-    copy_all(list(views.values()), [tensors[name].detach() for name in views])
+    copy_all(list(views.values()), [plain(tensors[name]).detach() for name in views])

@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from inflight.core.errors import LayoutMismatchError
-from inflight.weights.tensors import layout_of
+from inflight.weights.comparison import EngineWeights
+from inflight.weights.tensors import layout_of, slot_views
 from inflight.weights.trainer.sharded import ShardGroup
-from inflight.weights.trainer.sources import classify
+from inflight.weights.trainer.sources import ModelSource, classify
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,24 @@ def test_what_zero3_leaves_empty_on_one_rank_is_published_whole(alone):
     ShardGroup(classify(layer)).receive(views)
     assert torch.equal(views["weight"].flatten(), layer.weight.ds_tensor)
     assert torch.equal(views["bias"], layer.bias)
+
+
+def test_fsdp2_on_one_rank_is_compared_and_published_as_a_plain_model(alone):
+    layer = nn.Linear(3, 2)
+    expected = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    source = ModelSource(classify(fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))))
+    layout = layout_of(layer)
+    views = slot_views(torch.zeros(layout.total_bytes, dtype=torch.uint8), layout)
+    source.fill(views, 1)
+    assert all(torch.equal(view, expected[name]) for name, view in views.items())
+    assert source.compare(EngineWeights(layout, lambda asked: asked.of(expected)))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    source.prepare()
+    source.fill(views, 2)
+    assert torch.equal(views["bias"], expected["bias"] - 1)
+    assert not source.compare(EngineWeights(layout, lambda asked: asked.of(expected)))
 
 
 def test_ranks_wait_for_the_next_version_longer_than_a_step_takes_and_not_so_long_for_its_parts(alone):
