@@ -107,6 +107,11 @@ class EngineWeights:
                 names.append(spec.name)
         return names
 
+    def agrees(self, other: "EngineWeights", name: str) -> bool:
+        """Return whether both engines sent the same checksum of a tensor, for an equal request. Nothing is asked."""
+        both = ((mine, other._answers.get(asked, {})) for asked, mine in self._answers.items())
+        return any(name in mine and mine[name] == theirs.get(name) for mine, theirs in both)
+
 
 def _less_precise(engine: str, trainer: torch.dtype) -> str:
     both = (engine, str(trainer).removeprefix("torch."))

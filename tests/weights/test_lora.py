@@ -3,6 +3,8 @@
 import dataclasses
 import logging
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import peft_kinds
 import pytest
@@ -15,8 +17,12 @@ from waiting import wait_until
 
 import inflight
 from inflight.core.errors import LayoutMismatchError
+from inflight.core.options import EngineOptions
+from inflight.engine.model.adapters import adapter_layout
 from inflight.weights.comparison import EngineWeights
-from inflight.weights.tensors import layout_of
+from inflight.weights.tensors import layout_of, published_tensors
+from inflight.weights.trainer.lora import PeftSource
+from inflight.weights.trainer.sources import classify
 
 REFUSED_MERGED = {
     "ADAPTION_PROMPT", "BEFT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING",
@@ -210,6 +216,42 @@ def test_only_writes_to_the_base_are_followed_by_a_comparison(bases, base_checks
             norm.mul_(2)
         with pytest.raises(LayoutMismatchError, match=r"differs from the engine's weights \(model\.norm\.weight\)"):
             publisher.publish()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("published", [True, False])
+def test_adapters_that_were_merged_attach_to_a_successor_of_their_engine_alone(published):
+    """Unmerging leaves rounding errors in the base, also without a publish in between."""
+    base, model = make_model("llama"), with_adapters("llama", "default")
+    tensors = {name: tensor.detach().clone() for name, tensor in published_tensors(base).items()}
+    layout = layout_of(base)
+    adapters = adapter_layout(base, EngineOptions("x", lora_rank=4))
+    welcome: Any = SimpleNamespace(layout=layout, adapter_layout=adapters)
+    source = PeftSource(classify(model))
+
+    def attach(weights: dict[str, torch.Tensor]) -> None:
+        source.offer(welcome)
+        source.compare(EngineWeights(layout, lambda asked: asked.of(weights)))
+
+    attach(tensors)
+    model.merge_adapter()
+    if published:
+        source.prepare()
+        attach(tensors)
+    model.unmerge_adapter()
+    attach(tensors)
+    changed = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(LayoutMismatchError, match=re.escape(changed)):
+        attach(tensors | {changed: tensors[changed] + 1})
+    attach(tensors)
+    [projection] = [
+        p for name, p in model.named_parameters() if name.endswith("layers.0.mlp.up_proj.base_layer.weight")
+    ]
+    if not published:
+        with torch.no_grad():
+            projection.mul_(2)
+        with pytest.raises(LayoutMismatchError, match="18 more.*launch the engine from the checkpoint of the trainer"):
+            attach(tensors)
 
 
 def test_adapters_of_another_base_are_refused(bases):

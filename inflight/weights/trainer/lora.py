@@ -74,7 +74,7 @@ class PeftSource(ModelSource):
         self._layout: WeightLayout | None = None
         """The engine's layout of adapters; None if the adapters are merged."""
         self._engine: EngineWeights | None = None
-        """The engine's weights, if they are compared with the base of the adapters."""
+        """The weights of the last engine with the base of the adapters, if they are compared."""
         self._merged_once = False
         """An adapter is or was merged into the base."""
         self._checked: tuple[list[object], list[int], list[int]] = [], [], []
@@ -103,8 +103,10 @@ class PeftSource(ModelSource):
         """Raise LayoutMismatchError, naming tensors, if the engine's weights are not the base of adapters alone."""
         if self._layout is None:
             return engine.begin_as([*self._plan.plain.items(), *self._merged()])
+        objects, _, inside = self._checked
+        unwritten = same_objects(objects, self._seen[0]) and inside == _writes(self._plan.inside)
+        self._check_base(engine, earlier=self._engine if unwritten or self._merged_once else None)
         self._engine = engine
-        self._check_base(engine)
         return None  # Adapters are not compared.
 
     def prepare(self) -> None:
@@ -187,14 +189,19 @@ class PeftSource(ModelSource):
                 )
         return _Plan(parts=parts, unused=list(shapes), outside=outside, inside=inside)
 
-    def _check_base(self, engine: EngineWeights, *, merged_once: bool = False) -> None:
+    def _check_base(
+        self, engine: EngineWeights, *, merged_once: bool = False, earlier: EngineWeights | None = None
+    ) -> None:
         """Raise LayoutMismatchError, naming tensors, if the base differs. merged_once: the tensors of layers with
-        adapters can differ."""
+        adapters can differ. earlier: they can differ from the engine's if this engine, which had the same base, has the
+        same ones."""
         plan = self._plan
         writes = _writes(plan.outside), _writes(plan.inside)
         differences = engine.differences({**plan.outside, **plan.inside}.items())
         if merged_once:
             differences = [name for name in differences if name not in plan.inside]
+        if earlier is not None:
+            differences = [name for name in differences if name not in plan.inside or not engine.agrees(earlier, name)]
         if not differences:
             self._checked = self._seen[0], *writes
             return
