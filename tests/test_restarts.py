@@ -8,6 +8,8 @@ import time
 
 import numpy as np
 import pytest
+from tiny_adapters import with_adapters
+from tiny_models import make_model
 from truth_teller import make_truth_teller, teach
 from waiting import wait_until
 
@@ -213,8 +215,22 @@ def test_weights_that_nobody_holds_any_more_are_no_reason_to_draw_with_others(tm
         engine.generate([[1]], SamplingParams(max_tokens=2, temperature=0.0))
         engine.submit([[1]], SamplingParams(max_tokens=200))
         os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(EngineDiedError, match="had version 1, which no open publisher holds"):
+        with pytest.raises(EngineDiedError, match="had published weights, which no open publisher holds"):
             rollouts_of(engine)
+
+
+@pytest.mark.slow
+def test_adapters_that_nobody_holds_any_more_are_no_reason_to_draw_without_them(model_dir):
+    options = {**OPTIONS, "lora_rank": 4}
+    with inflight.launch(model_dir("llama"), **options, restarts=1) as engine:
+        for model in (with_adapters("llama", "default"), make_model("llama")):
+            publisher = engine.publisher(model)
+            engine.wait_for_version(publisher.publish())
+            if publisher.kind == "adapters":
+                publisher.close()
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDiedError, match="had published adapters, which no open publisher holds"):
+            engine.generate([[1]], adapter="default")
 
 
 @pytest.mark.slow

@@ -78,9 +78,11 @@ class Membership:
         if difference is not None:
             raise LayoutMismatchError(f"all members of an engine hold the same tensors: {difference}")
         live, own = summed(list(self._calls.statuses().values())).version, member.status().version
-        if live != own and not any(publisher.sent_version for publisher in self._published.open_publishers):
+        has_sent = any(publisher.sent_version for publisher in self._published.open_publishers)
+        if live != own and (self._published.lost_kinds or not has_sent):
+            kinds = " and ".join(self._published.lost_kinds) or "a version"
             raise ValueError(
-                f"the member has version {own} and the engine {live}, and no open publisher has sent a version that it "
+                f"the member has version {own} and the engine {live}, and no open publisher has sent {kinds} that it "
                 "could send to this member"
             )
 

@@ -32,9 +32,9 @@ class EngineMonitor:
         self._told_s = 0.0
         self._thread = threading.Thread(target=self._run, name="inflight-monitor", daemon=True)
 
-    def begin(self, least_version: int = 0) -> None:
+    def begin(self, least_version: int | None = None) -> None:
         """Send the engine the weights of the other engines, and let it take prompts. least_version: the newest version
-        of its earlier processes. Raises InflightError."""
+        of its earlier processes; None: it has had none. Raises InflightError."""
         fleet, member = self._fleet, self.member
         address = self._published.address_of(member.process)
         with fleet.changing:
@@ -43,10 +43,12 @@ class EngineMonitor:
                 if address.endpoint not in publisher.endpoints:
                     publisher.add(address)
             newest = max((publisher.sent_version for publisher in publishers), default=0)
-            if newest < least_version:
+            lost = [] if least_version is None else self._published.lost_kinds
+            if newest < (least_version or 0) or lost:
+                had = f"published {' and '.join(lost)}" if lost else f"version {least_version}"
                 raise EngineDiedError(
-                    f"the engine had version {least_version}, which no open publisher holds any more; keep the "
-                    "publisher open as long as the engine may be restarted"
+                    f"the engine had {had}, which no open publisher holds any more; keep the publisher open as long as "
+                    "the engine may be restarted"
                 )
             if newest:
                 wait_for_version(member.process.client, newest, self._timeout_s)

@@ -23,6 +23,8 @@ class PublishedFleet:
         self._fleet, self.changing, self.check = fleet, fleet.changing, fleet.check
         self.published, self.stepped = meter.published, meter.stepped
         self.publishers: WeakSet[Publisher] = WeakSet()
+        self._sent_by_closed: set[str] = set()
+        """Kinds of tensors, weights or adapters, that closed publishers have sent."""
 
     @property
     def comes_back(self) -> bool:
@@ -34,6 +36,14 @@ class PublishedFleet:
         """Publishers that were not closed."""
         with self._fleet.lock:
             return [publisher for publisher in self.publishers if not publisher.closed]
+
+    @property
+    def lost_kinds(self) -> list[str]:
+        """Kinds of tensors, weights or adapters, that members got and that no open publisher could send again."""
+        with self._fleet.lock:
+            sent = {publisher.kind for publisher in self.publishers if publisher.sent_version}
+            held = {publisher.kind for publisher in self.open_publishers if publisher.sent_version}
+            return sorted(self._sent_by_closed.union(sent) - held)
 
     def address_of(self, process: Process) -> EngineAddress:
         """Return the address of a process for publishers."""
@@ -71,6 +81,12 @@ class PublishedFleet:
         """Have a publisher send to members that join later."""
         with self._fleet.lock:
             self.publishers.add(publisher)
+
+    def unfollow(self, publisher: "Publisher") -> None:
+        """Note that a publisher was closed."""
+        with self._fleet.lock:
+            if publisher.sent_version:
+                self._sent_by_closed.add(publisher.kind)
 
     def forget_process(self, endpoint: str) -> None:
         """Stop publishers from sending to an ended process."""

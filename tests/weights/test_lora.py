@@ -250,7 +250,7 @@ def test_adapters_that_were_merged_attach_to_a_successor_of_their_engine_alone(p
     if not published:
         with torch.no_grad():
             projection.mul_(2)
-        with pytest.raises(LayoutMismatchError, match="18 more.*launch the engine from the checkpoint of the trainer"):
+        with pytest.raises(LayoutMismatchError, match=r"18 more.*launch the engine from the checkpoint of the trainer"):
             attach(tensors)
 
 

@@ -36,6 +36,7 @@ class Returning(LoneEngine):
         super().__init__(endpoints[0])
         self.killed: list[str] = []
         self.followers: list[inflight.Publisher] = []
+        self.unfollow = self.followers.remove
         self._endpoints = list(endpoints)
 
     def serving(self) -> list[EngineAddress]:
@@ -330,7 +331,9 @@ def test_an_engine_that_ended_is_followed_to_its_successor(monkeypatch, model):
         publisher.add(EngineAddress("second", returning))
         publisher.publish()
         engines["second"].wait_for(1)
+        assert publisher.kind == "weights"
     assert not engines["first"].announced
+    assert not returning.followers
 
 
 def test_what_makes_a_publish_fail_is_raised_by_every_later_call(engine, model):

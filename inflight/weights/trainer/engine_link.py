@@ -76,6 +76,9 @@ class PublishedEngine(Protocol):
         """Call `publisher.add` with each process that joins, and `publisher.remove` when it has ended. Called with
         `changing` held."""
 
+    def unfollow(self, publisher: Any) -> None:
+        """Note that a publisher was closed."""
+
     def published(self, version: int, called_ns: int, adapters: Collection[str] = ()) -> None:
         """Note a publish. adapters: the adapters that the version changes; empty: it changes everything."""
 
@@ -114,6 +117,7 @@ class LoneEngine:
         return [EngineAddress(self._endpoint, self)]
 
     def follow(self, publisher: Any) -> None: ...
+    def unfollow(self, publisher: Any) -> None: ...
     def published(self, version: int, called_ns: int, adapters: Collection[str] = ()) -> None: ...
     def stepped(self, unpublished_steps: int, adapters: Collection[str] = ()) -> None: ...
     def kill(self, endpoint: str) -> None: ...

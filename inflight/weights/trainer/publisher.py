@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -166,6 +166,11 @@ class Publisher(AbstractContextManager["Publisher"]):
             self.version = version - 1
 
     @property
+    def kind(self) -> Literal["weights", "adapters"]:
+        """The tensors that engines get."""
+        return "adapters" if self._source.adapters else "weights"
+
+    @property
     def sent_version(self) -> int:
         """The version that engines were sent last; 0: none."""
         return self._target.sent_version
@@ -242,7 +247,11 @@ class Publisher(AbstractContextManager["Publisher"]):
         """Send announced versions and detach. After `timeout_s` seconds the rest is dropped with a warning. Engines
         continue with the newest whole version. Safe to call twice."""
         self.closed = True
-        self._copies.close(timeout_s, self.version)
+        try:
+            self._copies.close(timeout_s, self.version)
+        finally:
+            for engine in self._engines.all:
+                engine.unfollow(self)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close() if kind is None else self.close(GIVE_UP_S)
