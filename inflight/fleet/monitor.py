@@ -76,12 +76,17 @@ class EngineMonitor:
             self._thread.join(_CHECK_S)
             waited.tick()
             waited.tell("an engine that is removed is being started again")
-        if member.frames is not None and not member.frames.given_up:
+        frames = member.frames
+        if frames is not None and not frames.given_up:
+            with fleet.lock:
+                group_ids = [record.group_id for record in fleet.ledger.table.records.values() if record.at is frames]
             try:
-                self._drain(member.frames)
+                self._drain(frames)
+                self._give_up(frames)
+                self._hand_back(frames, group_ids)
             except InflightError as error:  # it has ended, and other engines draw its unsent tokens again
                 logger.warning("the engine that is removed does not answer: %s", error)
-            self._give_up(member.frames)
+                self._give_up(frames)
         with fleet.changing:
             self._published.forget_process(member.process.client.endpoint)
 
@@ -219,6 +224,13 @@ class EngineMonitor:
             waited.tell("an engine that is removed has frames that were not read")
             if waited.waited_s > self._timeout_s:
                 raise EngineHungError(f"its frames did not arrive within {self._timeout_s:g} s")
+
+    def _hand_back(self, frames: EngineFrames, group_ids: list[int]) -> None:
+        """End groups that other engines continue, and undo the pause of `_drain`. A process that another one launched
+        lives on, for the next trainer that attaches to it."""
+        frames.client.call("cancel", {"group_ids": group_ids, "request_ids": []})
+        if "pause" not in self._fleet.held_back:
+            frames.client.call("resume")
 
 
 def _why_silent(status: Status) -> str:
