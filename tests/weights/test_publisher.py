@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import (
@@ -25,6 +26,7 @@ from inflight.weights.trainer import publisher as publisher_module
 from inflight.weights.trainer.copy_thread import CopyThread, Engines
 from inflight.weights.trainer.engine_link import EngineAddress, LoneEngine, PublishedVersion
 from inflight.weights.trainer.sources import WeightSource
+from inflight.weights.transports.base import Sender, Transport
 
 
 class Returning(LoneEngine):
@@ -334,6 +336,43 @@ def test_an_engine_that_ended_is_followed_to_its_successor(monkeypatch, model):
         assert publisher.kind == "weights"
     assert not engines["first"].announced
     assert not returning.followers
+
+
+class Broken(Transport):
+    """A transport that cannot be set up in the trainer's process."""
+
+    writes_to_slots = True
+
+    def sender(self) -> Sender:
+        raise OSError("no such address")
+
+    @classmethod
+    def receiver(cls, layout: object, device: object) -> None: ...
+
+
+def test_an_added_engine_whose_transport_fails_is_lost_and_the_others_get_versions(monkeypatch, model):
+    engines = {"first": StandIn(model), "second": StandIn(model)}
+    monkeypatch.setattr(publisher_module, "EngineLink", lambda address, *_, **__: engines[address.endpoint])
+    for name, engine in engines.items():
+        engine.address = EngineAddress(name, Returning(name))
+    with inflight.Publisher(engines["first"].address.engine, model) as publisher:
+        publisher.publish()
+        engines["first"].wait_for(1)
+        publisher.add(engines["second"].address, transport=Broken())
+        wait_until(lambda: publisher.lost)
+        publisher.publish()
+        engines["first"].wait_for(2)
+    assert str(publisher.lost["second"]) == "its transport failed: OSError('no such address')"
+    assert engines["second"].ended
+    assert not engines["second"].address.engine.killed
+
+
+def test_the_only_engine_needs_its_transport(monkeypatch, engine, model):
+    engine.address = EngineAddress("nowhere", Returning("nowhere"))
+    with inflight.Publisher(engine.address.engine, model, transport=Broken()) as publisher:
+        publisher.publish()
+        with pytest.raises(InflightError, match="no such address"):
+            check_until_it_raises(publisher)
 
 
 def test_what_makes_a_publish_fail_is_raised_by_every_later_call(engine, model):

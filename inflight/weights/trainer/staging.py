@@ -185,12 +185,26 @@ class _Members:
             return sent + [engine for engine, _ in self.arriving if engine not in sent]
 
     def admit(self) -> None:
-        """Give each arriving engine a sender."""
+        """Give each arriving engine a sender. An engine whose transport has none is lost, unless it is the first one:
+        then this raises the error of the transport."""
         with self._condition:
             arriving = list(self.arriving)
         for engine, transport in arriving:
             equal = (s for settings, s in self._senders if settings == transport and not transport.writes_to_slots)
-            sender = next(equal, None) or transport.sender()
+            try:
+                sender = next(equal, None) or transport.sender()
+            except Exception as error:
+                if not self._senders:
+                    raise
+                logger.warning("publishing goes on without an engine, since its transport failed: %s", error)
+                known = isinstance(error, InflightError)
+                with self._condition:
+                    self.arriving.remove((engine, transport))
+                    self.lost[engine.address.endpoint] = (
+                        error.with_traceback(None) if known else InflightError(f"its transport failed: {error!r}")
+                    )
+                engine.detach()
+                continue
             ended: InflightError | None = None
             try:
                 sender.add(engine)
