@@ -38,7 +38,7 @@ class Membership:
 
     def join(self, member: Member) -> None:
         """Let a member take prompts, once it has the weights of the others. Raises LayoutMismatchError, and ValueError
-        for versions that differ."""
+        for versions that differ and for an engine that is a member already."""
         fleet = self._fleet
         with fleet.changing:
             monitor = EngineMonitor(member, fleet, self._published, self._stream)
@@ -73,6 +73,11 @@ class Membership:
         others = self.members
         if not others:
             return
+        if any(other.info.engine_id == member.info.engine_id for other in others):
+            raise ValueError(
+                f"{member.name} is a member already: each member is another engine. To add one that another process "
+                "launched, attach to all of them: inflight.attach([…])"
+            )
         layout = others[0].info.layout
         difference = layout.difference(member.info.layout, ours="the others", theirs="this one", dtypes=True)
         if difference is not None:

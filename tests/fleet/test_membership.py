@@ -1,5 +1,8 @@
 """All members of an engine hold the same tensors, under the same version."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 from tiny_models import make_model
@@ -9,6 +12,7 @@ from inflight.core.errors import InflightError, LayoutMismatchError
 from inflight.core.messages import Digests
 from inflight.fleet.calls import FleetCalls
 from inflight.fleet.fleet import Fleet
+from inflight.fleet.membership import Membership
 
 
 def test_a_member_with_other_tensors_or_another_version_is_refused(model_dir):
@@ -24,6 +28,20 @@ def test_a_member_with_other_tensors_or_another_version_is_refused(model_dir):
         with engine.publisher(model) as publisher:
             engine.wait_for_version(publisher.publish())
             assert engine.add() in engine.members
+
+
+def test_an_engine_is_a_member_once():
+    membership: Any = Membership(Fleet(), *[SimpleNamespace()] * 3)  # type: ignore[arg-type]
+    first, second = (
+        SimpleNamespace(
+            info=SimpleNamespace(engine_id="e"), name=name, death=None, options=SimpleNamespace(answer_timeout_s=1.0)
+        )
+        for name in ("first", "second")
+    )
+    membership.monitors.append(SimpleNamespace(member=first))
+    with pytest.raises(ValueError, match="second is a member already"):
+        membership.join(second)
+    assert membership.members == [first]
 
 
 @pytest.mark.parametrize(
