@@ -338,6 +338,38 @@ def test_an_engine_that_ended_is_followed_to_its_successor(monkeypatch, model):
     assert not returning.followers
 
 
+def test_a_successor_gets_versions_over_the_transport_of_its_engine(monkeypatch, model):
+    names = ["first", "second", "its successor"]
+    engines = {name: StandIn(model) for name in names}
+    monkeypatch.setattr(publisher_module, "EngineLink", lambda address, *_, **__: engines[address.endpoint])
+    returning = {name: Returning(name) for name in names[:2]}
+    for name, engine in engines.items():
+        engine.address = EngineAddress(name, returning["first" if name == "first" else "second"])
+    with inflight.Publisher(returning["first"], model) as publisher:
+        publisher.add(returning["second"], transport=inflight.Slots(timeout_s=7))
+        publisher.remove("second")
+        publisher.add(engines["its successor"].address)
+        publisher.publish()
+        engines["its successor"].wait_for(1)
+    assert engines["its successor"].wants == ["7 s, timeout_s of the transport"]
+
+
+def test_an_engine_with_a_larger_version_is_refused_after_a_publish(monkeypatch, model):
+    engines = {"first": StandIn(model), "second": StandIn(model)}
+    monkeypatch.setattr(publisher_module, "EngineLink", lambda address, *_, **__: engines[address.endpoint])
+    for name, engine in engines.items():
+        engine.address = EngineAddress(name, Returning(name))
+    engines["second"].version = 5
+    with inflight.Publisher(engines["first"].address.engine, model) as publisher:
+        publisher.publish()
+        with pytest.raises(ValueError, match=r"has version 5 of another publisher.*continue_from\(6\)"):
+            publisher.add(engines["second"].address)
+        publisher.continue_from(6)
+        publisher.publish()
+        publisher.add(engines["second"].address)
+        engines["second"].wait_for(6)
+
+
 class Broken(Transport):
     """A transport that cannot be set up in the trainer's process."""
 

@@ -79,6 +79,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._engines = Engines([_published(engine) for engine in (engines if several else [engines])])
         self._copies = copies = CopyThread(source, self._engines, check_finite=check_finite)
         self._attach = partial(_attach, source, timeout_s)
+        self._transports: dict[PublishedEngine, Transport] = {}
+        """Transports of engines that were added with one."""
         link: EngineLink | None = None
         target: DirectSlots | StagingBuffer | None = None
         changing = ExitStack()
@@ -131,24 +133,39 @@ class Publisher(AbstractContextManager["Publisher"]):
 
     def add(self, engine: Engine | EngineAddress, *, transport: Transport | None = None) -> None:
         """Send another engine the last sent version and all later versions. engine: also a process that joins one of
-        the engines. transport: None uses the transport of this publisher. Raises the errors of the constructor, and
-        InflightError if this publisher writes straight to an engine's slots."""
-        transport, copies = transport or self._transport, self._copies
+        the engines. transport: also for processes that join the engine later. None uses the transport of this
+        publisher. Raises the errors of the constructor, InflightError if this publisher writes straight to an engine's
+        slots, and ValueError if the engine's version is larger than the published one."""
+        copies = self._copies
         if isinstance(engine, EngineAddress):
-            link = self._target.add(partial(self._attach, engine, transport), transport)
+            transport = transport or self._transports.get(engine.engine, self._transport)
+            link = self._target.add(partial(self._attach_later, engine, transport), transport)
             with copies.condition:
                 self.matches = self.matches and link.matches
                 copies.differs = copies.differs or (link.matches is False and not copies.has_published)
                 self.version = max(self.version, link.version)
                 self.endpoints = self.endpoints | {engine.endpoint}
             return
-        added = _published(engine)
+        added, transport = _published(engine), transport or self._transport
         with added.changing:
             for address in added.serving():
                 self.add(address, transport=transport)
             with copies.condition:
                 self._engines.all = [*self._engines.all, added]
+            self._transports[added] = transport
             added.follow(self)
+
+    def _attach_later(self, address: EngineAddress, transport: Transport) -> EngineLink:
+        """Attach to an engine that gets the last sent version. Raises ValueError if its version is larger."""
+        link = self._attach(address, transport)
+        if self._copies.has_published and link.version > self.version:
+            link.release()
+            raise ValueError(
+                f"the engine at {address.endpoint} has version {link.version} of another publisher, and takes no smaller "
+                f"one: this publisher has published version {self.version}. Call continue_from({link.version + 1}) and "
+                "publish() first, or add the engine before the first publish()"
+            )
+        return link
 
     def remove(self, endpoint: str) -> None:
         """Stop sending versions to the process at this endpoint, and free the memory that this process shared with
