@@ -161,8 +161,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         if self._copies.has_published and link.version > self.version:
             link.release()
             raise ValueError(
-                f"the engine at {address.endpoint} has version {link.version} of another publisher, and takes no smaller "
-                f"one: this publisher has published version {self.version}. Call continue_from({link.version + 1}) and "
+                f"the engine at {address.endpoint} has version {link.version} of another publisher, and takes no "
+                f"smaller one: this publisher has published version {self.version}. Call continue_from({link.version + 1}) and "
                 "publish() first, or add the engine before the first publish()"
             )
         return link
