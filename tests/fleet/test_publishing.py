@@ -1,4 +1,4 @@
-"""Tensors that a successor of an engine needs and nobody holds any more, without engines."""
+"""Tensors of an engine that no open publisher can send to its successor, without engines."""
 
 import pytest
 

@@ -162,8 +162,8 @@ class Publisher(AbstractContextManager["Publisher"]):
             link.release()
             raise ValueError(
                 f"the engine at {address.endpoint} has version {link.version} of another publisher, and takes no "
-                f"smaller one: this publisher has published version {self.version}. Call continue_from({link.version + 1}) and "
-                "publish() first, or add the engine before the first publish()"
+                f"smaller one: this publisher has published version {self.version}. "
+                f"Call continue_from({link.version + 1}) and publish() first, or add the engine before the first publish()"
             )
         return link
 

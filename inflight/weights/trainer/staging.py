@@ -185,8 +185,8 @@ class _Members:
             return sent + [engine for engine, _ in self.arriving if engine not in sent]
 
     def admit(self) -> None:
-        """Give each arriving engine a sender. An engine whose transport has none is lost, unless it is the first one:
-        then this raises the error of the transport."""
+        """Give each arriving engine a sender. If a transport cannot be set up, its engine is lost. Raises the error
+        of the transport if no engine has a sender."""
         with self._condition:
             arriving = list(self.arriving)
         for engine, transport in arriving:
