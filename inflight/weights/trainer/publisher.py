@@ -163,7 +163,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             raise ValueError(
                 f"the engine at {address.endpoint} has version {link.version} of another publisher, and takes no "
                 f"smaller one: this publisher has published version {self.version}. "
-                f"Call continue_from({link.version + 1}) and publish() first, or add the engine before the first publish()"
+                f"Call continue_from({link.version + 1}) and publish() first, or add the engine before publishing"
             )
         return link
 
