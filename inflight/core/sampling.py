@@ -102,7 +102,7 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     otherwise 0."""
     priority: int = 0
     """Prompts with smaller numbers are admitted first and preempted last, equal ones in order of arrival (as in vLLM).
-    Later turns of an episode have a number that is 1 smaller than that of its first turn."""
+    The first turn of an episode has this number, and each later turn has this number − 1."""
     columns: tuple[str, ...] = ()
     """Names of custom columns (`EngineOptions.columns`) to record for each token in `Rollout.columns`."""
 

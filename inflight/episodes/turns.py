@@ -97,7 +97,8 @@ class Turns:
             max_tokens=max_tokens,
             prefix_across_versions=self._across if across is None else across,
             protect_s=PROTECT_S if protect_s is None else protect_s,
-            # Otherwise a turn waits behind the first turns of all other episodes, and publishes outdate its prefix.
+            # In the order of arrival, a turn would wait for the first turns of other episodes, and publishes would
+            # outdate its cached prefix.
             priority=max(params.priority - (number > 0), -MAX_PRIORITY),
         )
 
