@@ -309,6 +309,24 @@ def test_a_prompt_that_does_not_fit_counts_no_reused_tokens():
     assert run.cache.num_reused_tokens == again.taken_over == 40
 
 
+@pytest.mark.parametrize(("lag", "versions", "is_kept"), [
+    (0, (0, 1), False), (0, (1, 1), True), (2, (0, 2), True), (2, (0, 3), False),
+])  # fmt: skip
+def test_blocks_that_no_prompt_can_reuse_make_room_for_the_protection_of_others(lag, versions, is_kept):
+    """Of 24 blocks 12 can be protected, so there is no room for two conversations of 11 blocks."""
+    run = Run(blocks=24, budget=64)
+    params = SamplingParams(max_tokens=2, protect_s=60.0, prefix_across_versions=lag)
+    for number, version in enumerate(versions):
+        sequence = Sequence(number, number, 0, 0, [number + 1] * 44, params, 2)
+        run.sequences.append(sequence)
+        run.scheduler.add(sequence)
+        while len(sequence.tokens) < 2:
+            run.step(version)
+        run.scheduler.remove(sequence)
+    protections = run.cache.prefixes.protections
+    assert list(protections._of_groups) == [0 if is_kept else 1]
+
+
 @pytest.mark.parametrize("pin", [None, 0])
 def test_cancelled_prompts_behind_others_are_forgotten(pin):
     run = Run(rows=1)

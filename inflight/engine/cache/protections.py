@@ -2,7 +2,8 @@
 
 A conversation that waits for a tool holds no blocks, so that other requests would evict it. Protected blocks stay
 available: if no others are left, the newest protection ends. If the oldest one ended instead, conversations that take
-turns in a small cache would all lose their blocks.
+turns in a small cache would all lose their blocks. Blocks of weights that are too old to be reused lose their
+protection first.
 """
 
 import time
@@ -17,6 +18,8 @@ from inflight.engine.cache.kinds import NO_BLOCK
 @dataclass(slots=True)
 class _Protection:
     until: float = 0.0
+    lag: int | None = None
+    """Maximum version lag at which a prompt reuses the entries; None: the engine's."""
     entries: list[Entry] = field(default_factory=list)
     """Of each sample from its end to its beginning."""
 
@@ -30,18 +33,23 @@ class Protections:
         """In the order of their beginning."""
         self._times: list[tuple[float, int]] = []
         """A heap of the times at which protections of groups end."""
+        self.is_reusable: Callable[[Entry, int | None], bool] = lambda entry, lag: True
+        """Returns True if prompts with this maximum version lag can reuse an entry. The scheduler sets it."""
 
-    def begin(self, group_id: int, last: Entry | None, seconds: float) -> None:
+    def begin(self, group_id: int, last: Entry | None, seconds: float, lag: int | None = None) -> None:
         """Protect an entry and all entries before it, for some seconds and as part of a group. Does nothing if that
-        would exceed the bound of a pool."""
+        would exceed the bound of a pool. lag: maximum version lag at which a prompt reuses them."""
         self.end_expired()
         entries: list[Entry] = []
         while last is not None:
             entries.append(last)
             last = last.before
         fresh = [entry for entry in entries if not entry.num_protections]
-        for index, pool in enumerate(self._pools):
-            if pool.num_protected + sum(entry.blocks[index] != NO_BLOCK for entry in fresh) > pool.max_protected:
+        if not entries:
+            return
+        if not self._have_room(fresh):
+            self._end_outdated()
+            if not self._have_room(fresh := [entry for entry in entries if not entry.num_protections]):
                 return
         for entry in entries:
             entry.num_protections += 1
@@ -50,7 +58,7 @@ class Protections:
                 if block != NO_BLOCK:
                     pool.protect(block)
         protection = self._of_groups.setdefault(group_id, _Protection())
-        protection.until = max(protection.until, self._clock() + seconds)
+        protection.until, protection.lag = max(protection.until, self._clock() + seconds), lag
         protection.entries += entries
         heappush(self._times, (protection.until, group_id))
 
@@ -72,8 +80,24 @@ class Protections:
                 self.end(group_id)
 
     def give_way(self, pool: BlockPool) -> None:
-        """End the protections whose time is over, and then the newest ones until some block of a pool can be evicted.
-        One must be available."""
+        """End the protections whose time is over, outdated ones if no other block of a pool can be evicted, and then
+        the newest ones until one can be. One must be available."""
         self.end_expired()
+        if not pool.remembered:
+            self._end_outdated()
         while not pool.remembered:
             self.end(next(reversed(self._of_groups)))
+
+    def _have_room(self, fresh: Sequence[Entry]) -> bool:
+        """Return True if the pools can protect these entries, too."""
+        return all(
+            pool.num_protected + sum(entry.blocks[index] != NO_BLOCK for entry in fresh) <= pool.max_protected
+            for index, pool in enumerate(self._pools)
+        )
+
+    def _end_outdated(self) -> None:
+        """End the protections of groups that no prompt can reuse any more."""
+        for group_id, protection in list(self._of_groups.items()):
+            # The beginning of a sample is its oldest part.
+            if not self.is_reusable(protection.entries[-1], protection.lag):
+                self.end(group_id)

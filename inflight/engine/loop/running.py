@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from inflight.core.options import EngineOptions
-from inflight.engine.cache.blocks import NO_VERSION, Namespace
+from inflight.engine.cache.blocks import NO_VERSION, Entry, Namespace
 from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.loop.order import Order
 from inflight.engine.loop.rows import PREFILL, Rows
@@ -34,15 +34,29 @@ class KVNamespaces:
         version of that state, and the oldest version whose state it can reuse. For the weights alone the version does
         not count publishes of adapters."""
         computed_by = version if sequence.adapter is None else stamp
-        oldest, across = 0, sequence.params.prefix_across_versions
-        across = self._across if across is None or not self._keeps else across
+        oldest, across = 0, self._lag(sequence.params.prefix_across_versions)
         if across and sequence.pin is UNPINNED:  # the state can be of several versions
-            unchanged_since = self._changed_at.get(sequence.adapter or "", computed_by)
-            namespace, oldest = sequence.adapter or "", min(computed_by - across, unchanged_since)
+            namespace = sequence.adapter or ""
+            oldest = self._oldest(namespace, computed_by, across)
         else:
             namespace = version if sequence.adapter is None else self._of_adapters[sequence.adapter]
         salt = sequence.params.cache_salt
         return ((namespace, salt) if salt else namespace), computed_by, oldest
+
+    def reach(self, entry: Entry, lag: int | None, version: int, stamp: int) -> bool:
+        """Return True if prompts that are not pinned, with this maximum version lag, can reuse an entry. version,
+        stamp: as in `of`."""
+        namespace = entry.key[0][0] if isinstance(entry.key[0], tuple) else entry.key[0]
+        if isinstance(namespace, int):
+            return namespace == version or namespace in self._of_adapters.values()
+        return entry.oldest >= self._oldest(namespace, stamp if namespace else version, self._lag(lag))
+
+    def _lag(self, asked: int | None) -> int:
+        return self._across if asked is None or not self._keeps else asked
+
+    def _oldest(self, adapter: str, computed_by: int, lag: int) -> int:
+        """Return the oldest version whose state can be reused, for an adapter or, named "", the weights alone."""
+        return min(computed_by - lag, self._changed_at.get(adapter, computed_by))
 
 
 class RunningSequences:
@@ -86,7 +100,8 @@ class RunningSequences:
         self.remember(sequence)
         if sequence.finished and sequence.params.protect_s:
             last = sequence.holding.last_entry
-            self._cache.prefixes.protections.begin(sequence.group_id, last, sequence.params.protect_s)
+            protect_s, lag = sequence.params.protect_s, sequence.params.prefix_across_versions
+            self._cache.prefixes.protections.begin(sequence.group_id, last, protect_s, lag)
         self._rows.leave(sequence)
         self.release(sequence)
 

@@ -39,6 +39,9 @@ class Scheduler:
         self.admits = True
         """Sequences that have not started are allowed to start."""
         self.namespaces = KVNamespaces(options)
+        self._live = 0, 0
+        """The live version, and the version with publishes of adapters counted."""
+        cache.prefixes.protections.is_reusable = lambda entry, lag: self.namespaces.reach(entry, lag, *self._live)
         self.backlog = Backlog(order)
         self._running = RunningSequences(cache, rows, order, self.namespaces)
         self.running = self._running.by_id
@@ -110,6 +113,8 @@ class Scheduler:
         """Return the next pass under `version`, with the sequences pinned to it and, if it is live, all that are not
         pinned. stamp: the version of its tokens, with publishes of adapters counted; None: `version`."""
         stamp = version if stamp is None else stamp
+        if live:
+            self._live = version, stamp
         # Running sequences first, because they already hold rows and blocks.
         single, chunks, budget = self._continue_running(version, live, stamp)
         pins = (UNPINNED, version) if live else (version,)
