@@ -23,7 +23,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.engine.process.client import EngineClient
 from inflight.engine.prompts import PromptLike, make_prompts
 from inflight.fleet.calls import FleetCalls
-from inflight.fleet.fleet import Fleet
+from inflight.fleet.fleet import WAKE_TIMEOUT_S, Fleet
 from inflight.fleet.fleet_stream import FleetStream
 from inflight.fleet.member import Member
 from inflight.fleet.membership import Membership, check_members, start_all
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from inflight.weights.trainer.state_dict_source import Weights
     from inflight.weights.transports.base import Transport
 
-_WAKE_TIMEOUT_S = 600.0
-"""Bound for `wake()`, which might record CUDA graphs again."""
 _CLOSE_S = 5.0
 """Time for a publisher to send its last version when the engine is closed."""
 _JOIN_S = 2.0
@@ -126,9 +124,11 @@ class Engine(ClosedAtEnd):
     def add(self, options: EngineOptions | None = None, placement: Placement | None = None) -> Member:
         """Start another member. It takes prompts once it has the weights of the others. options and placement: None
         takes the values of the first member. Raises the errors of `Engine(…)`, LayoutMismatchError if its weights have
-        other names, shapes or dtypes, and ValueError for versions that differ."""
+        other names, shapes or dtypes, ValueError for versions that differ, and InflightError if an open publisher
+        writes straight to the slots of a single member."""
         if self._journal is not None:
             raise InflightError("a journal is of one engine; launch without one to add others")
+        self._published.check_can_add()
         first = self._membership.monitors[0].member
         self.stream  # noqa: B018
         member = Member(options or first.options, placement or first.placement)
@@ -335,7 +335,7 @@ class Engine(ClosedAtEnd):
 
     def wake(self) -> None:
         """Continue after `sleep()`. Raises DeviceMemoryError if the memory is not free any more."""
-        self._calls.call("wake", timeout_s=max(self.options.answer_timeout_s, _WAKE_TIMEOUT_S))
+        self._calls.call("wake", timeout_s=max(self.options.answer_timeout_s, WAKE_TIMEOUT_S))
 
     def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
         """Return when all members draw with this version or a newer one."""

@@ -15,6 +15,8 @@ from inflight.stream.ledger import Ledger
 
 _CHECK_S = 0.1
 UNDO = {"pause": "resume", "sleep": "wake"}
+WAKE_TIMEOUT_S = 600.0
+"""Minimum bound of `wake`, which might record CUDA graphs again."""
 """Maps verbs that hold an engine back to the verbs that undo them."""
 
 
@@ -34,6 +36,8 @@ class Fleet:
         self.members: list[Member] = []
         self.held_back: frozenset[str] = frozenset()
         """The verbs, pause and sleep, that the user has called and not undone."""
+        self.long_call_s: float | None = None
+        """Bound of a long call in progress, such as `wake`. Engines answer other calls after it."""
         self.gone: EngineDiedError | None = None
         """The reason why no engine is left."""
         self.closing = threading.Event()

@@ -8,7 +8,7 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
 from inflight.core.messages import Status
 from inflight.core.waiting import Wait
-from inflight.fleet.fleet import UNDO, Fleet
+from inflight.fleet.fleet import UNDO, WAKE_TIMEOUT_S, Fleet
 from inflight.fleet.fleet_stream import FleetStream
 from inflight.fleet.frames import EngineFrames
 from inflight.fleet.member import Member, wait_for_version
@@ -154,7 +154,7 @@ class EngineMonitor:
         process whose groups no other engine can continue is reported to waiting callers instead."""
         fleet, silent_s = self._fleet, frames.silent_s
         try:
-            status = frames.client.call("status", returns=Status)
+            status = frames.client.call("status", returns=Status, timeout_s=fleet.long_call_s)
         except EngineHungError as error:
             if fleet.can_spare(self.member):
                 logger.error("%s lives and does not answer: it counts as ended", self.member.name)
@@ -206,7 +206,7 @@ class EngineMonitor:
                     fleet.lock.notify_all()
                     return
             for verb in done - wanted:
-                frames.client.call(UNDO[verb])
+                frames.client.call(UNDO[verb], timeout_s=max(self._timeout_s, WAKE_TIMEOUT_S))
             for verb in wanted - done:
                 frames.client.call(verb)
             done = wanted

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from inflight.core.errors import EngineHungError
+from inflight.core.errors import EngineHungError, InflightError
 from inflight.core.waiting import Wait
 from inflight.fleet.fleet import Fleet
 from inflight.fleet.process.base import Process, lives
@@ -44,6 +44,14 @@ class PublishedFleet:
             sent = {publisher.kind for publisher in self.publishers if publisher.sent_version}
             held = {publisher.kind for publisher in self.open_publishers if publisher.sent_version}
             return sorted(self._sent_by_closed.union(sent) - held)
+
+    def check_can_add(self) -> None:
+        """Raise InflightError if an open publisher could not send its weights to another member."""
+        if any(publisher.is_direct for publisher in self.open_publishers):
+            raise InflightError(
+                "a publisher writes straight to the slots of the only member, and cannot send its weights to another "
+                "one; launch the engine with restarts=1 or with several members, or close the publisher first"
+            )
 
     def address_of(self, process: Process) -> EngineAddress:
         """Return the address of a process for publishers."""

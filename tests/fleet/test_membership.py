@@ -30,6 +30,15 @@ def test_a_member_with_other_tensors_or_another_version_is_refused(model_dir):
             assert engine.add() in engine.members
 
 
+def test_a_member_that_could_get_no_weights_is_not_started(model_dir, monkeypatch):
+    with inflight.launch(model_dir("qwen3"), device="cpu", threads=1) as engine:
+        with engine.publisher(make_model("qwen3")), monkeypatch.context() as patch:
+            patch.setattr("inflight.fleet.engine.Member", None)
+            with pytest.raises(InflightError, match="restarts=1"):
+                engine.add()
+        assert len(engine.members) == 1
+
+
 def test_an_engine_is_a_member_once():
     membership: Any = Membership(Fleet(), *[SimpleNamespace()] * 3)  # type: ignore[arg-type]
     first, second = (

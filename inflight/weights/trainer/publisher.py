@@ -188,6 +188,11 @@ class Publisher(AbstractContextManager["Publisher"]):
         return "adapters" if self._source.adapters else "weights"
 
     @property
+    def is_direct(self) -> bool:
+        """True if it writes straight to the slots of one engine, so that no other engine can be added."""
+        return isinstance(self._target, DirectSlots)
+
+    @property
     def sent_version(self) -> int:
         """The version that engines were sent last; 0: none."""
         return self._target.sent_version
