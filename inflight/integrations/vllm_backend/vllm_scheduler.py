@@ -1,22 +1,23 @@
 """Queue of a vLLM engine: waiting sequences, sequences that run in vLLM, and requests that vLLM must abort."""
 
-from collections import deque
 from collections.abc import Iterator
 
 from inflight.core.errors import InvalidRequestError
-from inflight.engine.loop.sequence import Sequence
+from inflight.engine.loop.backlog import Backlog
+from inflight.engine.loop.order import by_priority
+from inflight.engine.loop.sequence import UNPINNED, Sequence
 from inflight.integrations.vllm_backend.columns import UNRECORDED, asked
 from inflight.integrations.vllm_backend.sampling import refuse
 
 
 class VllmScheduler:
-    """Schedules sequences in order of arrival. vLLM gets only as many as it can run together, so that the others start
-    under new weights when these go live."""
+    """Schedules sequences in order of priority, equal ones in order of arrival. vLLM gets only as many as it can run
+    together, so that the others start under new weights when these go live."""
 
     def __init__(self, max_sequences: int, *, records_columns: bool):
         self._max_sequences, self._records_columns = max_sequences, records_columns
-        self._waiting: deque[Sequence] = deque()
-        """Waiting sequences, in order. Finished ones among them are skipped."""
+        self._backlog = Backlog(by_priority)
+        """The order of waiting sequences. Finished ones among them are skipped."""
         self.num_waiting = 0
         self.running: dict[str, Sequence] = {}
         """Maps vLLM's names of requests to their sequences."""
@@ -35,7 +36,8 @@ class VllmScheduler:
             raise InvalidRequestError(f"{name} asks for {', '.join(columns)}: {UNRECORDED}")
 
     def add(self, leader: Sequence) -> None:
-        self._waiting += (leader, *leader.followers)
+        for sequence in (leader, *leader.followers):
+            self._backlog.wait(sequence)
         self.num_waiting += 1 + len(leader.followers)
         leader.followers = []
 
@@ -71,7 +73,7 @@ class VllmScheduler:
         """Yield sequences for vLLM to start now: the name of each, and the version whose blocks it can reuse. The
         weights are live since version `weights`, and with the adapters since version `adapters`."""
         while len(self.running) < self._max_sequences and (sequence := self._startable()) is not None:
-            self._waiting.popleft()
+            self._backlog.pop(sequence)
             self.num_waiting -= 1
             live = weights if sequence.adapter is None else adapters
             salt = self._salts.setdefault(sequence.request_id, live)
@@ -86,7 +88,7 @@ class VllmScheduler:
         for name in reversed(names):
             sequence = self.running.pop(name)
             del self._names[sequence.request_id], self._salts[sequence.request_id]
-            self._waiting.appendleft(sequence)
+            self._backlog.wait(sequence, in_front=True)
             self.num_waiting += 1
             self._given_up.append(name)
 
@@ -100,8 +102,4 @@ class VllmScheduler:
 
     def _startable(self) -> Sequence | None:
         """Return the first waiting sequence, or None if there is none or it is not allowed to start."""
-        while self._waiting and self._waiting[0].finished:
-            self._waiting.popleft()
-        if self._waiting and (self.admits or self._waiting[0].started):
-            return self._waiting[0]
-        return None
+        return self._backlog.first((UNPINNED,), only_started=not self.admits)
