@@ -110,8 +110,10 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
         self.check_types()
         if not 1 <= self.n <= MAX_SAMPLES:
             raise ValueError(f"n must be at least 1 and at most {MAX_SAMPLES}, got {self.n}")
-        if not 1 <= self.max_tokens < 2**63:
-            raise ValueError(f"max_tokens must be at least 1 and below 2**63, got {self.max_tokens}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.max_tokens >= 2**63:
+            raise ValueError(f"max_tokens must be below 2**63, got {self.max_tokens}")
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             if not all(-(2**63) <= token < 2**63 for token in ids):
                 raise ValueError(f"{name} has a token id that does not fit in 64 bits")

@@ -287,7 +287,7 @@ def test_tools_that_may_not_be_called_leave_the_text_as_it_is(served):
         ({"prompt": "a", "top_p": 0}, "top_p"),
         ({"prompt": "a", "extra_body": {"top_k": -2}}, "top_k"),
         ({"prompt": "a", "logit_bias": {"600": 1}}, "logit_bias"),
-        ({"prompt": "a", "logprobs": 500}, "top_logprobs"),
+        ({"prompt": "a", "logprobs": 500}, "logprobs"),
         ({"prompt": [600]}, "token id 600"),
         ({"prompt": ""}, "empty"),
         ({"prompt": []}, "empty"),
