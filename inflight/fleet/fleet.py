@@ -15,9 +15,9 @@ from inflight.stream.ledger import Ledger
 
 _CHECK_S = 0.1
 UNDO = {"pause": "resume", "sleep": "wake"}
+"""Maps verbs that hold an engine back to the verbs that undo them."""
 WAKE_TIMEOUT_S = 600.0
 """Minimum bound of `wake`, which might record CUDA graphs again."""
-"""Maps verbs that hold an engine back to the verbs that undo them."""
 
 
 class Fleet:

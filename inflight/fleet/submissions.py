@@ -67,8 +67,8 @@ class Submissions:
             raise
 
     def fork(self, arguments: Mapping[str, Any], prompt: Prompt) -> int:
-        """Submit a fork to the engine that draws the request. prompt: the equivalent prompt, for another engine. Its
-        adapter and its pinned version become the ones of the request."""
+        """Submit a fork to the engine that draws the request. prompt: the equivalent prompt, for another engine. It
+        gets the adapter and the pinned version of the request."""
         request_id, at = arguments["request_id"], arguments["at"]
         while True:
             with self._fleet.lock:

@@ -44,9 +44,9 @@ class Protections:
         while last is not None:
             entries.append(last)
             last = last.before
-        fresh = [entry for entry in entries if not entry.num_protections]
         if not entries:
             return
+        fresh = [entry for entry in entries if not entry.num_protections]
         if not self._have_room(fresh):
             self._end_outdated()
             if not self._have_room(fresh := [entry for entry in entries if not entry.num_protections]):

@@ -17,7 +17,7 @@ class VllmScheduler:
     def __init__(self, max_sequences: int, *, records_columns: bool):
         self._max_sequences, self._records_columns = max_sequences, records_columns
         self._backlog = Backlog(by_priority)
-        """The order of waiting sequences. Finished ones among them are skipped."""
+        """The waiting sequences in order. Finished sequences in it are skipped."""
         self.num_waiting = 0
         self.running: dict[str, Sequence] = {}
         """Maps vLLM's names of requests to their sequences."""

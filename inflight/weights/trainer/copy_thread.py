@@ -196,7 +196,7 @@ class CopyThread:
                 with self.condition:  # Take the newest version. A later publish() starts another round.
                     assert self._pending is not None
                     published, self._pending = self._pending, None
-                    last = self._last  # `refuse` of another thread can clear it during the copy.
+                    last = self._last  # Another thread can call `refuse` during the copy, which sets it to None.
                     if published.adapters and last is None:
                         published = replace(published, adapters=frozenset())
                         self._engines.published(published)

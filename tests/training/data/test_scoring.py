@@ -131,7 +131,7 @@ def test_advantages_of_batches_are_a_choice(wire):
 
 
 def scorer_of(score, kind):
-    """A scorer that calls the function in a thread, as a task, in turn or for whole groups."""
+    """A scorer that calls the function in a thread, as a task, one call at a time, or for whole groups."""
 
     async def ascore(rollout):
         return score(rollout)
