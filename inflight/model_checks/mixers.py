@@ -9,7 +9,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from contextvars import ContextVar
+from functools import cache, partial, update_wrapper
 from math import inf
 from typing import Any
 
@@ -124,6 +125,17 @@ class CarriedState:
         return recurrent_states
 
 
+class StatesElsewhere(CarriedState):
+    """Makes a layer compute as at the beginning of sequences, once over the tokens of all of them: the functions that
+    replace its own have their states."""
+
+    def update_conv_state(self, conv_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return recurrent_states
+
+
 def advance(module: nn.Module, carried: CarriedState, hidden_BTD: torch.Tensor) -> torch.Tensor:
     """Return the layer's output [B, T, D] for the next T tokens of these sequences. Afterwards `carried` has
     the new states. Raises UnsupportedModelError for a layer that returns anything else."""
@@ -155,17 +167,36 @@ def _exact_single_steps(module: nn.Module) -> Iterator[None]:
         yield
 
 
+_makers: ContextVar[Mapping[str, Callable[[Any], Any]] | None] = ContextVar("inflight_functions", default=None)
+"""What makes the functions that replace those of Transformers, by their names."""
+
+
+class _Replaceable:
+    """A function of a file, or what replaces it in the current context. Another thread can run the same file's layers
+    with other functions."""
+
+    def __init__(self, name: str, function: Callable[..., Any]):
+        update_wrapper(self, function)
+        self._name, self._function = name, function
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        maker = (_makers.get() or {}).get(self._name)
+        return (self._function if maker is None else maker(self._function))(*args, **options)
+
+
 @contextmanager
 def functions_replaced(module: nn.Module, makers: Mapping[str, Callable[[Any], Any]]) -> Iterator[None]:
-    """Replace functions of the file that has the module's class. makers: names, and functions that return the new
-    function for the old one. Names that the file does not have are left out."""
+    """Replace functions of the file that has the module's class, in this context. makers: names, and functions that
+    return the new function for the old one. Names that the file does not have are left out."""
     names = vars(sys.modules[type(module).__module__])
-    before = {name: names[name] for name in makers if name in names}
-    names.update({name: makers[name](function) for name, function in before.items()})
+    for name in makers:
+        if name in names and not isinstance(names[name], _Replaceable):
+            names[name] = _Replaceable(name, names[name])
+    token = _makers.set({**(_makers.get() or {}), **makers})
     try:
         yield
     finally:
-        names.update(before)
+        _makers.reset(token)
 
 
 def _exact_step(

@@ -21,6 +21,7 @@ from inflight.engine.cache.kinds import ChunkStates, LayerKind, StateTensor
 from inflight.model_checks.mixers import (
     LAYER_TYPES,
     CarriedState,
+    StatesElsewhere,
     advance,
     functions_replaced,
     keeps_state,
@@ -47,7 +48,7 @@ def _forward(
     if _has_kernels(module, states, hidden_states):
         functions = {name: partial(_bound, function, states) for name, function in _KERNELS.items()}
         with functions_replaced(module, functions):
-            return advance(module, _StatesInPlace(), hidden_states)
+            return advance(module, StatesElsewhere(), hidden_states)
     hidden_TD, single = hidden_states[0], states.num_single
     parts = [_advance(module, states, slice(0, single), hidden_TD[:single, None])[:, 0]] if single else []
     for chunk in range(single, len(states.index)):
@@ -67,16 +68,6 @@ def _advance(module: nn.Module, states: ChunkStates, chunks: slice, hidden_BTD: 
 
 
 # ---- all chunks at once ---------------------------------------------------------------------------------------------
-
-
-class _StatesInPlace(CarriedState):
-    """Makes a layer compute as at the beginning of sequences: our kernels have their states."""
-
-    def update_conv_state(self, conv_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return conv_states
-
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return recurrent_states
 
 
 def _has_kernels(module: nn.Module, states: ChunkStates, hidden_states: torch.Tensor) -> bool:

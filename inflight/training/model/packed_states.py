@@ -1,18 +1,30 @@
 """Packed sequences in layers of Transformers that keep a state: every sequence starts from its own.
 
-The layer computes a beginning that sequences share once, and what follows from the state after it. Other segments start
+A layer runs once over all fed tokens, and the functions with which it mixes tokens are replaced by those of this
+file. They compute a beginning that sequences share once, and what follows from the state after it. Other segments start
 without a state. Segments of similar length are padded to a batch: padding is on the right, and no state
-after it is used. F fed tokens, D hidden size.
+after it is used. A layer that mixes tokens by other functions runs once per batch. F fed tokens, D hidden size.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
-from inflight.model_checks.mixers import CarriedState, advance
+from inflight.model_checks.mixers import (
+    CarriedState,
+    StatesElsewhere,
+    advance,
+    functions_replaced,
+    names_in_forward,
+)
+from inflight.training.model.delta_rule import gated_delta_rule
+from inflight.training.model.short_convolution import Predecessors, short_convolution
 
 
 class Segment(NamedTuple):
@@ -54,15 +66,27 @@ class StateBatch(NamedTuple):
     """The last token of a shared beginning, if segments continue from the state after it."""
 
 
-def state_batches(groups: Sequence[Sequence[Segment]], device: torch.device | str) -> list[StateBatch]:
-    """Return batches for groups of segments of similar size, shared beginnings first and one by one."""
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The sequences of a packed batch, for layers with a state."""
+
+    batches: Sequence[StateBatch]
+    predecessors: Predecessors
+
+
+def state_layout(groups: Sequence[Sequence[Segment]], num_fed: int, device: torch.device | str) -> StateLayout:
+    """Return the layout of groups of segments of similar size. Its batches have shared beginnings first and one by
+    one."""
     continued = {int(s.prefix[-1]) for group in groups for s in group if s.has_prefix}
     shared = sorted((s for group in groups for s in group if s.last in continued), key=lambda s: s.start)
     batches = [_batch([segment], segment.last, device) for segment in shared]  # Fed after their own prefixes.
+    previous = np.arange(-1, num_fed - 1)
     for group in groups:
+        for segment in group:
+            previous[segment.start] = segment.prefix[-1] if segment.has_prefix else -1
         if rest := [s for s in group if s.last not in continued]:
             batches.append(_batch(rest, None, device))
-    return batches
+    return StateLayout(batches, Predecessors(torch.from_numpy(previous).to(device)))
 
 
 def _batch(segments: list[Segment], kept: int | None, device: torch.device | str) -> StateBatch:
@@ -80,17 +104,129 @@ def _batch(segments: list[Segment], kept: int | None, device: torch.device | str
     )
 
 
-def mix(module: nn.Module, batches: Sequence[StateBatch], hidden_1FD: torch.Tensor) -> torch.Tensor:
+def mix(module: nn.Module, layout: StateLayout, hidden_1FD: torch.Tensor) -> torch.Tensor:
     """Return the layer's output [1, F, D] for the packed sequences."""
+    if not _is_replaceable(type(module)):
+        return _by_batch(layout, (hidden_1FD[0],), partial(_advance, module))[None]
+    with functions_replaced(module, {name: partial(_bound, function, layout) for name, function in _FUNCTIONS.items()}):
+        return advance(module, StatesElsewhere(), hidden_1FD)
+
+
+def _bound(function: Callable[..., Any], layout: StateLayout, own: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(function, layout, own)
+
+
+def _is_replaceable(kind: type[nn.Module]) -> bool:
+    """Return True if the class mixes tokens only by functions that are replaced."""
+    names = names_in_forward(kind)
+    has_recurrent = "update_recurrent_state" in names
+    return "causal_conv1d_fn" in names and has_recurrent == bool(names & _RECURRENT.keys())
+
+
+_Compute = Callable[[list[torch.Tensor], tuple[torch.Tensor, ...]], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
+"""Maps inputs [n, Q, …] and states [n, …] to outputs [n, Q, …] and the states after the last tokens. Without states,
+sequences start here."""
+
+
+def _by_batch(layout: StateLayout, inputs: Sequence[torch.Tensor], compute: _Compute) -> torch.Tensor:
+    """Return outputs [F, …] of inputs [F, …]."""
     states: dict[int, tuple[torch.Tensor, ...]] = {}
     tokens, outputs = [], []
-    for batch in batches:
+    for batch in layout.batches:
         columns = zip(*(states[last] for last in batch.prefixes), strict=True)
-        carried = CarriedState(tuple(torch.cat(column) for column in columns))
-        out_nQD = advance(module, carried, hidden_1FD[0, batch.rows])
+        state = tuple(torch.cat(column) for column in columns)
+        out_nQ, state = compute([one[batch.rows] for one in inputs], state)
         if batch.kept is not None:
-            states[batch.kept] = carried.state
+            states[batch.kept] = state
         tokens.append(batch.rows.flatten()[batch.places])
-        outputs.append(out_nQD.flatten(0, 1)[batch.places])
-    out_FD = torch.cat(outputs)
-    return out_FD.new_empty(out_FD.shape).index_copy(0, torch.cat(tokens), out_FD)[None]
+        outputs.append(out_nQ.flatten(0, 1)[batch.places])
+    out_F = torch.cat(outputs)
+    return out_F.new_empty(out_F.shape).index_copy(0, torch.cat(tokens), out_F)
+
+
+def _advance(
+    module: nn.Module, inputs: list[torch.Tensor], state: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    carried = CarriedState(state)
+    return advance(module, carried, inputs[0]), carried.state
+
+
+# ---- functions of Transformers --------------------------------------------------------------------------------------
+
+
+def _convolve(
+    layout: StateLayout,
+    _own: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Map [1, C, F] to [1, C, F]."""
+    is_silu = activation in ("silu", "swish")
+    out = short_convolution(hidden_states[0].T, weight, bias, layout.predecessors, silu=is_silu).T[None]
+    return out if activation is None or is_silu else ACT2FN[activation](out)
+
+
+def _delta_rule(
+    layout: StateLayout,
+    own: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Map query, key and value [1, F, H, D] to [1, F, H, Dv], and nothing. g: the logarithms of decays. On a CPU, with
+    one decay per head, it uses our own form, and otherwise `own` of Transformers."""
+
+    def compute(inputs: list[torch.Tensor], state: tuple[torch.Tensor, ...]) -> Any:
+        initial = state[0] if state else None
+        if g.ndim == 3 and g.device.type == "cpu":
+            q, k, v, decay, betas = inputs
+            out, last = gated_delta_rule(q, k, v, decay, betas, initial, normed=use_qk_l2norm_in_kernel)
+        else:
+            *qkv, decay, betas = inputs
+            options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+            out, last = own(*qkv, g=decay, beta=betas, initial_state=initial, **options)
+        return out, (last,)
+
+    out = _by_batch(layout, [one[0] for one in (query, key, value, g, beta)], compute)
+    return out[None], out.new_empty(0)
+
+
+def _scan(
+    layout: StateLayout,
+    own: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    return_final_states: bool = True,
+    initial_states: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Map hidden states [1, F, H, P] to [1, F, H, P], and nothing, by Mamba-2. dt: [1, F, H]."""
+
+    def compute(inputs: list[torch.Tensor], state: tuple[torch.Tensor, ...]) -> Any:
+        hidden, steps, b, c = inputs
+        initial = state[0] if state else None
+        out, last = own(hidden, steps, A, b, c, initial_states=initial, return_final_states=True, **options)
+        return out, (last,)
+
+    out = _by_batch(layout, [one[0] for one in (hidden_states, dt, B, C)], compute)
+    return out[None], out.new_empty(0)
+
+
+_RECURRENT: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _scan,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _convolve, **_RECURRENT}
+"""Functions of Transformers that mix tokens, and what replaces them. They take the layout and the function first."""

@@ -28,7 +28,7 @@ from inflight.model_checks.lengths import chooses_keys
 from inflight.model_checks.masks import BOTH_SIDES, mask_note, noted
 from inflight.model_checks.mixers import keeps_state
 from inflight.training.data.batch import PackedBatch
-from inflight.training.model.packed_states import Segment, StateBatch, mix, state_batches
+from inflight.training.model.packed_states import Segment, StateLayout, mix, state_layout
 
 ATTENTION_NAME = "inflight_packed"
 _WASTE = 1.5
@@ -92,8 +92,8 @@ class PackedInput:
     """i64[n], the fed token whose logits each drawn token was drawn from."""
     rows: torch.Tensor
     """i64[T], the fed token of each token of the batch."""
-    batches: list[StateBatch]
-    """The layout of layers with a state."""
+    states: StateLayout | None
+    """For layers with a state, or None for a model without them."""
     buckets: tuple[Bucket, ...]
     order: torch.Tensor
     """i64[F], index of each fed token among the queries of all buckets, padding included."""
@@ -142,10 +142,8 @@ def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, states
     # The token at position p was drawn from the logits at p − 1; a drawn token is never the first of its sequence.
     predicting, fed_rows = (torch.from_numpy(fed_row[i]).to(device) for i in (np.flatnonzero(drawn) - 1, slice(None)))
     groups = _groups(segments)
-    batches = state_batches(groups, device) if states else []
-    return PackedInput(
-        input_ids, position_ids, rows.to(device), predicting, fed_rows, batches, *_bucket(groups, device)
-    )
+    layout = state_layout(groups, num_fed, device) if states else None
+    return PackedInput(input_ids, position_ids, rows.to(device), predicting, fed_rows, layout, *_bucket(groups, device))
 
 
 def _shared_beginnings(
@@ -304,7 +302,8 @@ class _PackedForward:
         self, hidden_states: torch.Tensor, *args: Any, packed: PackedInput | None = None, **options: Any
     ) -> Any:
         if packed is not None:
-            return mix(self._module, packed.batches, hidden_states)
+            assert packed.states is not None, "the model has layers with a state"
+            return mix(self._module, packed.states, hidden_states)
         if _packing.get():
             raise UnsupportedModelError(
                 f"{type(self._module).__name__} receives no keyword arguments of its model, so that packed sequences "

@@ -10,8 +10,9 @@ from inflight.training.data.batch import pack
 from inflight.training.model import packing
 from inflight.training.model.forward import score_tokens, try_way
 from inflight.training.model.forward_mode import scoring_way
-from inflight.training.model.packed_states import mix
+from inflight.training.model.packed_states import StateLayout, mix
 from inflight.training.model.packing import pack_input
+from inflight.training.model.short_convolution import Predecessors
 
 PADDED = ("mamba2",)
 """Its model hands no keyword arguments to its layers."""
@@ -80,12 +81,16 @@ def test_a_single_token_continues_its_prompt():
     torch.testing.assert_close(scores, one_by_one(model_of("nemotron_h"), batch)[0], atol=1e-4, rtol=1e-4)
 
 
-def whole_row(module, batches, hidden):
+def whole_row(module, layout, hidden):
     return type(module).forward(module, hidden)
 
 
-def without_prompts(module, batches, hidden):
-    return mix(module, [batch._replace(prefixes=()) for batch in batches], hidden)
+def without_prompts(module, layout, hidden):
+    """Sequences start after their prompts."""
+    starts = [rows[0] for batch in layout.batches if batch.prefixes for rows in batch.rows]
+    previous = layout.predecessors.previous.index_fill(0, torch.stack(starts), -1)
+    batches = [batch._replace(prefixes=()) for batch in layout.batches]
+    return mix(module, StateLayout(batches, Predecessors(previous)), hidden)
 
 
 @pytest.mark.parametrize("wrong", [whole_row, without_prompts])
