@@ -1,12 +1,12 @@
-"""Measures the processor time and the memory of a training step of a hybrid model, next to a dense model of its size.
+"""Measures the processor time and the memory of a training step of hybrid models, next to a dense model of their size.
 
     python benchmarks/hybrid_training.py [FILE]
 
-Both models have the width, the layers and the vocabulary of `small`. The hybrid has three layers of Gated DeltaNet to
-one of attention, as Qwen3.5. A step is the loss and the gradients of one batch in fp32. "groups" are 2 prompts of 64
+All models have the width, the layers and the vocabulary of `small`. Hybrids have three layers with a state to one of
+attention: Gated DeltaNet as in Qwen3.5, or Mamba-2 as in Granite 4. A step is the loss and the gradients of one batch in fp32. "groups" are 2 prompts of 64
 tokens with 4 answers of 192 tokens each, "long" are 2 answers of 1,024 tokens to one prompt of 64. Each step is the
 second one of a separate process with one thread. Memory is the peak of the resident memory during the step − the
-resident memory after the model was loaded. Ratios are hybrid / dense, medians over alternated pairs.
+resident memory after the model was loaded. Ratios are hybrid / dense, medians over alternated runs.
 """
 
 import json
@@ -19,17 +19,42 @@ from typing import Any
 import numpy as np
 import torch
 from harness import finish, median_ratio
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 import inflight
 from inflight.core.rollout import Rollout
 from inflight.engine.model.shapes import shape_config
 from inflight.training.data.batch import pack
 
-PAIRS, PROMPT = 3, 64
-KINDS = ("small-hybrid", "small")
+TURNS, PROMPT = 3, 64
+DENSE, HYBRIDS = "small", ("small-hybrid", "small-mamba")
 SIZES = {"groups": (2, 4, 192), "long": (1, 2, 1024)}
 """Groups, samples of each, and drawn tokens of each sample."""
+
+
+def config_of(kind: str) -> Any:
+    if kind != "small-mamba":
+        return shape_config(kind)
+    return GraniteMoeHybridConfig(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1536,
+        shared_intermediate_size=1536,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        layer_types=["mamba", "mamba", "mamba", "attention"] * 2,
+        mamba_n_heads=16,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=256,
+        pad_token_id=257,
+    )
 
 
 def batch_of(groups: int, samples: int, tokens: int) -> Any:
@@ -65,7 +90,7 @@ def measure(kind: str, size: str) -> dict[str, float]:
     """Return the seconds and the memory of a step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, batch = AutoModelForCausalLM.from_config(shape_config(kind), dtype=torch.float32), batch_of(*SIZES[size])
+    model, batch = AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32), batch_of(*SIZES[size])
     loaded, seconds = memory("VmRSS"), 0.0
     Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
     for _ in range(2):
@@ -82,20 +107,23 @@ def measure(kind: str, size: str) -> dict[str, float]:
 
 
 def main() -> None:
-    result: dict[str, Any] = {"bench": "hybrid-training", "threads": 1, "pairs": PAIRS, "prompt_tokens": PROMPT}
+    result: dict[str, Any] = {"bench": "hybrid-training", "threads": 1, "turns": TURNS, "prompt_tokens": PROMPT}
     for size in SIZES:
-        runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-        for pair in range(PAIRS):
-            for kind in KINDS if pair % 2 == 0 else KINDS[::-1]:
+        kinds = (DENSE, *HYBRIDS)
+        runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+        for turn in range(TURNS):
+            for kind in kinds if turn % 2 == 0 else kinds[::-1]:
                 done = subprocess.run(
                     [sys.executable, __file__, kind, size], check=True, capture_output=True, text=True
                 )
                 runs[kind].append(json.loads(done.stdout.splitlines()[-1]))
                 print(size, kind, runs[kind][-1], flush=True)
-        hybrid, dense = runs.values()
         ratios = {
-            name: median_ratio([run[name] for run in hybrid], [run[name] for run in dense])
-            for name in ("seconds", "bytes")
+            kind: {
+                name: median_ratio([run[name] for run in runs[kind]], [run[name] for run in runs[DENSE]])
+                for name in ("seconds", "bytes")
+            }
+            for kind in HYBRIDS
         }
         result[size] = dict(zip(("groups", "samples", "tokens"), SIZES[size], strict=True)) | {
             "ratios": ratios,
@@ -105,7 +133,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1] in KINDS:
+    if sys.argv[1:2] and sys.argv[1] in (DENSE, *HYBRIDS):
         print(json.dumps(measure(*sys.argv[1:])))
     else:
         main()

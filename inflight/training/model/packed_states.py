@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -23,7 +24,7 @@ from inflight.model_checks.mixers import (
     functions_replaced,
     names_in_forward,
 )
-from inflight.training.model.delta_rule import gated_delta_rule
+from inflight.training.model.delta_rule import gated_delta_rule, gated_sum
 from inflight.training.model.short_convolution import Predecessors, short_convolution
 
 
@@ -188,6 +189,7 @@ def _delta_rule(
         if g.ndim == 3 and g.device.type == "cpu":
             q, k, v, decay, betas = inputs
             out, last = gated_delta_rule(q, k, v, decay, betas, initial, normed=use_qk_l2norm_in_kernel)
+            out = out.to(query.dtype)
         else:
             *qkv, decay, betas = inputs
             options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
@@ -206,20 +208,31 @@ def _scan(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    *,
-    return_final_states: bool = True,
-    initial_states: torch.Tensor | None = None,
-    **options: Any,
+    chunk_size: int,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    dt_limit: tuple[float, float],
+    **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Map hidden states [1, F, H, P] to [1, F, H, P], and nothing, by Mamba-2. dt: [1, F, H]."""
+    """Map hidden states [1, F, H, P] to [1, F, H, P], and nothing, by Mamba-2. dt: [1, F, H], before its bias and
+    softplus. On a CPU it uses our own form, and otherwise `own` of Transformers."""
+    on_cpu = hidden_states.device.type == "cpu"
 
     def compute(inputs: list[torch.Tensor], state: tuple[torch.Tensor, ...]) -> Any:
         hidden, steps, b, c = inputs
         initial = state[0] if state else None
-        out, last = own(hidden, steps, A, b, c, initial_states=initial, return_final_states=True, **options)
+        if on_cpu:
+            out, last = gated_sum(c, b, hidden * steps[..., None], steps * A, initial)
+        else:
+            options = {"dt_bias": dt_bias, "dt_softplus": True, "dt_limit": dt_limit, "return_final_states": True}
+            out, last = own(hidden, steps, A, b, c, chunk_size, D=D, initial_states=initial, **options)
         return out, (last,)
 
+    if on_cpu:
+        dt = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit).float()
     out = _by_batch(layout, [one[0] for one in (hidden_states, dt, B, C)], compute)
+    if on_cpu:
+        out = out + D[:, None] * hidden_states[0].float()
     return out[None], out.new_empty(0)
 
 
