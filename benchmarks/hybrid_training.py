@@ -3,10 +3,11 @@
     python benchmarks/hybrid_training.py [FILE]
 
 All models have the width, the layers and the vocabulary of `small`. Hybrids have three layers with a state to one of
-attention: Gated DeltaNet as in Qwen3.5, or Mamba-2 as in Granite 4. A step is the loss and the gradients of one batch in fp32. "groups" are 2 prompts of 64
-tokens with 4 answers of 192 tokens each, "long" are 2 answers of 1,024 tokens to one prompt of 64. Each step is the
-second one of a separate process with one thread. Memory is the peak of the resident memory during the step − the
-resident memory after the model was loaded. Ratios are hybrid / dense, medians over alternated runs.
+attention: Gated DeltaNet as in Qwen3.5, or Mamba-2 as in Granite 4. A step is the loss and the gradients of one batch
+in fp32. "groups" are 2 prompts of 64 tokens with 4 answers of 192 tokens each, "long" are 2 answers of 1,024 tokens to
+one prompt of 64. Each step is the second one of a separate process with one thread. Memory is the peak of the resident
+memory during the step − the resident memory after the model was loaded. Ratios are hybrid / dense, medians over
+alternated runs.
 """
 
 import json
