@@ -243,7 +243,7 @@ def test_times_are_moved_to_the_clock_of_a_machine_that_was_started_again():
         assert without_times.shifted(-1_700) == without_times
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_killed_trainer_goes_on_with_the_step_after_its_checkpoint(tmp_path):
     """The demo, killed twice, takes each step once, and ends as it should."""
     options = "--steps 8 --warmup-steps 2 --groups-per-step 4 --group-size 4 --save-every 2 --seed 1 --device cpu"

@@ -442,7 +442,7 @@ def test_pretended_gpu_is_as_strict_as_one(tmp_path):
     )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_experts_recorded_by_graphs_are_those_of_the_cpu(tmp_path):
     run_with_gpu(tmp_path, experts_recorded_by_graphs_are_those_of_the_cpu)
 
