@@ -3,7 +3,7 @@
 A layer runs once over all fed tokens, and the functions with which it mixes tokens are replaced by those of this
 file. They compute a beginning that sequences share once, and what follows from the state after it. Other segments start
 without a state. Segments of similar length are padded to a batch: padding is on the right, and no state
-after it is used. A layer that mixes tokens by other functions runs once per batch. F fed tokens, D hidden size.
+after it is used. F fed tokens, D hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from inflight.model_checks.mixers import (
-    CarriedState,
-    StatesElsewhere,
-    advance,
-    functions_replaced,
-    names_in_forward,
-)
+from inflight.core.errors import UnsupportedModelError
+from inflight.model_checks.mixers import StatesElsewhere, advance, functions_replaced, names_in_forward
 from inflight.training.model.delta_rule import gated_delta_rule, gated_sum
 from inflight.training.model.short_convolution import Predecessors, short_convolution
 
@@ -93,8 +88,7 @@ def state_layout(groups: Sequence[Sequence[Segment]], num_fed: int, device: torc
 def _batch(segments: list[Segment], kept: int | None, device: torch.device | str) -> StateBatch:
     starts, sizes = np.array([(s.start, s.size) for s in segments]).T[:, :, None]
     prefixes = tuple(int(s.prefix[-1]) for s in segments if s.has_prefix)
-    # Layers compute a single token after a prefix in place, which gradients exclude. So it is padded, too.
-    columns = np.arange(max(sizes.max(), 2 if prefixes else 1))[None]
+    columns = np.arange(sizes.max())[None]
     is_real = columns < sizes
     rows, places = np.where(is_real, starts + columns, 0), np.flatnonzero(is_real)
     return StateBatch(
@@ -106,9 +100,10 @@ def _batch(segments: list[Segment], kept: int | None, device: torch.device | str
 
 
 def mix(module: nn.Module, layout: StateLayout, hidden_1FD: torch.Tensor) -> torch.Tensor:
-    """Return the layer's output [1, F, D] for the packed sequences."""
+    """Return the layer's output [1, F, D] for the packed sequences. Raises UnsupportedModelError for a layer that mixes
+    tokens by other functions."""
     if not _is_replaceable(type(module)):
-        return _by_batch(layout, (hidden_1FD[0],), partial(_advance, module))[None]
+        raise UnsupportedModelError(f"{type(module).__name__} mixes tokens by functions of its own")
     with functions_replaced(module, {name: partial(_bound, function, layout) for name, function in _FUNCTIONS.items()}):
         return advance(module, StatesElsewhere(), hidden_1FD)
 
@@ -124,32 +119,24 @@ def _is_replaceable(kind: type[nn.Module]) -> bool:
     return "causal_conv1d_fn" in names and has_recurrent == bool(names & _RECURRENT.keys())
 
 
-_Compute = Callable[[list[torch.Tensor], tuple[torch.Tensor, ...]], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
+_Compute = Callable[[list[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 """Maps inputs [n, Q, …] and states [n, …] to outputs [n, Q, …] and the states after the last tokens. Without states,
 sequences start here."""
 
 
 def _by_batch(layout: StateLayout, inputs: Sequence[torch.Tensor], compute: _Compute) -> torch.Tensor:
     """Return outputs [F, …] of inputs [F, …]."""
-    states: dict[int, tuple[torch.Tensor, ...]] = {}
+    states: dict[int, torch.Tensor] = {}
     tokens, outputs = [], []
     for batch in layout.batches:
-        columns = zip(*(states[last] for last in batch.prefixes), strict=True)
-        state = tuple(torch.cat(column) for column in columns)
-        out_nQ, state = compute([one[batch.rows] for one in inputs], state)
+        before = torch.cat([states[last] for last in batch.prefixes]) if batch.prefixes else None
+        out_nQ, state = compute([one[batch.rows] for one in inputs], before)
         if batch.kept is not None:
             states[batch.kept] = state
         tokens.append(batch.rows.flatten()[batch.places])
         outputs.append(out_nQ.flatten(0, 1)[batch.places])
     out_F = torch.cat(outputs)
     return out_F.new_empty(out_F.shape).index_copy(0, torch.cat(tokens), out_F)
-
-
-def _advance(
-    module: nn.Module, inputs: list[torch.Tensor], state: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    carried = CarriedState(state)
-    return advance(module, carried, inputs[0]), carried.state
 
 
 # ---- functions of Transformers --------------------------------------------------------------------------------------
@@ -184,17 +171,14 @@ def _delta_rule(
     """Map query, key and value [1, F, H, D] to [1, F, H, Dv], and nothing. g: the logarithms of decays. On a CPU, with
     one decay per head, it uses our own form, and otherwise `own` of Transformers."""
 
-    def compute(inputs: list[torch.Tensor], state: tuple[torch.Tensor, ...]) -> Any:
-        initial = state[0] if state else None
+    def compute(inputs: list[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if g.ndim == 3 and g.device.type == "cpu":
             q, k, v, decay, betas = inputs
-            out, last = gated_delta_rule(q, k, v, decay, betas, initial, normed=use_qk_l2norm_in_kernel)
-            out = out.to(query.dtype)
-        else:
-            *qkv, decay, betas = inputs
-            options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-            out, last = own(*qkv, g=decay, beta=betas, initial_state=initial, **options)
-        return out, (last,)
+            out, last = gated_delta_rule(q, k, v, decay, betas, state, normed=use_qk_l2norm_in_kernel)
+            return out.to(query.dtype), last
+        *qkv, decay, betas = inputs
+        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        return own(*qkv, g=decay, beta=betas, initial_state=state, **options)
 
     out = _by_batch(layout, [one[0] for one in (query, key, value, g, beta)], compute)
     return out[None], out.new_empty(0)
@@ -218,15 +202,12 @@ def _scan(
     softplus. On a CPU it uses our own form, and otherwise `own` of Transformers."""
     on_cpu = hidden_states.device.type == "cpu"
 
-    def compute(inputs: list[torch.Tensor], state: tuple[torch.Tensor, ...]) -> Any:
+    def compute(inputs: list[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, steps, b, c = inputs
-        initial = state[0] if state else None
         if on_cpu:
-            out, last = gated_sum(c, b, hidden * steps[..., None], steps * A, initial)
-        else:
-            options = {"dt_bias": dt_bias, "dt_softplus": True, "dt_limit": dt_limit, "return_final_states": True}
-            out, last = own(hidden, steps, A, b, c, chunk_size, D=D, initial_states=initial, **options)
-        return out, (last,)
+            return gated_sum(c, b, hidden * steps[..., None], steps * A, state)
+        options = {"dt_bias": dt_bias, "dt_softplus": True, "dt_limit": dt_limit, "return_final_states": True}
+        return own(hidden, steps, A, b, c, chunk_size, D=D, initial_states=state, **options)
 
     if on_cpu:
         dt = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit).float()

@@ -125,9 +125,6 @@ def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, states
         begin = start
         for shared in beginnings[sequence]:
             at, key = start + len(shared) // ids.itemsize, (groups[sequence], shared)
-            # Layers with a state cannot compute a single token after a prefix and keep the state after it.
-            if at == begin + 1 and begin > start:
-                continue
             if key in fed_at:
                 fed_row[start:at] = fed_row[fed_at[key] : fed_at[key] + at - start]
             else:
