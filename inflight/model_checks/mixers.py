@@ -171,17 +171,17 @@ _makers: ContextVar[Mapping[str, Callable[[Any], Any]] | None] = ContextVar("inf
 """What makes the functions that replace those of Transformers, by their names."""
 
 
-class _Replaceable:
+class Replaceable:
     """A function of a file, or what replaces it in the current context. Another thread can run the same file's layers
     with other functions."""
 
     def __init__(self, name: str, function: Callable[..., Any]):
         update_wrapper(self, function)
-        self._name, self._function = name, function
+        self._name, self.function = name, function
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         maker = (_makers.get() or {}).get(self._name)
-        return (self._function if maker is None else maker(self._function))(*args, **options)
+        return (self.function if maker is None else maker(self.function))(*args, **options)
 
 
 @contextmanager
@@ -190,8 +190,8 @@ def functions_replaced(module: nn.Module, makers: Mapping[str, Callable[[Any], A
     return the new function for the old one. Names that the file does not have are left out."""
     names = vars(sys.modules[type(module).__module__])
     for name in makers:
-        if name in names and not isinstance(names[name], _Replaceable):
-            names[name] = _Replaceable(name, names[name])
+        if name in names and not isinstance(names[name], Replaceable):
+            names[name] = Replaceable(name, names[name])
     token = _makers.set({**(_makers.get() or {}), **makers})
     try:
         yield

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from inflight.model_checks.mixers import Replaceable
+
 _PACKED = ("cu_seqlens", "seq_idx")
 """Arguments that only the functions of packages support."""
 _MARK = "_inflight_by_device"
@@ -36,6 +38,8 @@ def _replaceable_functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
     """Yield functions under Transformers' `use_kernel_func_from_hub_with_fallback`; `kernels` wraps them in a
     module."""
     for value in list(names.values()):
+        if isinstance(value, Replaceable):
+            value = value.function
         if isinstance(value, nn.Module):
             held = _cell(type(value).forward, "func")
             value = None if held is None else held.cell_contents
