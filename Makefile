@@ -33,7 +33,7 @@ help:
 	@echo 'make options    docs/options.md, from the docstrings of options'
 	@echo 'make docs       the documentation as a site, built and served on this machine'
 	@echo 'make wheel      the distribution, in dist/; make wheel-check installs it into an empty environment and runs it'
-	@echo 'make bench      every benchmark but demo_real, JSON under benchmarks/results/'
+	@echo 'make bench      benchmarks/run.py but demo_real, JSON under benchmarks/results/'
 	@echo 'make chaos      kill, stop and starve trainer and engine for ten minutes, and check that nothing is lost'
 	@echo 'make peers      install vLLM, for inflight bench throughput --peer vllm (minutes)'
 	@echo 'make gpu-bundle what gpu-check needs on a GPU host without a network, made here (needs nvcc): docs/gpu.md'

@@ -1,4 +1,4 @@
-"""Runs every CPU benchmark, or the named ones, and writes their JSON under benchmarks/results/cpu.
+"""Runs the CPU benchmarks that BENCHES lists, or the named ones, and writes their JSON under benchmarks/results/cpu.
 
     python benchmarks/run.py [NAME …]
 

@@ -21,7 +21,9 @@ class ServerOptions:
     port: int = option(8000, min=0, max=65535, panel="Server")
     """Port to listen on. 0: the system chooses one."""
     token: str = option("", envvar="INFLIGHT_TOKEN", panel="Server")
-    """Token of clients: each request except /health must send `Authorization: Bearer TOKEN`. Empty: no token."""
+    """Token of clients: each request except /health, /ping and /liveness must send `Authorization: Bearer TOKEN`.
+
+    Empty: no token."""
     control: Literal["loopback", "anyone"] = option("loopback", panel="Server")
     """Clients that are allowed to control a server without a token (weights, adapters, pauses)."""
     served_model_name: str = option("", panel="Server")

@@ -38,8 +38,8 @@ class GRPOConfig:
     """Maximum number of groups that are submitted and not yet taken by the trainer, also with ahead="auto". 0: no
     bound. Only schedules with batches ahead, such as "inflight", use it; the others submit the groups of one step."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
-    """Sampling parameters of the prompts. `n` must be at least 2, with a teacher at least 1, and the temperature above
-    0."""
+    """Sampling parameters of the prompts. The temperature must be above 0. `n` must be at least 2; with a teacher, with
+    "reinforce++", and with a function or a critic for the advantages at least 1."""
     objective: str | Objective | None = None
     """Name, `inflight.Objective` or "module:name" of the loss (docs/objectives.md). None: "ppo_clip"."""
     staleness: tuple[StalenessRule, ...] = ()
