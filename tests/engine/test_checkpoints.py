@@ -12,11 +12,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, make_model
 from transformers import (
     AutoModelForCausalLM,
+    CLIPVisionConfig,
     Glm4MoeConfig,
     GPT2Config,
     GPTNeoConfig,
     GptOssConfig,
     LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     PretrainedConfig,
     Qwen3MoeConfig,
 )
@@ -375,6 +378,34 @@ def test_scales_that_only_quantised_kernels_read_are_ignored(tmp_path):
     scales = {"self_attn.k_scale", "self_attn.q_proj.input_scale"}
     save_file(load_file(file) | {f"model.layers.0.{s}": torch.ones(1) for s in scales}, file, {"format": "pt"})
     load(str(tmp_path))
+
+
+@pytest.mark.parametrize("method", ["modelopt", "quartz"])
+def test_a_quantisation_that_transformers_does_not_read_is_refused_by_name(tmp_path, method):
+    """Transformers would load the codes as weights."""
+    save_quantised(tmp_path, QUANTISED["fp8"][0], {"quant_method": method}, as_fp8)
+    with pytest.raises(ModelLoadError, match=f"quantised by '{method}'"):
+        load(str(tmp_path))
+
+
+def test_a_quantisation_in_the_text_config_is_read(tmp_path, monkeypatch):
+    """On a GPU Transformers would keep the quantised weights."""
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
+    text = LlamaConfig(intermediate_size=256, **SMALL)
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_id=5))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    parts = [as_fp8(n, t) if "language_model" in n else {n: t} for n, t in tensors.items()]
+    save_file({n: t for part in parts for n, t in part.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved["text_config"]["quantization_config"] = FP8
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    loaded, expected = load(str(tmp_path)).state_dict(), model.state_dict()
+    name = next(name for name in expected if name.endswith("layers.1.mlp.up_proj.weight"))
+    assert (loaded[name] - expected[name]).abs().max() <= 0.07 * expected[name].abs().max()
 
 
 def test_a_checkpoint_is_compared_without_accelerate(model_dir, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 from transformers.utils import CONFIG_NAME, cached_file
 
 from inflight.core.errors import ModelLoadError
@@ -53,9 +53,15 @@ def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> Pre
     `from_pretrained`.
 
     Weights that Transformers can dequantise are dequantised, on every device: their layout is the layout of a trainer
-    without quantised weights. Raises ModelLoadError if the checkpoint does not fit the model, and the exceptions of
-    `from_pretrained`."""
-    method = _quantisation(config).get("quant_method")
+    without quantised weights. Raises ModelLoadError if the checkpoint does not fit the model or its quantisation is
+    unknown, and the exceptions of `from_pretrained`."""
+    quantised = _quantisation(config)
+    method = quantised.get("quant_method")
+    if quantised and not AutoHfQuantizer.supports_quant_method(quantised):
+        raise ModelLoadError(
+            f"the weights of the checkpoint {model!r} are quantised by {method!r}, which Transformers does not read. "
+            "It would load their codes as weights. Use a checkpoint in bf16, or of another method of quantisation."
+        )
     with _ConversionErrors() as broken:
         try:
             result: Any = auto_class(config).from_pretrained(
@@ -78,7 +84,7 @@ def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> Pre
             f"the checkpoint {model!r} lacks the scales of {_listed('quantised tensor', unscaled)}. Save or download "
             "it again with all of its files."
         )
-    _check_names(model, loaded, info, quantised=method is not None)
+    _check_names(model, loaded, info, quantised=bool(quantised))
     return loaded
 
 
@@ -161,9 +167,10 @@ def brings_its_model(config: PretrainedConfig) -> bool:
 
 
 def _quantisation(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the quantisation of a checkpoint's weights, as in its config.json. It is empty if they are not
-    quantised."""
-    return getattr(config, "quantization_config", None) or {}
+    """Return the quantisation of a checkpoint's weights, as in its config.json or in the text config there. It is empty
+    if they are not quantised."""
+    configs = (config, config.get_text_config(decoder=True))
+    return next((found for one in configs if (found := getattr(one, "quantization_config", None))), {})
 
 
 def _dequantised(config: PretrainedConfig) -> PretrainedConfig:
