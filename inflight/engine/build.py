@@ -109,7 +109,10 @@ class Parts:
             prefix_caching=options.prefix_caching,
         )
         tokenizer = load_tokenizer(options.model, trust=options.trust_remote_code)
-        eos_ids = eos_token_ids(modules[0].generation_config, modules[0].config, tokenizer=tokenizer)
+        self.vocab_size = int(text_config.vocab_size)
+        eos_ids = eos_token_ids(
+            modules[0].generation_config, modules[0].config, tokenizer=tokenizer, vocab_size=self.vocab_size
+        )
         self.rows = Rows(
             options.max_sequences,
             num_tables=len(self.memory.groups),
@@ -125,7 +128,6 @@ class Parts:
         )
         self.scheduler: Scheduler = Scheduler(self.cache, self.rows, options, order)
         self.stop = StopCondition(eos_ids, tokenizer)
-        self.vocab_size = int(text_config.vocab_size)
         banned: list[int] = []
         if options.model not in SHAPES:  # its tokenizer of bytes has ids without tokens on purpose
             banned = [token for token in ids_without_token(tokenizer, self.vocab_size) if token not in eos_ids]

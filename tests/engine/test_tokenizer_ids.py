@@ -2,13 +2,14 @@
 
 import dataclasses
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from full_forward import full_forward_logprobs
 from tiny_models import run
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
@@ -123,14 +124,27 @@ def test_the_end_of_sequence_token_of_the_tokenizer_ends_a_sample(engine):
 
 
 def test_end_of_sequence_ids_are_those_of_one_config_and_of_the_tokenizer(caplog):
+    ids = partial(eos_token_ids, vocab_size=VOCABULARY)
     tokenizer, none = byte_tokenizer(), LlamaConfig(eos_token_id=None)
     with caplog.at_level(logging.INFO, logger="inflight.engine"):
-        assert eos_token_ids(LlamaConfig(eos_token_id=[EOS, 3]), none, tokenizer=tokenizer) == {EOS, 3}
-        assert eos_token_ids(None, LlamaConfig(eos_token_id=5), tokenizer=None) == {5}
+        assert ids(LlamaConfig(eos_token_id=[EOS, 3]), none, tokenizer=tokenizer) == {EOS, 3}
+        assert ids(None, LlamaConfig(eos_token_id=5), tokenizer=None) == {5}
         assert not caplog.records
-        assert eos_token_ids(none, LlamaConfig(eos_token_id=5), tokenizer=tokenizer) == {5, EOS}
-        assert eos_token_ids(LlamaConfig(eos_token_id=4), LlamaConfig(eos_token_id=5), tokenizer=tokenizer) == {4, EOS}
+        assert ids(none, LlamaConfig(eos_token_id=5), tokenizer=tokenizer) == {5, EOS}
+        assert ids(LlamaConfig(eos_token_id=4), LlamaConfig(eos_token_id=5), tokenizer=tokenizer) == {4, EOS}
     assert ["<|endoftext|> (256)" in record.message for record in caplog.records] == [True, True]
+
+
+def test_end_of_sequence_ids_outside_of_the_vocabulary_are_ignored(make_engine, tmp_path, caplog):
+    """GPT-2's config names 50256 unless config.json names another id."""
+    config = GPT2Config(n_embd=32, n_head=2, n_layer=2, vocab_size=100, n_positions=64, eos_token_id=[50256, -1, 7])
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)  # Its end of sequence is 256.
+    with caplog.at_level(logging.WARNING, logger="inflight.engine"):
+        engine = make_engine(str(tmp_path))
+    assert "[-1, 256, 50256] are ignored: the model's vocabulary has the ids 0 to 99" in caplog.text
+    [rollout] = run(engine, [Prompt([1, 2], SamplingParams(max_tokens=9, min_tokens=3, logit_bias={7: 100.0}))])
+    assert (rollout.finish_reason, len(rollout.token_ids)) == ("stop", 4)
 
 
 def test_ranges_of_ids():

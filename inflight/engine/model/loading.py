@@ -201,24 +201,33 @@ def module_over(model: PreTrainedModel, layout: WeightLayout, buffer: torch.Tens
 
 
 def eos_token_ids(
-    *configs: GenerationConfig | PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None
+    *configs: GenerationConfig | PretrainedConfig | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
 ) -> frozenset[int]:
     """Return the end-of-sequence ids of the first of these configs that has some, and of the tokenizer: a chat template
     can end turns with a token that a base model's config does not name. The generation config precedes the model's
-    config."""
+    config. Ids that the model's vocabulary lacks are left out with a warning."""
     found: frozenset[int] = frozenset()
     for config in configs:
         if (ids := getattr(config, "eos_token_id", None)) is not None:
             found = frozenset([ids] if isinstance(ids, int) else ids)
             break
     own = getattr(tokenizer, "eos_token_id", None)
-    if own is None or own in found:
-        return found
-    logger.info(
-        "the tokenizer's end-of-sequence token %s (%d) ends samples, too; the model's configs name %s",
-        getattr(tokenizer, "eos_token", ""), own, sorted(found) or "none",
-    )  # fmt: skip
-    return found | {own}
+    if own is not None and own not in found:
+        logger.info(
+            "the tokenizer's end-of-sequence token %s (%d) ends samples, too; the model's configs name %s",
+            getattr(tokenizer, "eos_token", ""), own, sorted(found) or "none",
+        )  # fmt: skip
+        found |= {own}
+    inside = frozenset(token for token in found if 0 <= token < vocab_size)
+    if outside := sorted(found - inside):
+        logger.warning(
+            "the end-of-sequence ids %s are ignored: the model's vocabulary has the ids 0 to %d",
+            outside,
+            vocab_size - 1,
+        )
+    return inside
 
 
 def media_token_ids(config: PretrainedConfig) -> frozenset[int]:
