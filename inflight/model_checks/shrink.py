@@ -19,7 +19,7 @@ _Rule = Callable[[str, int | float], int | float]
 VOCABULARY = 96
 _MAX_LAYERS = 8
 _MAX_EXPERTS = 8
-_SOFTCAP = 2.0
+_CAP = 2.0
 _MIN_HEAD_DIM = 8
 _HIDDEN = 64
 
@@ -49,6 +49,8 @@ _LAYER_PATTERN = re.compile(
     r"dense_replace|num_dense_layers|start_index|interleave|interval|period|every|pattern|step$"
 )
 _LAYER_LIST = re.compile(r"(_layers|_idxs|layer_ids|layer_indices|_index)$")
+_CAPPED = re.compile(r".*(soft_?cap|logit_cap)|clip_qkv|swiglu_limit")
+"""Names of bounds, soft or hard, beyond which values are changed. Values of a twin exceed `_CAP`."""
 _LIMITS = {
     # Number of tokens up to which positions are not scaled, and numbers of positions.
     r".*original_max_position": 16,
@@ -138,8 +140,10 @@ def _map_numbers(rule: _Rule, name: str, value: Any) -> Any:
 
 
 def _length_rules(name: str, value: int | float) -> int | float:
+    if _CAPPED.match(name) and value > 0:
+        return min(value, _CAP)
     if not _is_count(value):
-        return min(value, _SOFTCAP) if "softcap" in name and value > 0 else value
+        return value
     if name.endswith(("_token_id", "_token_index")):
         return _special_token(name, value)
     return min(value, next((limit for pattern, limit in _LIMITS.items() if re.match(pattern, name)), value))

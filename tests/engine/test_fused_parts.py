@@ -2,10 +2,13 @@
 
 import family_check
 import pytest
+import torch
 from family_configs import all_families
 from family_weights import make_model
 from tiny_adapters import error, publish_adapters, with_adapters
 from tiny_models import run
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
@@ -115,3 +118,21 @@ def test_a_wrong_part_is_noticed_at_load(name, module, part, mistake, tmp_path, 
     monkeypatch.setattr(module, part, mistake)
     with Engine(EngineOptions(model=str(tmp_path), device="cpu")) as engine:
         assert engine.runner.unfused_reason == DIFFERENT
+
+
+def test_a_gated_mlp_that_computes_more_runs_with_its_own_code():
+    class Clamped(LlamaMLP):
+        def forward(self, x):
+            gate = self.act_fn(self.gate_proj(x)).clamp(max=1.0)
+            return self.down_proj(gate * self.up_proj(x))
+
+    config = LlamaConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2)
+    whole = torch.randn(64, 16)  # Gate and up are adjacent, as in a slot.
+    for kind, part in ((LlamaMLP, fused._Mlp), (Clamped, fused._Opaque)):
+        mlp = kind(config).requires_grad_(False)
+        mlp.gate_proj.weight.data, mlp.up_proj.weight.data = whole[:32], whole[32:]
+        x = torch.randn(5, 16)
+        expected = mlp(x)
+        computed = fused._mlp(mlp)
+        assert type(computed) is part
+        assert torch.allclose(computed(x), expected, atol=1e-5)

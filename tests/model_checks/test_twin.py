@@ -25,6 +25,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Olmo3Config,
+    OlmoConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2MoeConfig,
@@ -32,6 +33,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
     SmolLM3Config,
+    Step3p7TextConfig,
 )
 
 import inflight.engine.model.fused as fused
@@ -205,6 +207,32 @@ def test_a_fused_decoder_that_raises_is_not_used(tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(fused.Rotations, "of", fail)
     reason = "fusing it failed (TypeError: forward() missing 1 required positional argument)"
     assert serve(tmp_path, CONFIGS["qwen3"](), dtype) == reason
+
+
+def test_a_model_that_clips_queries_is_not_fused(tmp_path):
+    """Small weights of an untrained model never reach the bound."""
+    config = OlmoConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=96,
+        eos_token_id=1, clip_qkv=8.0,
+    )  # fmt: skip
+    assert serve(tmp_path, config, "float32") == "OlmoAttention clips queries, keys and values (clip_qkv)"
+    config.clip_qkv = None
+    assert serve(tmp_path, config, "float32") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "expected"),
+    [
+        (OlmoConfig(clip_qkv=8.0), "clip_qkv", 2.0),
+        (GptOssConfig(), "swiglu_limit", 2.0),
+        (Step3p7TextConfig(num_hidden_layers=4, swiglu_limits=[0.0, 0.0, 7.0, 7.0]), "swiglu_limits", 2.0),
+        (Gemma2Config(attn_logit_softcapping=50.0), "attn_logit_softcapping", 2.0),
+    ],
+    ids=["clip", "limit", "limits", "cap"],
+)
+def test_values_of_a_twin_exceed_the_bounds(config, name, expected):
+    bounds = getattr(shrink(config), name)
+    assert (max(bounds) if isinstance(bounds, list) else bounds) == expected
 
 
 @pytest.mark.medium

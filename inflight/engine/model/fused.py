@@ -41,8 +41,10 @@ from inflight.engine.model.layer_parts import (
 from inflight.engine.model.rotation import Rotation, Rotations, latents_rotate_neighbours
 from inflight.model_checks.mixers import names_in_forward
 
-_GATED_MLP = {"act_fn", "activation_fn", "chunk", *(name for names in MLP for name in names.names)}
-"""Names in the code of a gated MLP."""
+_DROPOUT = {"dropout", "residual_dropout", "functional", "nn", "training"}
+_GATED_MLP = _DROPOUT | {"act_fn", "activation_fn", "chunk", *(name for names in MLP for name in names.names)}
+"""Names in the code of a gated MLP. Other names are of something else that it computes, such as Gemma 3n's sparse gates
+or a clamp."""
 
 
 class UnknownPartError(Exception):
@@ -342,6 +344,8 @@ def _attention(module: nn.Module, rotations: Rotations, order: AttentionOrder) -
     head_dim = int(_part(module, "head_dim", int))
     names = next((names for names in ATTENTION if hasattr(module, names.out)), ATTENTION[0])
     index, keys_of = order.of(module)
+    if any(getattr(holder, "clip_qkv", None) is not None for holder in (module, getattr(module, "config", None))):
+        raise UnknownPartError(f"{type(module).__name__} clips queries, keys and values (clip_qkv)")
     parts = (names.whole,) if hasattr(module, names.whole) else names.parts
     if keys_of != index:
         parts = parts[:1]
@@ -411,15 +415,14 @@ def _query_key_norms(module: nn.Module) -> tuple[RMSNorm, RMSNorm] | None:
 
 
 def _mlp(module: nn.Module) -> _Mlp | _Opaque:
-    mlp = _gated_mlp(module)
-    if mlp is None:
+    if (mlp := _gated_mlp(module)) is None:
         use_kernels(module)
     return mlp or _Opaque(module)
 
 
 def _gated_mlp(module: nn.Module) -> _Mlp | None:
-    activation = _activation(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
-    if activation is not None:
+    function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    if names_in_forward(type(module)) <= _GATED_MLP and (activation := _activation(function)) is not None:
         for parts, out in ((parts, names.out) for names in MLP for parts in ((names.whole,), names.parts)):
             linears: list[Any] = [getattr(module, name, None) for name in (*parts, out)]
             if all(isinstance(linear, nn.Linear) for linear in linears):
@@ -430,8 +433,7 @@ def _gated_mlp(module: nn.Module) -> _Mlp | None:
 def _activation(function: Any) -> Literal["silu", "gelu_tanh"] | None:
     if function is None:
         return None
-    x = torch.linspace(-4, 4, 65)
-    result = function(x)
+    result = function(x := torch.linspace(-4, 4, 65))
     if torch.allclose(result, F.silu(x), atol=1e-6):
         return "silu"
     return "gelu_tanh" if torch.allclose(result, F.gelu(x, approximate="tanh"), atol=1e-6) else None
@@ -493,7 +495,6 @@ def _kernel_of(module: nn.Module) -> _Block | None:
     if isinstance(norm := norm_of(module), RMSNorm):
         return partial(rms_norm, norm=norm)
     try:
-        # Other names are of something else that it computes, such as Gemma 3n's sparse gates.
-        return _gated_mlp(module) if names_in_forward(type(module)) <= _GATED_MLP else None
+        return _gated_mlp(module)
     except UnknownPartError:  # its products stay two
         return None
