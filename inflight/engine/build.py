@@ -37,6 +37,7 @@ from inflight.engine.model.loading import (
     module_over,
     prefill_limit,
     ranges_of,
+    read_config,
     resolve_dtype,
 )
 from inflight.engine.model.routing import RoutedExpertsRecorder
@@ -141,7 +142,7 @@ class Parts:
             vocab_size=self.vocab_size,
             can_read_text=tokenizer is not None,
             banned=banned_ranges,
-            media_ids=media_token_ids(modules[0].config),
+            media_ids=media_token_ids(read_config(options.model, trust=options.trust_remote_code)),
         )
         own_columns = load_columns(options.columns, vocab_size=self.vocab_size, device=self.device)
         self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns, banned_ranges)

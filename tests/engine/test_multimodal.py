@@ -13,7 +13,14 @@ from full_forward import full_forward_logprobs
 from made_batches import make_batch, one_by_one
 from peft import LoraConfig, get_peft_model
 from tiny_models import publish, run
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForImageTextToText,
+    Molmo2Config,
+    Ovis2Config,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+)
 
 import inflight
 from inflight.core.errors import InvalidRequestError, LayoutMismatchError, UnsupportedModelError
@@ -23,6 +30,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.engine import Engine
 from inflight.engine.model import agreement
 from inflight.engine.model.attention import hook
+from inflight.engine.model.loading import media_token_ids
 from inflight.engine.prompts import encode_prompts
 from inflight.stream.assembler import Assembler
 from inflight.training.model.forward import score_tokens
@@ -216,6 +224,28 @@ def test_images_are_refused(saved):
     messages = [{"role": "user", "content": [{"type": "image", "url": "a.png"}, {"type": "text", "text": "What?"}]}]
     with pytest.raises(InvalidRequestError, match="prompt 0 holds an image"):
         encode_prompts([messages], FakeTokenizer(), model="m")  # pyright: ignore
+
+
+def test_images_are_refused_by_a_checkpoint_that_loads_as_its_text(tmp_path):
+    text = {
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32,
+        "num_key_value_heads": 2, "vocab_size": 128, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "eos_token_id": 1,
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, image_token_id=120, video_token_id=121)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    with engine_of(tmp_path) as engine:
+        assert type(engine.runner._modules[0].config).__name__ == "Qwen3_5TextConfig"
+        for token in (120, 121):
+            with pytest.raises(InvalidRequestError, match=f"token id {token} in place of an image"):
+                engine.requests.submit([Prompt([20, token, 30], SamplingParams())])
+
+
+def test_ids_of_images_by_other_names():
+    assert media_token_ids(Ovis2Config(image_token_id=9, visual_indicator_token_ids=[5, 6])) == {5, 6, 9}
+    assert 7 in media_token_ids(Molmo2Config(image_patch_id=7))
 
 
 class FakeTokenizer(PreTrainedTokenizerFast):

@@ -34,7 +34,9 @@ from inflight.weights.tensors import published_tensors, slot_views
 
 logger = logging.getLogger("inflight.engine")
 
-_MEDIA = re.compile(r"(^|_)(image|img|video|audio|speech|boi|boa)_token_(id|index)$")
+_MEDIA = re.compile(
+    r"((^|_)(image|img|video|audio|speech|boi|boa)_token_(id|index)|^image_patch_id|^visual_indicator_token_ids)$"
+)
 """Names in configs of tokens in place of images, videos and sound, or before them."""
 
 
@@ -231,10 +233,13 @@ def eos_token_ids(
 
 
 def media_token_ids(config: PretrainedConfig) -> frozenset[int]:
-    """Return the ids that stand for images, videos or sound in the prompts of a multimodal model."""
+    """Return the ids that stand for images, videos or sound in the prompts of a multimodal model. config: the config of
+    the checkpoint. The config of a model can be a text config alone, which lacks these ids."""
     if getattr(config, "text_config", None) is None:
         return frozenset()
-    return frozenset(value for name, value in vars(config).items() if _MEDIA.search(name) and isinstance(value, int))
+    values = [value for name, value in vars(config).items() if _MEDIA.search(name)]
+    ids = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
+    return frozenset(one for one in ids if isinstance(one, int))
 
 
 def ranges_of(token_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
