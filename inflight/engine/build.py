@@ -123,7 +123,7 @@ class Parts:
         )
         self.routed_experts: RoutedExpertsRecorder | None = None
         if options.record_routed_experts:
-            self.routed_experts = RoutedExpertsRecorder(modules, text_config)
+            self.routed_experts = RoutedExpertsRecorder(modules)
         self.runner = ModelRunner(
             modules, self.memory, self.rows, options, adapters, unfused_reason, self.routed_experts
         )

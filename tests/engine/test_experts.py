@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import VOCABULARY, run
-from transformers import AutoModelForCausalLM, NemotronHConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LongcatFlashConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashTopkRouter
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -16,6 +17,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.engine import Engine
 from inflight.engine.model import experts as our_experts
 from inflight.engine.model.experts import EXPERTS_NAME
+from inflight.engine.model.routing import RoutedExpertsRecorder
 
 NUM_EXPERTS, TOP_K, HIDDEN = 8, 3, 64
 SPREADS = {
@@ -105,3 +107,17 @@ def test_the_engine_calls_them(saved, monkeypatch):
             calls.clear()
             run(engine, [Prompt([5, 7], SamplingParams(max_tokens=3, ignore_eos=True))])
         assert len(calls) == 3 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("zeros", "dtype"), [(0, "uint8"), (128, "uint16")], ids=["256 experts", "256 experts and 128 zero experts"]
+)
+def test_zero_experts_are_recorded_by_their_numbers(zeros, dtype):
+    config = LongcatFlashConfig(hidden_size=32, n_routed_experts=256, zero_expert_num=zeros, moe_topk=12)
+    router = LongcatFlashTopkRouter(config)
+    torch.nn.init.normal_(router.classifier.weight)
+    recorder = RoutedExpertsRecorder([torch.nn.ModuleList([router])])
+    (_, _, chosen), recorded = recorder.record(lambda: router(torch.randn(50, 32)))
+    recorder.add(recorded)
+    assert recorder.dtype == dtype
+    assert recorder.take().tolist() == chosen[:, None].tolist()

@@ -5,11 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from inflight.core.errors import UnsupportedModelError
-
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class RoutedExpertsRecorder:
@@ -19,20 +16,21 @@ class RoutedExpertsRecorder:
     none.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], config: PretrainedConfig):
-        num_experts = max(int(getattr(config, name, 0) or 0) for name in _NUM_EXPERTS)
-        self.dtype = np.dtype("<u1") if num_experts <= 256 else np.dtype("<u2")
-        """Dtype of expert ids on the wire: u8 if it can hold all experts, else u16."""
-        self._dtype_on_device = torch.uint8 if num_experts <= 256 else torch.int16
+    def __init__(self, modules: Sequence[nn.Module]):
         self._layers: list[torch.Tensor] = []
         """i64[T, k] of each layer so far, of the pass that runs."""
         self._parts: list[torch.Tensor] = []
+        narrow = True
         for module in modules:
             routers = [m for m in module.modules() if type(m).__name__.endswith("Router")]
             if not routers:
                 raise UnsupportedModelError(f"{type(module).__name__} has no routers whose choices could be recorded")
             for router in routers:
                 router.register_forward_hook(self._listen)
+            narrow &= all(0 < _num_experts(router) <= 256 for router in routers)
+        self.dtype = np.dtype("<u1") if narrow else np.dtype("<u2")
+        """Dtype of expert ids on the wire: u8 if it can hold all experts, else u16."""
+        self._dtype_on_device = torch.uint8 if narrow else torch.int16
 
     def _listen(self, router: nn.Module, _: object, output: object) -> None:
         indices = output[-1] if isinstance(output, tuple) else None
@@ -58,3 +56,9 @@ class RoutedExpertsRecorder:
         whole = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
         self._parts = []
         return whole.to("cpu", non_blocking=True)
+
+
+def _num_experts(router: nn.Module) -> int:
+    """Return the number of experts that a router chooses among, the rows of its weight. Numbers in configs can leave
+    out some of them, such as LongCat's zero experts. 0 if the router has no weight."""
+    return max((len(parameter) for parameter in router.parameters() if parameter.ndim == 2), default=0)
