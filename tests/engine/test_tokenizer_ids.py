@@ -9,12 +9,13 @@ import pytest
 import torch
 from full_forward import full_forward_logprobs
 from tiny_models import run
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
+from inflight.core.errors import ModelLoadError
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.engine import Engine
-from inflight.engine.model.loading import eos_token_ids, ids_without_token, ranges_of
+from inflight.engine.model.loading import eos_token_ids, ids_without_token, load_tokenizer, ranges_of
 from inflight.engine.model.shapes import byte_tokenizer
 from inflight.training.data.batch import pack
 from inflight.training.objective.loss import policy_loss
@@ -157,3 +158,30 @@ def test_ids_without_a_token():
     assert ids_without_token(byte_tokenizer(), VOCABULARY) == list(range(KNOWN, VOCABULARY))
     assert ids_without_token(byte_tokenizer(), 100) == []
     assert ids_without_token(None, 100) == []
+
+
+def test_a_model_without_a_file_of_a_tokenizer_has_none(tmp_path):
+    Qwen3Config().save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)) is None
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded is not None
+    assert loaded("hi")["input_ids"] == [104, 105]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tokenizer.json", lambda text: text[: len(text) // 2]),
+        ("tokenizer_config.json", lambda text: '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": 5}'),
+        ("tokenizer_config.json", lambda text: "[1, 2]"),
+    ],
+    ids=["truncated", "a special token that is a number", "a list of settings"],
+)
+def test_a_damaged_tokenizer_is_an_error(tmp_path, name, change):
+    byte_tokenizer().save_pretrained(tmp_path)
+    LlamaConfig().save_pretrained(tmp_path)
+    (tmp_path / name).write_text(change((tmp_path / name).read_text()))
+    with pytest.raises(ModelLoadError, match=f"cannot load the tokenizer of '{tmp_path}': ."):
+        load_tokenizer(str(tmp_path))

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from inflight.core.errors import ModelLoadError, RemoteCodeError, UnsupportedModelError
 from inflight.core.layout import WeightLayout
@@ -38,6 +39,12 @@ _MEDIA = re.compile(
     r"((^|_)(image|img|video|audio|speech|boi|boa)_token_(id|index)|^image_patch_id|^visual_indicator_token_ids)$"
 )
 """Names in configs of tokens in place of images, videos and sound, or before them."""
+
+_TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+"""Names of files of tokenizers. A model with one of them has a tokenizer."""
 
 
 def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype | None:
@@ -178,17 +185,23 @@ def load_model(
 
 
 def load_tokenizer(model: str, *, trust: bool = False) -> PreTrainedTokenizerBase | None:
-    """Return the model's tokenizer, or None if it has none, or consists of code that is not trusted."""
+    """Return the model's tokenizer, or None if it has no file of one, or consists of code that is not trusted. Raises
+    ModelLoadError if a tokenizer has files and cannot be loaded."""
     if model in SHAPES:
         return byte_tokenizer()
-    if os.path.isdir(model) and not os.path.exists(os.path.join(model, "tokenizer_config.json")):
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if not any(cached_file(model, name, **quiet) for name in _TOKENIZER_FILES):
         return None
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # damaged files make Transformers raise anything
         if "trust_remote_code" in str(error):
             logger.warning("the tokenizer of %s is code of its repository, which is not run: it has none", model)
-        return None
+            return None
+        raise ModelLoadError(
+            f"cannot load the tokenizer of {model!r}: {first_line(error)}; save or download its files again, or remove "
+            "them to generate without text"
+        ) from error
 
 
 def module_over(model: PreTrainedModel, layout: WeightLayout, buffer: torch.Tensor) -> PreTrainedModel:
