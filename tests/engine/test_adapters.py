@@ -1,6 +1,7 @@
 """Adapters: each request with its own, what Transformers and PEFT compute, published alone or merged."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +10,15 @@ from full_forward import TOLERANCE, full_forward_logprobs, logprob_error
 from inflight_kernels.lora import SMALL_TOKENS
 from tiny_adapters import error, publish_adapters, with_adapters
 from tiny_models import make_model, publish
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import inflight
-from inflight.core.errors import InvalidRequestError, LayoutMismatchError
+from inflight.core.errors import InvalidRequestError, LayoutMismatchError, UnsupportedModelError
 from inflight.core.messages import Prompt
+from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.model import adapters as adapters_module
+from inflight.engine.model.adapters import AdapterBank
 from inflight.stream.assembler import Assembler
 
 ARCHITECTURES = ["qwen3", "gemma2", "phi3", "qwen3-moe"]
@@ -253,3 +257,46 @@ def test_adapters_that_do_not_fit_are_named(make_engine, change, message):
 def test_requests_for_adapters_that_are_not_there(make_engine, rank, prompt, message):
     with pytest.raises(InvalidRequestError, match=message):
         make_engine(lora_rank=rank).requests.submit([prompt])
+
+
+class Expert(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x))
+
+
+OPTIONS = EngineOptions("m", adapters=("a",), lora_rank=2, cuda_graphs=False)
+
+
+def test_a_projection_that_computes_a_part_of_the_tokens_has_no_adapters():
+    """It would take the adapters of the first tokens of the pass."""
+    expert = Expert().requires_grad_(False)
+    bank = AdapterBank(expert, OPTIONS, torch.device("cpu"), None)  # pyright: ignore
+    bank.attach(expert)
+    bank.select(np.full(3, -1), np.array([1, 1, 2]))
+    expert(torch.randn(1, 4, 8))
+    with pytest.raises(UnsupportedModelError, match="computes 3 of the 4 tokens of a pass"):
+        expert(torch.randn(3, 8))
+
+
+def test_experts_of_some_tokens_are_refused_at_the_start(make_engine, monkeypatch):
+    forward = LlamaMLP.forward
+
+    def of_some_tokens(self, x):
+        return torch.cat((forward(self, x[:, :1]), forward(self, x[:, 1:])), 1)
+
+    monkeypatch.setattr(LlamaMLP, "forward", of_some_tokens)
+    make_engine("llama", fused=False)
+    with pytest.raises(UnsupportedModelError, match="computes 1 of the 12 tokens of a pass"):
+        make_engine("llama", lora_rank=4, adapters=("a",), fused=False)
+
+
+def test_layers_of_a_users_kind_have_no_adapters(monkeypatch):
+    kind = SimpleNamespace(detect=lambda module: isinstance(module, Expert))
+    model = torch.nn.ModuleDict({"mixer": Expert(), "q_proj": torch.nn.Linear(8, 8)})
+    monkeypatch.setattr(adapters_module, "load_kinds", lambda names: [kind])
+    layout = adapters_module.adapter_layout(model, OPTIONS)
+    assert {spec.name for spec in layout.tensors} == {"a.q_proj.lora_A", "a.q_proj.lora_B"}

@@ -19,9 +19,9 @@ from inflight.core.decoder import ATTENTION, MLP
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.layout import WeightLayout
 from inflight.core.options import EngineOptions
+from inflight.engine.cache.classify import load_kinds
 from inflight.engine.model.attention.backend import AttentionBackend, GraphBackend
 from inflight.engine.model.device import reachable
-from inflight.model_checks.mixers import keeps_state
 from inflight.weights.engine.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import dtype_name
 
@@ -39,7 +39,13 @@ class Lora:
     widths: tuple[int, ...]
 
     def add(self, y_TN: torch.Tensor, x_TK: torch.Tensor) -> None:
-        """Add the adapters' output for the rows of x to the rows of y."""
+        """Add the adapters' output for the rows of x to the rows of y. Raises UnsupportedModelError if x does not have
+        the tokens of the pass."""
+        if self.bank.num_tokens not in (None, len(x_TK)):
+            raise UnsupportedModelError(
+                f"adapters cannot be used with this model: a projection computes {len(x_TK)} of the "
+                f"{self.bank.num_tokens} tokens of a pass, as an expert does; launch with lora_rank=0"
+            )
         if self.bank.active:
             add_lora(y_TN, x_TK, self.a_SPK, self.b_SNR, self.widths, self.bank.rows[: len(x_TK)])
 
@@ -55,7 +61,7 @@ class AdapterBank:
         """Uses adapters, lora_rank, cuda_graphs and the numbers of sequences and prompt tokens in a pass. With CUDA
         graphs, adapters are also computed in passes that need none."""
         names, rank = options.adapters, options.lora_rank
-        targets = _targets(model)
+        targets = _targets(model, options)
         self._num_adapters = len(names)
         self.layout = adapter_layout(model, options)
         memory = make_slot(SLOTS * self.layout.total_bytes, device)
@@ -65,6 +71,8 @@ class AdapterBank:
         """The adapter, and its slot, that each token of the pass in progress uses; −1 for none."""
         self.active = self._always = options.cuda_graphs and isinstance(backend, GraphBackend)
         self._num_rows = 0
+        self.num_tokens: int | None = None
+        """Number of tokens of the pass in progress. None while graphs are recorded, with any number."""
         words = memory.buffer.view(next(iter(targets.values())).weight.dtype)
         stride = self.layout.total_bytes // len(names) // words.itemsize
         offsets = {spec.name: spec.offset // words.itemsize for spec in self.layout.tensors}
@@ -88,6 +96,7 @@ class AdapterBank:
         """Select the adapters of a pass. adapters: i32[S], the place of each sequence's adapter in the live slot, −1
         for none; counts: i64[S], the number of its tokens."""
         self.active = self._always or bool((adapters >= 0).any())
+        self.num_tokens = int(counts.sum())
         if not self.active and not self._num_rows:
             return
         slot = self.slot_table.live
@@ -105,15 +114,16 @@ def adapter_layout(model: nn.Module, options: EngineOptions) -> WeightLayout:
     return WeightLayout.build(
         (f"{name}.{target}.lora_{part}", shape, dtype_name(module.weight.dtype))
         for name in options.adapters
-        for target, module in _targets(model).items()
+        for target, module in _targets(model, options).items()
         for part, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank)))
     )
 
 
-def _targets(model: nn.Module) -> dict[str, nn.Linear]:
+def _targets(model: nn.Module, options: EngineOptions) -> dict[str, nn.Linear]:
     """Return the projections that have adapters, by their names. Raises UnsupportedModelError if there are none."""
-    # Layers with a state compute the tokens of a pass in several parts, and adapters know the tokens of a whole pass.
-    inside = tuple(f"{name}." for name, module in model.named_modules() if keeps_state(module))
+    # Layers with a state compute the tokens of a pass in several parts. Adapters need all tokens of a pass.
+    kinds = load_kinds(options.layer_kinds)
+    inside = tuple(f"{name}." for name, module in model.named_modules() if any(kind.detect(module) for kind in kinds))
     targets = {
         name: module
         for name, module in model.named_modules()

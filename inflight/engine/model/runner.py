@@ -55,6 +55,8 @@ class ModelRunner:
         ids %= self._modules[0].config.get_text_config().vocab_size
         # The batch uses the first blocks of the cache. No sequence holds them yet.
         batch = make_batch([ids], [(0, 0, length)], memory)
+        if adapters is not None:
+            adapters.num_tokens = length
         logits = check_weights(self._modules[0], batch, memory)
         self.unfused_reason = unfused_reason or why_unfused(lambda: self._fuse(batch, logits))
         """Reason why the model runs with Transformers' own code. None if it runs fused."""
@@ -80,6 +82,8 @@ class ModelRunner:
             return
         if self._memory.states:  # The numbers of states, which differ in each pass, would be part of a graph.
             return
+        if self._adapters is not None:
+            self._adapters.num_tokens = None
         num_rows = self._options.max_sequences + min(PROMPT_ROWS, self._options.max_prefill_tokens)
         try:
             self._graphs = DecodeGraphs(
