@@ -150,8 +150,9 @@ def _lengths(config: PretrainedConfig) -> list[int]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the message of an error in one line."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """Return the first line of an error's message, and the second one if the first ends with a colon."""
+    first, *rest = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
 
 
 def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | str:

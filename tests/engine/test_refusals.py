@@ -1,5 +1,8 @@
 """Models that can be neither run nor scored are refused by name, and stay as they were."""
 
+import json
+import re
+
 import pytest
 import torch
 from family_check import long_rollouts
@@ -22,7 +25,7 @@ from inflight.engine.loop.engine import Engine
 from inflight.engine.model.agreement import agrees_with
 from inflight.engine.model.attention.hook import ATTENTION_NAME
 from inflight.engine.model.checkpoints import auto_class
-from inflight.engine.model.loading import context_limit, refuse_other_models
+from inflight.engine.model.loading import context_limit, read_config, refuse_other_models
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
 
@@ -118,3 +121,23 @@ def test_longrope_is_refused_beyond_where_sequences_would_change_each_other():
     assert context_limit(config, 40) == 40
     with pytest.raises(UnsupportedModelError, match="uses longrope, which the engine can run up to 64 tokens"):
         context_limit(config, 65)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"vocab_size": "96"}, "'vocab_size': TypeError: Field 'vocab_size' expected int, got str (value: '96')"),
+        ({"rope_scaling": "linear"}, "Field 'rope_parameters' with value 'linear' doesn't match any type"),
+        ({"dtype": "bf16"}, "module 'torch' has no attribute 'bf16'"),
+        ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types` (1)"),
+        ({"auto_map": {"AutoConfig": "own.OwnConfig"}, "model_type": "own"}, "a_package_that_nobody_has"),
+    ],
+    ids=["vocabulary", "rope", "dtype", "layers", "repository"],
+)
+def test_a_malformed_config_is_named(tmp_path, change, reason):
+    config = LlamaConfig(num_hidden_layers=2).to_dict() | {"architectures": ["LlamaForCausalLM"]} | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("import a_package_that_nobody_has\n")
+    with pytest.raises(ModelLoadError, match=re.escape(f"cannot load model {str(tmp_path)!r}: ")) as caught:
+        read_config(str(tmp_path), trust=True)
+    assert reason in str(caught.value)

@@ -81,7 +81,7 @@ def read_config(model: str, *, trust: bool = False) -> PretrainedConfig:
         raise ModelLoadError(f"cannot load model {model!r}: there is no such directory; {expected}")
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a malformed config.json, or code of a repository, can raise anything
         _refuse_remote_code(model, error)
         raise ModelLoadError(f"cannot load model {model!r}: {first_line(error)}; {expected}") from error
     refuse_other_models(config)
