@@ -22,6 +22,7 @@ from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.core.options import EngineOptions
 from inflight.engine.cache.classify import classify_layers
 from inflight.engine.loop.engine import Engine
+from inflight.engine.model import agreement
 from inflight.engine.model.agreement import agrees_with
 from inflight.engine.model.attention.hook import ATTENTION_NAME
 from inflight.engine.model.checkpoints import auto_class
@@ -141,3 +142,14 @@ def test_a_malformed_config_is_named(tmp_path, change, reason):
     with pytest.raises(ModelLoadError, match=re.escape(f"cannot load model {str(tmp_path)!r}: ")) as caught:
         read_config(str(tmp_path), trust=True)
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+def test_weights_that_are_nan_are_named(model_dir, monkeypatch, tmp_path, small):
+    if not small:
+        monkeypatch.setattr(agreement, "_SMALL", 0)
+    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"))
+    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM gives NaN or infinite logits, also in Transf"):
+        Engine(EngineOptions(model=str(tmp_path), device="cpu", max_context=64))

@@ -73,6 +73,7 @@ def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKin
         nn.Module.to(packed, "cpu", torch.float32)
         with _eager(packed):
             sequences, logits = try_sequences(packed)
+        _check_finite(logits, model)
         reason = _compare(packed, sequences, logits, fused=fused and reason is None, kinds=kinds) or reason
     elif twin is None:
         raise UnsupportedModelError(
@@ -95,12 +96,23 @@ def check_weights(model: PreTrainedModel, batch: ForwardBatch, memory: KVMemory)
     except Exception as error:  # eager attention is not available for every quantization and device
         logger.info("%s is not compared over its own weights: %s", type(model).__name__, first_line(error))
         return ours
+    _check_finite([theirs], model)
     if not agrees_with(ours, theirs, model.dtype):
         raise UnsupportedModelError(
             f"{type(model).__name__} computes something else over these weights ({model.dtype} on {theirs.device}) "
             f"than Transformers: its logits are off by {100 * relative_error(ours, theirs):.3g}%"
         )
     return ours
+
+
+def _check_finite(logits: list[torch.Tensor], model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if logits that Transformers computes are NaN or infinite."""
+    if not all(bool(one.isfinite().all()) for one in logits):
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives NaN or infinite logits, also in Transformers: its weights are not finite, "
+            f"or its values are too large for {dtype}; set dtype, or load other weights"
+        )
 
 
 @contextmanager
