@@ -74,7 +74,8 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     max_sequences: int = 64
     """Maximum number of sequences that decode together."""
     max_context: int = 0
-    """Maximum length of prompt and answer together, in tokens. 0: the model's own limit, at most 4096."""
+    """Maximum length of prompt and answer together, in tokens. 0: the model's own limit, at most 4096. A number above
+    the model's own limit is lowered to it, with a warning."""
     max_prefill_tokens: int = 0
     """Maximum number of prompt tokens per forward pass, in addition to one token per running sequence. Longer prompts
     are computed in chunks. This bounds the time that running sequences and new weights wait. 0: 2048 on a GPU, 256 on a

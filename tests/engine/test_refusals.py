@@ -12,10 +12,12 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MambaConfig,
+    MptConfig,
     PretrainedConfig,
     RecurrentGemmaConfig,
     T5Config,
     T5ForConditionalGeneration,
+    WhisperConfig,
 )
 
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
@@ -153,3 +155,15 @@ def test_weights_that_are_nan_are_named(model_dir, monkeypatch, tmp_path, small)
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM gives NaN or infinite logits, also in Transf"):
         Engine(EngineOptions(model=str(tmp_path), device="cpu", max_context=64))
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [(LlamaConfig(max_position_embeddings=100), 100), (MptConfig(max_seq_len=90), 90), (WhisperConfig(), 448)],
+    ids=["llama", "mpt", "whisper"],
+)
+def test_a_context_beyond_the_models_own_is_lowered_with_a_warning(caplog, config, limit):
+    assert context_limit(config, 0) == context_limit(config, limit) == limit
+    assert not caplog.records
+    assert context_limit(config, 500) == limit
+    assert f"max_context=500 is lowered to {limit}, the model's context in config.json" in caplog.text

@@ -46,6 +46,9 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 """Names of files of tokenizers. A model with one of them has a tokenizer."""
 
+_CONTEXTS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+"""Names in configs of the number of positions. The first one that a config has is used."""
+
 
 def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype | None:
     """Return the dtype of the weights. None stands for the checkpoint's own dtype with "auto". For a built-in shape,
@@ -119,15 +122,19 @@ def refuse_other_models(config: PretrainedConfig) -> None:
 
 def context_limit(config: PretrainedConfig, asked: int, *, sparse: bool = False) -> int:
     """Return the maximum number of tokens of a sequence: the requested number (0: at most 4096), within the model's
-    context, and within `length_limit`. sparse: as for `length_limit`. Raises UnsupportedModelError if more than that
-    length was requested."""
-    limit = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_MAX_CONTEXT)
+    context, and within `length_limit`. sparse: as for `length_limit`. A request beyond the model's context is lowered
+    with a warning. Raises UnsupportedModelError if more than the other length was requested."""
+    known = next((int(found) for name in _CONTEXTS if (found := getattr(config, name, None))), None)
+    limit = known or DEFAULT_MAX_CONTEXT
     length, cause = length_limit(config, sparse=sparse) or (limit, "")
     if cause and asked > length:
         raise UnsupportedModelError(
             f"{config.model_type} uses {cause}, which the engine can run up to {length} tokens; max_context is "
             f"{asked}; set max_context={length} or less"
         )
+    if asked > limit:
+        why = "the model's context in config.json" if known else "the limit for a model whose config names none"
+        logger.warning("max_context=%d is lowered to %d, %s", asked, limit, why)
     return min(limit, length, asked or DEFAULT_MAX_CONTEXT)
 
 
