@@ -8,6 +8,7 @@ from family_weights import make_model
 from tiny_adapters import error, publish_adapters, with_adapters
 from tiny_models import run
 from transformers import LlamaConfig
+from transformers.activations import XIELUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from inflight.core.messages import Prompt
@@ -136,3 +137,8 @@ def test_a_gated_mlp_that_computes_more_runs_with_its_own_code():
         computed = fused._mlp(mlp)
         assert type(computed) is part
         assert torch.allclose(computed(x), expected, atol=1e-5)
+
+
+def test_an_activation_with_weights_is_not_known_on_any_device():
+    assert fused._activation(torch.nn.SiLU()) == "silu"
+    assert fused._activation(XIELUActivation().to("meta")) is None

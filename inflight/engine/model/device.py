@@ -1,10 +1,19 @@
 """The device that an engine computes on: its name, its free memory, and copies of values to it."""
 
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 from inflight.core.errors import DeviceMemoryError, ModelLoadError
+
+_CGROUPS = (
+    ("/sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")),
+    ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+)
+"""Folders of control groups, version 2 and 1, with the names of the limit, of the memory in use and of file pages."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -19,20 +28,37 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ModelLoadError(f"device {name!r} was asked for, but torch sees no GPU; use device='cpu'")
+        if (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise ModelLoadError(f"device {name!r} was asked for, but torch sees cuda:0 to cuda:{count - 1} alone")
         return torch.device("cuda", device.index or 0)
     if device.type != "cpu":
         raise ModelLoadError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
     return device
 
 
+def _left_in_cgroups() -> list[int]:
+    """Return the bytes that the limits of this process's control groups leave, and a number above all limits. Pages of
+    files that are not in use count as free, because the kernel takes them back."""
+    left = [sys.maxsize]
+    with suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        paths = {"", *(line.split(":", 2)[2] for line in lines)}
+        for folder, (limit, used, cached) in ((Path(root + path), names) for path in paths for root, names in _CGROUPS):
+            with suppress(OSError, ValueError, KeyError):  # the other version, or without a limit
+                pages = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                free = int((folder / limit).read_text()) - int((folder / used).read_text()) + int(pages[cached])
+                left.append(max(0, free))
+    return left
+
+
 def memory_left(device: torch.device) -> int:
-    """Return the number of unused bytes of the device's memory."""
+    """Return the number of unused bytes of the device's memory; on a CPU, within the limit of a container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+                return min(int(line.split()[1]) * 1024, *_left_in_cgroups())
     raise DeviceMemoryError("cannot read the memory that is left from /proc/meminfo")
 
 

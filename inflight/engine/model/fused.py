@@ -431,7 +431,7 @@ def _gated_mlp(module: nn.Module) -> _Mlp | None:
 
 
 def _activation(function: Any) -> Literal["silu", "gelu_tanh"] | None:
-    if function is None:
+    if function is None or (isinstance(function, nn.Module) and function.state_dict()):  # its weights can be on a GPU
         return None
     result = function(x := torch.linspace(-4, 4, 65))
     if torch.allclose(result, F.silu(x), atol=1e-6):
