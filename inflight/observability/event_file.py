@@ -4,9 +4,11 @@ import contextlib
 import logging
 import os
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from inflight.core.files import file_errors, replacing
 from inflight.observability.events import (
@@ -16,6 +18,7 @@ from inflight.observability.events import (
     Event,
     RunError,
     Samples,
+    Step,
     Version,
     decode,
     encode,
@@ -32,7 +35,8 @@ class EventFile:
     """Appends events, as the only writer of a file. Raises RunError if it cannot be written.
 
     Beyond `max_bytes` the file is thinned out: old rollouts are removed, then every second event in the older half of
-    each kind, so that older events have less detail. keep: continue with the content of the file; otherwise start an
+    each kind, so that older events have less detail. The times and histograms of a removed step are added to the next
+    one. keep: continue with the content of the file; otherwise start an
     empty file.
     """
 
@@ -89,25 +93,60 @@ def _line_of(event: Event) -> bytes | None:
 
 
 def thinned(lines: list[bytes], max_bytes: int) -> list[bytes]:
-    """Return the lines without old rollouts and replaced versions. If there are none, return the lines without every
-    second one in the older half of each kind. max_bytes: of the file; rollouts keep a quarter of it."""
+    """Return the lines without old rollouts, replaced versions and repeated steps. If there are none, return the lines
+    without every second one in the older half of each kind. Times and histograms of removed steps are added to the next
+    ones. max_bytes: of the file; rollouts keep a quarter of it."""
     kinds: dict[type, list[int]] = defaultdict(list)
     newest_of_version: dict[int, int] = {}
+    steps: dict[int, int] = {}
     for index, line in enumerate(lines):
         if isinstance(event := decode(line), Version):
             newest_of_version[event.version] = index
+        elif isinstance(event, Step):
+            steps[index] = event.step
         elif event is not None:
             kinds[type(event)].append(index)
+            if isinstance(event, Began):
+                steps = {at: step for at, step in steps.items() if step <= event.resumed_after_step}
+    kinds[Step] = list(steps)
     kinds[Version] = list(newest_of_version.values())
     samples = kinds.pop(Samples, [])[-_SAMPLES_KEPT:]
     while sum(len(lines[index]) for index in samples) > max_bytes // 4:
         del samples[0]
     kept = {*samples, *(index for indices in kinds.values() for index in indices)}
     if len(kept) == len(lines):
+        lines = list(lines)
         for kind, indices in kinds.items():
-            if kind not in (Began, Ended):
-                kept -= set(indices[1 : len(indices) // 2 : 2])
+            half = len(indices) // 2
+            if kind is Step:
+                pairs = zip(indices[1:half:2], indices[2::2], strict=False)
+                kept -= {index for index, following in pairs if _move_step(lines, index, following, kinds[Began])}
+            elif kind not in (Began, Ended):
+                kept -= set(indices[1:half:2])
     return [line for index, line in enumerate(lines) if index in kept]
+
+
+def _move_step(lines: list[bytes], index: int, following: int, begins: list[int]) -> bool:
+    """Add the times and histograms of a step to the line of the next step. Return False if the run was resumed between
+    the two, because a later restart can repeat the next step alone."""
+    step, after = decode(lines[index]), decode(lines[following])
+    if not isinstance(step, Step) or not isinstance(after, Step) or any(index < at < following for at in begins):
+        return False
+    seconds = [one for one in (step.seconds, after.seconds) if one is not None]
+    merged = msgspec.structs.replace(
+        after,
+        numbers=step.numbers | after.numbers if step.step == after.step else after.numbers,
+        seconds=sum(seconds) if seconds else None,
+        spans=dict(Counter(step.spans) + Counter(after.spans)),
+        mismatch=_added(step.mismatch, after.mismatch),
+        stale=_added(step.stale, after.stale),
+    )
+    lines[following] = encode(merged) + b"\n"
+    return True
+
+
+def _added(first: list[int], second: list[int]) -> list[int]:
+    return [a + b for a, b in zip(first, second, strict=False)] if first and second else first or second
 
 
 class Piece(NamedTuple):

@@ -48,7 +48,7 @@ class Step(_Event, frozen=True, kw_only=True, tag="step"):
     numbers: dict[str, float]
     """Numbers as loggers receive them: "reward", "ratio/ess", …"""
     seconds: float | None = None
-    """Seconds since the previous event of this kind."""
+    """Seconds since the previous event of this kind, or since the recorder was opened."""
     spans: dict[str, float] = {}
     """Seconds that the trainer's thread spent in each named span since then."""
     mismatch: list[int] = []

@@ -109,8 +109,9 @@ class RecordedRun:
 
     def result(self) -> dict[str, float]:
         """Return the run's figures under the names of `inflight bench`. Ages, lags and swaps are medians."""
-        seconds, num_steps = self.seconds, sum(step > 0 for step in self.times)
-        tokens = sum(self.numbers.get("num_tokens", {}).values())
+        seconds, steps = self.seconds, self.last_steps()
+        num_steps = max(steps) - min(steps) + 1 if steps else 0  # a long record lacks some steps
+        tokens = num_steps * fmean(self.numbers.get("num_tokens", {}).values() or [0.0])
         accuracies = list(self.numbers.get("accuracy", {}).values())
         figures: dict[str, float | None] = {
             "steps": num_steps,

@@ -123,7 +123,7 @@ class RunRecorder(ClosedAtEnd):
         self._lock = threading.Lock()
         self._mismatch, self._stale = np.zeros(_NUM_BINS, np.int64), np.zeros(_NUM_BINS, np.int64)
         self._shown = ShownRollouts(engine.stream.texts)
-        self._logged_ns: int | None = None
+        self._logged_ns = now_ns()
         self._to_unix_s = time.time() - now_ns() / 1e9
         began = Began(
             time=_now(),
@@ -161,7 +161,7 @@ class RunRecorder(ClosedAtEnd):
                 time=_now(),
                 step=int(step),
                 numbers=numbers,
-                seconds=None if before is None else rounded((now - before) / 1e9),
+                seconds=rounded((now - before) / 1e9),
                 spans={name: rounded(seconds) for name, seconds in spans.added_up().items()},
                 mismatch=mismatch if any(mismatch) else [],
                 stale=stale if any(stale) else [],

@@ -19,6 +19,7 @@ from inflight.observability.events import (
     encode,
     read_events,
 )
+from inflight.tools.recorded_run import read_run
 
 
 def step(number: int) -> Step:
@@ -159,3 +160,24 @@ def test_what_cannot_be_written_or_read_is_named(tmp_path):
         read_piece(tmp_path / EVENTS_FILE, "")
     with pytest.raises(ValueError, match="max_bytes must be at least"):
         EventFile(tmp_path, max_bytes=10)
+
+
+def test_a_thinned_out_file_keeps_the_time_and_the_counts_of_its_steps(tmp_path):
+    file = EventFile(tmp_path, max_bytes=1 << 16)
+    for resumed in (0, 900):
+        file.append([Began(time=0.0, title="a", resumed_after_step=resumed)])
+        for number in range(resumed + 1, resumed + 1001):
+            numbers = {"reward": 0.5, "num_tokens": 10.0}
+            more = {"spans": {"forward": 0.25}, "mismatch": [1, 2], "stale": [number % 2, 0] if number % 2 else []}
+            file.append([Step(time=0.0, step=number, numbers=numbers, seconds=0.5, **more)])
+    file.close()
+    events = [event for event in read_events(tmp_path) if isinstance(event, Step)]
+    assert len(events) < 1900
+    run = read_run(tmp_path)
+    found = run.result()
+    assert (found["steps"], found["seconds"], found["tokens_per_s"]) == (1900, 950.0, 20.0)
+    assert run.reached(0.5) == (1, 0.5)
+    assert all(run.times[number] == number / 2 for number in run.times)
+    assert sum(event.spans["forward"] for event in events) == 475  # without the repeated steps
+    assert [sum(event.mismatch[place] for event in events) for place in (0, 1)] == [1900, 3800]
+    assert sum(event.stale[0] for event in events if event.stale) == 950

@@ -145,7 +145,8 @@ def test_a_step_has_its_numbers_and_the_time_of_this_threads_spans(recorded):
     recorder.log(1, {"reward": 0.5, "loss": float("nan")})
     recorder.log(2, {"reward": 1.0})
     first, second = events(Step)
-    assert (first.step, first.numbers, first.seconds) == (1, {"reward": 0.5}, None)
+    assert (first.step, first.numbers) == (1, {"reward": 0.5})
+    assert first.seconds is not None  # since the recorder was opened
     assert list(first.spans) == ["forward"]
     assert second.spans == {}
     assert second.seconds is not None
