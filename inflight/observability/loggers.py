@@ -66,9 +66,16 @@ class TensorBoard(ClosedAtEnd):
         _require("tensorboard", "TensorBoard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._doing = f"cannot write to {directory}"
+        self._doing, self._directory, self._make = f"cannot write to {directory}", str(directory), SummaryWriter
         with file_errors(LoggerError, self._doing):
-            self._writer = SummaryWriter(str(directory))
+            self._writer = SummaryWriter(self._directory)
+
+    def continue_after(self, step: int) -> None:
+        """Hide the scalars of later steps, which a run that continues after this step repeats. `grpo` calls this when
+        it has loaded a run."""
+        with file_errors(LoggerError, self._doing):
+            self._writer.close()
+            self._writer = self._make(self._directory, purge_step=step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         with file_errors(LoggerError, self._doing):

@@ -19,7 +19,7 @@ from inflight.core.errors import InflightError
 from inflight.core.rollout import samples_of
 from inflight.core.spans import span
 from inflight.core.waiting import telling
-from inflight.observability.loggers import JsonLines, Logger
+from inflight.observability.loggers import JsonLines, Logger, TensorBoard
 from inflight.training.config import GRPOConfig
 from inflight.training.critic import Critic
 from inflight.training.data.batch import PackedBatch
@@ -175,7 +175,7 @@ def grpo(
         if publishes:
             _publish_first(engine, publisher)
         for each in loggers:
-            if isinstance(each, JsonLines) and progress.step:
+            if isinstance(each, (JsonLines, TensorBoard)) and progress.step:
                 each.continue_after(progress.step)
         trainer = _Trainer(
             engine,

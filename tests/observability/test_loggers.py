@@ -95,8 +95,8 @@ def test_scalars_are_written_for_tensorboard(monkeypatch, tmp_path):
     seen = []
 
     class SummaryWriter:
-        def __init__(self, directory):
-            seen.append(directory)
+        def __init__(self, directory, **options):
+            seen.append((directory, options))
 
         def add_scalar(self, name, value, step):
             seen.append((name, value, step))
@@ -108,7 +108,9 @@ def test_scalars_are_written_for_tensorboard(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
     with TensorBoard(tmp_path) as logger:
         logger.log(3, VALUES)
-    assert seen == [str(tmp_path), ("loss", 0.5, 3), ("ratio/ess", 0.25, 3), "close"]
+        logger.continue_after(2)
+    written = [(str(tmp_path), {}), ("loss", 0.5, 3), ("ratio/ess", 0.25, 3), "close"]
+    assert seen == [*written, (str(tmp_path), {"purge_step": 3}), "close"]
 
 
 def test_a_logger_is_opened_by_its_name(tmp_path, calls):
