@@ -97,6 +97,7 @@ def print_budget(model: str, *, sequences: int, context: int, gpu_gib: float, co
         f"{gpu_gib:.0f} GiB on one GPU\n"
         f"engine: {_gib(budget.weight_bytes)} per slot, {_gib(budget.kv_bytes)} for all keys and values (with less, "
         f"sequences wait), {_gib(budget.state_bytes)} for states of layers, about {_gib(FIXED_BYTES)} for CUDA",
+        markup=False,
         highlight=False,
     )
     table = Table("trainer", "its memory", "2 slots leave", "slots=1 leaves")

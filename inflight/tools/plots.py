@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from inflight.core.files import replacing
 
@@ -19,7 +20,7 @@ SMOOTHING_STEPS = 10
 
 def new_table(title: str, *columns: str, left: str | None = None) -> Table:
     """Make a table. The numbers are aligned to the right, and the column `left` to the left."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title, "table.title"), title_justify="left")  # no markup
     for name in columns:
         table.add_column(name, justify="left" if name == left else "right")
     return table

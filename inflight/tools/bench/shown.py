@@ -29,11 +29,11 @@ def show(console: Console, result: dict[str, Any], options: Any) -> None:
     shown = new_table(", ".join([f"bench {result['bench']}", *changed]), "result", *used, left="result")
     for name, row in rows.items():
         shown.add_row(name, *(row.get(column, "") for column in used))
-    console.print(shown)
+    console.print(shown, markup=False)
     for key, records in measured.items():
         if is_records(records):
             columns = [dict(values_of(record)) for record in records]
             shown = new_table("", key, *("" for _ in columns), left=key)
             for name in dict.fromkeys(name for column in columns for name in column):
                 shown.add_row(name, *(figure_text(name, column.get(name, "")) for column in columns))
-            console.print(shown)
+            console.print(shown, markup=False)

@@ -17,13 +17,15 @@ def test_values_percentiles_and_records_are_shown_and_the_title_has_the_options_
         "steps": 9,
         "host_ms": host_ms,
         "ratio": None,
+        "engine": "from runs/[/a]",
         "wait_share": {"p50": 0.055},
         "points": points,
     }
     out = io.StringIO()
-    show(Console(file=out, width=100), result, HostOptions(steps=9))
+    show(Console(file=out, width=100), result, HostOptions(steps=9, model="[/b]"))
     lines = [line.replace("│", " ").split() for line in out.getvalue().splitlines()]
-    assert ["bench", "host,", "steps", "9"] in lines
+    assert ["bench", "host,", "model", "[/b],", "steps", "9"] in lines
+    assert ["engine", "from", "runs/[/a]"] in lines  # text is no markup
     assert ["host_ms", "0.25", "0.5"] in lines
     assert ["ratio", "–"] in lines
     assert ["sequences", "7", "64"] in lines
