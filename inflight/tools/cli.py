@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from inflight.core.extras import needing
 from inflight.core.garbage import without_full_collections
@@ -102,7 +103,7 @@ def serve(model: ServedModel, options: ServerOptions) -> None:
     engine_options = model.engine_options()
     listening = listen(options.host, options.port)  # a port or a model that is not there is refused before loading
     check_model(engine_options)
-    with console.status(f"loading {model.model}"):
+    with console.status(Text(f"loading {model.model}")):
         engine = Engine(engine_options)
     log_engine(engine.info)
     with engine, HttpServer(engine, options, listening) as server, without_full_collections():
@@ -134,6 +135,9 @@ def doctor(options: DoctorOptions) -> None:
     from inflight.tools.doctor import gpu_gib, print_report
 
     if not options.model:
+        for field in fields(options):
+            if getattr(options, field.name) != field.default:
+                raise ValueError(f"--{field.name.replace('_', '-')} is for the memory of a model; add --model")
         raise typer.Exit(print_report(console))
     from inflight.tools.memory_budget import print_budget
 

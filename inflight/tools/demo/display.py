@@ -45,6 +45,8 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
         console.print(f"{name:18} {spread(name)}")
     seconds_rl = number(summary["seconds_rl"], ".0f")
     console.print(f"time               {summary['seconds']:.0f} s, {seconds_rl} s of them reinforcement learning")
+    if after_step := summary["resumed_after_step"]:
+        console.print(f"resumed            after step {after_step}; swaps, ages and times are of the steps since then")
 
 
 def plot(path: Path, steps: Sequence[Mapping[str, float]], *, title: str, accuracy_before: float) -> None:

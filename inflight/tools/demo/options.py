@@ -58,4 +58,4 @@ class DemoOptions(ModelChoice):
     write into the directory of the run, and trackio into its own."""
     resume: Path | None = option(None, metavar="DIR", panel="Output")
     """Directory of a killed or interrupted run to continue from its newest checkpoint. Its options are used again,
-    except --device, --web and --json."""
+    except --device, --web, --web-port and --json. --steps makes the run longer."""

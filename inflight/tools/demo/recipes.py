@@ -1,6 +1,6 @@
 """Settings of training that fit a model and its task; options of the command replace some of them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from inflight.core.errors import InflightError
 from inflight.tools.demo.options import DemoOptions
@@ -54,12 +54,32 @@ REAL = Recipe(
 )
 
 
+_NOT_WITH = {
+    "real": (("model", "task", "data", "warmup_steps", "max_tokens"), "--real chooses model, task and lengths itself"),
+    "data": (("task",), "--data takes the place of --task"),
+    "sync": (("ahead",), "--sync generates no batch ahead"),
+}
+"""Options, with the options that they do not go with and the reason."""
+_OF_A_RESUMED_RUN = ("resume", "steps", "device", "web", "web_port")
+
+
+def check_options(options: DemoOptions) -> None:
+    """Raise InflightError for options that would have no effect, by name."""
+    given = [one.name for one in fields(options) if getattr(options, one.name) != one.default]
+    for name, (others, reason) in _NOT_WITH.items():
+        for other in others if name in given else ():
+            if other in given:
+                raise InflightError(f"{reason}; leave out {_flag(other)}")
+    if options.resume:
+        for name in [one for one in given if one not in _OF_A_RESUMED_RUN]:
+            raise InflightError(f"--resume uses the options of the run again; leave out {_flag(name)}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def recipe_of(options: DemoOptions) -> Recipe:
-    """Return the settings of a run. Raises InflightError for an option that `--real` decides itself."""
-    if options.real:
-        unchanged = DemoOptions()
-        for name in ("model", "task", "data", "warmup_steps"):
-            if getattr(options, name) != getattr(unchanged, name):
-                raise InflightError(f"--real chooses model and task itself; leave out --{name.replace('_', '-')}")
+    """Return the settings of a run."""
     given = {name: getattr(options, name) for name in ("steps", "groups_per_step", "learning_rate")}
     return replace(REAL if options.real else SMALL, **{k: v for k, v in given.items() if v is not None})

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
+from inflight.core.extras import install_hint
 from inflight.core.files import file_errors
 from inflight.core.garbage import without_full_collections
 from inflight.core.rollout import Rollout
@@ -43,7 +45,7 @@ from inflight.tools.demo.options import DemoOptions
 from inflight.tools.demo.real import MODEL as REAL_MODEL
 from inflight.tools.demo.real import TASK as REAL_TASK
 from inflight.tools.demo.real import freeze_lower_layers, load_real, real_task
-from inflight.tools.demo.recipes import Recipe, recipe_of
+from inflight.tools.demo.recipes import Recipe, check_options, recipe_of
 from inflight.tools.demo.start import ANSWER_TOKENS, PROMPT_TOKENS, RECIPE, load_start, starts_from_file
 from inflight.tools.demo.tasks import Task, file_task, gym_task
 from inflight.tools.demo.trainer import (
@@ -77,6 +79,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     so far. Raises InflightError.
     """
     disable_progress_bar()  # of Transformers; the run has its own
+    check_options(options)
     checkpoint = newest_checkpoint(options.resume) if options.resume else None
     if checkpoint is not None:
         options = _options_of(checkpoint, options)
@@ -90,7 +93,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     mode = "sync" if options.sync else "inflight"
     out = options.out or Path("runs") / f"{task_name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
     options = replace(options, out=out)
-    _prepare(out, keep=checkpoint is not None)
+    _check_writable(out)
     torch.manual_seed(options.seed)
     device = resolve_device(options.device)
     began_ns = now_ns()
@@ -132,10 +135,13 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
             ) as engine,
         ):
             task = making.result()
+            if checkpoint is None:
+                _remove_run(out)  # only now, because a start can fail
             example = task.train[0]
             console.print(
                 f"{task.name}: {_text(example)!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts "
                 f"to train on, {len(task.held_out)} held out; {name}, {_parameters(model)} parameters, {device.type}",
+                markup=False,
                 highlight=False,
                 soft_wrap=True,
             )
@@ -153,15 +159,19 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         "seconds": (now_ns() - began_ns) / 1e9,
         "environment": environment(),
     }
+    can_plot = find_spec("matplotlib") is not None
     with _writing(out):
         write_json(out / "summary.json", summary)
-        if run.steps and run.accuracy_before is not None:
+        if run.steps and run.accuracy_before is not None and can_plot:
             plot(out / "demo.png", run.steps, title=title, accuracy_before=run.accuracy_before)
     print_summary(console, summary)
-    console.print(f"written            {out}/steps.jsonl, events.jsonl, summary.json, demo.png")
-    console.print(f"to look at it      inflight watch {out}", highlight=False)
+    if not can_plot:
+        console.print(f"no plot            matplotlib is not installed: {install_hint('demo')}", markup=False)
+    written = ", ".join(name for name in (_STEPS, EVENTS_FILE, "summary.json", "demo.png") if (out / name).exists())
+    console.print(f"written            {out}/{written}", markup=False, soft_wrap=True)
+    console.print(f"to look at it      inflight watch {out}", markup=False, highlight=False, soft_wrap=True)
     if run.interrupted and checkpoints(out):
-        console.print(f"to go on           inflight demo --resume {out}")
+        console.print(f"to go on           inflight demo --resume {out}", markup=False, soft_wrap=True)
     return summary
 
 
@@ -196,7 +206,14 @@ def _options_of(checkpoint: Path, given: DemoOptions) -> DemoOptions:
         )
     except (OSError, msgspec.DecodeError) as error:
         raise InflightError(f"cannot continue from {checkpoint}: {error}") from error
-    return replace(found, device=given.device, web=given.web, web_port=given.web_port, out=checkpoint.parent)
+    return replace(
+        found,
+        steps=given.steps or found.steps,
+        device=given.device,
+        web=given.web,
+        web_port=given.web_port,
+        out=checkpoint.parent,
+    )
 
 
 def _make_task(options: DemoOptions) -> Task:
@@ -207,16 +224,22 @@ def _make_task(options: DemoOptions) -> Task:
     return gym_task(options.task, seed=options.seed, max_tokens=options.max_tokens)
 
 
-def _prepare(out: Path, *, keep: bool) -> None:
-    """Make a writable directory with an empty file for steps, unless `keep`. Raises InflightError before the run
-    starts."""
+def _check_writable(out: Path) -> None:
+    """Make a directory, and write to it. Raises InflightError."""
+    probe = out / ".probe"
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        if not keep:
-            remove_checkpoints(out)  # of another run
-            (out / EVENTS_FILE).unlink(missing_ok=True)
-            (out / _STEPS).write_text("\n")  # of a full file system, an empty file would tell nothing
-            (out / _STEPS).write_text("")
+        probe.write_text("\n")  # a full file system accepts an empty file
+        probe.unlink()
+
+
+def _remove_run(out: Path) -> None:
+    """Remove the files of an earlier run, and leave an empty file for steps."""
+    with _writing(out):
+        remove_checkpoints(out)
+        for name in (EVENTS_FILE, "summary.json", "demo.png"):
+            (out / name).unlink(missing_ok=True)
+        (out / _STEPS).write_text("")
 
 
 def _writing(out: Path) -> AbstractContextManager[None]:
@@ -252,6 +275,8 @@ class _Run:
         self.resumed_after_step = 0
         self._dropped = Dropped()
         self._began_ns = 0
+        self._resumed_after_s = 0.0
+        self._num_tokens, self._num_evaluation_tokens = 0, 0
 
     def train(self, engine: Engine, model: PreTrainedModel, checkpoint: Path | None) -> None:
         """checkpoint: checkpoint to continue from."""
@@ -303,38 +328,51 @@ class _Run:
                         self._progress("evaluation")
                         self.accuracy_after = self._evaluate(engine, "after")
                         self.steps[-1]["accuracy"] = self.accuracy_after
-                        recorder.log(recipe.steps, {"accuracy": self.accuracy_after})
+                        self._log_accuracy(recipe.steps, self.accuracy_after, recorder, self._lines)
         except KeyboardInterrupt:
             self.interrupted = True
 
     def _evaluate(self, engine: Engine, when: str) -> float:
         """Return the accuracy of all held-out prompts, and keep the first answers."""
-        rollouts = held_out_answers(engine, self._task, self._task.held_out)
+        rollouts = self._held_out_answers(engine, self._task.held_out)
         for example, answer, rollout in zip(self._task.held_out, self.answers, rollouts, strict=False):
             answer |= {"question": _text(example), "expected": example.metadata["answer"], when: rollout.text}
         return accuracy_of(self._task, rollouts)
+
+    def _held_out_answers(self, engine: Engine, examples: Sequence[Example]) -> list[Rollout]:
+        rollouts = held_out_answers(engine, self._task, examples)
+        self._num_evaluation_tokens += sum(len(rollout.token_ids) for rollout in rollouts)
+        return rollouts
+
+    def _log_accuracy(self, step: int, accuracy: float, *more: Logger) -> None:
+        for each in (*self._loggers, *more):
+            each.log(step, {"accuracy": accuracy})
 
     def _followed(self, engine: Engine, reports: Iterator[StepReport], recorder: RunRecorder) -> Iterator[StepReport]:
         """Yield the reports. Each is recorded, and some steps are evaluated."""
         task, recipe = self._task, self._recipe
         if not self.resumed_after_step and self.accuracy_before is not None:
-            recorder.log(0, {"accuracy": self.accuracy_before})
-        last_ns, last_tokens = now_ns(), engine.stream.num_tokens
+            self._log_accuracy(0, self.accuracy_before, recorder)
+        first_tokens = last_tokens = engine.stream.num_tokens - self._num_evaluation_tokens
+        last_ns = now_ns()
         for report in reports:
-            tokens, seconds = engine.stream.num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
-            last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
+            num_tokens = engine.stream.num_tokens - self._num_evaluation_tokens
+            tokens, seconds = num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
+            last_tokens, last_ns, self._num_tokens = num_tokens, report.finished_ns, num_tokens - first_tokens
             measured = {"seconds": (report.finished_ns - self._began_ns) / 1e9, "tokens_per_s": tokens / seconds}
             if (swap_ms := engine.staleness.last_swap_ms) is not None:
                 measured["swap_ms"] = swap_ms
             if report.step % recipe.evaluate_every == 0 and report.step < recipe.steps:
-                measured["accuracy"] = held_out_accuracy(engine, task, task.held_out[: recipe.quick_evaluation])
-                recorder.log(report.step, {"accuracy": measured["accuracy"]})
+                rollouts = self._held_out_answers(engine, task.held_out[: recipe.quick_evaluation])
+                measured["accuracy"] = accuracy_of(task, rollouts)
+                self._log_accuracy(report.step, measured["accuracy"], recorder)
             self._record(report, measured)
             yield report
 
     def summary(self, engine: Engine) -> dict[str, Any]:
-        seconds = self.steps[-1]["seconds"] if self.steps else None
-        tail, meter, num_tokens = self.steps[-10:], engine.staleness, engine.stream.num_tokens
+        """Return the results of the run. Times, tokens, swaps and ages are those since the start or the resume."""
+        seconds = self.steps[-1]["seconds"] - self._resumed_after_s if self.steps else None
+        tail, meter, num_tokens = self.steps[-10:], engine.staleness, self._num_tokens
         return {
             "accuracy_before": self.accuracy_before,
             "accuracy_after": self.accuracy_after,
@@ -371,8 +409,12 @@ class _Run:
         self.accuracy_before, self.answers = run.progress["accuracy_before"], run.progress["answers"]
         self.resumed_after_step = run.progress["grpo"]["step"]
         self._lines.continue_after(self.resumed_after_step)
-        self.steps = [json.loads(line) for line in (self._out / _STEPS).read_text().splitlines()]
-        self._began_ns -= int(self.steps[-1]["seconds"] * 1e9)
+        by_step: dict[int, dict[str, float]] = {}
+        for line in map(json.loads, (self._out / _STEPS).read_text().splitlines()):
+            by_step.setdefault(line["step"], {}).update(line)  # the last accuracy has its own line
+        self.steps = [*by_step.values()]
+        self._resumed_after_s = self.steps[-1]["seconds"] if self.steps else 0.0
+        self._began_ns -= int(self._resumed_after_s * 1e9)
 
     def _record(self, report: StepReport, measured: dict[str, float]) -> None:
         numbers, self._dropped = report.as_dict() | measured, report.dropped

@@ -11,7 +11,7 @@ import pytest
 from waiting import PATIENCE_S
 
 from inflight.core.errors import InflightError
-from inflight.tools.demo.run import _prepare
+from inflight.tools.demo.run import _check_writable, _remove_run
 from inflight.tools.environment import write_json
 
 
@@ -43,16 +43,16 @@ def test_a_directory_that_cannot_be_written_to_is_told_before_the_run(tmp_path):
 
 
 def test_a_full_file_system_is_told_before_the_run(tmp_path):
-    (tmp_path / "steps.jsonl").symlink_to("/dev/full")
+    (tmp_path / ".probe").symlink_to("/dev/full")
     with pytest.raises(InflightError, match=f"cannot write to {tmp_path}: {os.strerror(errno.ENOSPC)}"):
-        _prepare(tmp_path, keep=False)
+        _check_writable(tmp_path)
 
 
 def test_a_new_run_removes_the_checkpoints_of_the_demo_alone(tmp_path):
     (tmp_path / "checkpoint-000020").mkdir()
     (tmp_path / "checkpoint-000020" / "demo.json").write_text("{}")
     (tmp_path / "checkpoint-500").mkdir()  # as other trainers name theirs
-    _prepare(tmp_path, keep=False)
+    _remove_run(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-500", "steps.jsonl"]
 
 

@@ -17,7 +17,7 @@ from inflight.core.errors import InflightError, MissingPackageError, ModelLoadEr
 from inflight.tools.demo import real, run
 from inflight.tools.demo.options import DemoOptions
 from inflight.tools.demo.real import INSTALL, freeze_lower_layers, load_real, real_task
-from inflight.tools.demo.recipes import REAL, SMALL, recipe_of
+from inflight.tools.demo.recipes import REAL, SMALL, check_options, recipe_of
 from inflight.tools.demo.trainer import load_trainer, require_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -95,7 +95,7 @@ def test_make_installs_what_the_message_says():
 def test_options_that_the_real_model_decides_are_refused(given):
     name = next(iter(given)).replace("_", "-")
     with pytest.raises(InflightError, match=f"leave out --{name}"):
-        recipe_of(DemoOptions(real=True, **given))
+        check_options(DemoOptions(real=True, **given))
 
 
 def test_options_replace_the_settings_of_a_recipe():
