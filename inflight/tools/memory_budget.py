@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from transformers import PreTrainedModel
 
 from inflight.engine.cache.transformers_states import TRANSFORMERS_STATES
 from inflight.engine.model.attention.latent import LatentHeads
@@ -58,24 +59,33 @@ def budget_of(model: str, *, sequences: int, context: int) -> Budget:
         made = auto_class(config).from_config(config, dtype=torch.bfloat16)
     num_parameters = _num_parameters(made)
     drop_towers(made)
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    layer_types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    num_attention = sum(layer_type not in _WITHOUT_KEYS for layer_type in layer_types)
-    token_dim = _latent_dim(made) or 2 * num_attention * heads * head_dim
     return Budget(
         num_parameters,
         _num_parameters(made) * BF16_BYTES,
-        sequences * context * token_dim * BF16_BYTES,
+        sequences * context * sum(cached_dims(made)) * BF16_BYTES,
         2 * sequences * _state_bytes(made),
     )
 
 
-def _latent_dim(model: nn.Module) -> int:
-    """Return the numbers that all layers with latent attention keep of a token. 0 if there are none."""
-    parts: list[Any] = [module for module in model.modules() if LatentHeads.of(module) is not None]
-    return sum(part.kv_lora_rank + part.qk_rope_head_dim for part in parts)
+def cached_dims(model: PreTrainedModel) -> list[int]:
+    """Return the numbers that each attention layer keeps of a token. They come from the sizes of its projections of
+    keys and values if every layer has both or the configuration has no common size, else from the configuration."""
+    parts: list[Any] = [*model.modules()]
+    if latent := [one.kv_lora_rank + one.qk_rope_head_dim for one in parts if LatentHeads.of(one) is not None]:
+        return latent
+    keys = [one for one in parts if isinstance(getattr(one, "k_proj", None), nn.Linear)]
+    keys = [one for one in keys if not TRANSFORMERS_STATES.detect(one)]
+    values = [getattr(one, "v_proj", None) or one.k_proj for one in keys]  # Some layers have no own values.
+    projected = [one.k_proj.out_features + value.out_features for one, value in zip(keys, values, strict=True)]
+    text: Any = model.config.get_text_config()
+    try:
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    except Exception:  # Transformers' own if sizes differ by layer (Gemma 4), AttributeError without heads (Mamba)
+        return projected
+    layer_types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    num_attention = sum(layer_type not in _WITHOUT_KEYS for layer_type in layer_types)
+    return projected if len(projected) == num_attention else [2 * heads * head_dim] * num_attention
 
 
 def _state_bytes(model: nn.Module) -> int:

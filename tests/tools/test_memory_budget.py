@@ -1,6 +1,7 @@
 """The memory that `inflight doctor --model` prints is the memory that engine and trainer take."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from inflight.core.errors import ModelLoadError
 from inflight.engine.cache.classify import classify_layers
 from inflight.engine.model.loading import load_model
 from inflight.engine.model.shapes import shape_config
-from inflight.tools.memory_budget import BF16_BYTES, GIB, TRAINERS, Budget, budget_of, print_budget
+from inflight.tools.bench.options import ThroughputOptions
+from inflight.tools.bench.peers import make_setup
+from inflight.tools.bench.throughput import _mbu
+from inflight.tools.memory_budget import BF16_BYTES, GIB, TRAINERS, Budget, budget_of, cached_dims, print_budget
 from inflight.weights.tensors import layout_of
 
 
@@ -80,3 +84,29 @@ def test_what_fits_is_printed(capsys):
 def test_a_model_that_is_none_is_refused(tmp_path):
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         budget_of(str(tmp_path), sequences=1, context=1)
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "mimo_v2_flash", "mamba"])
+def test_layers_of_different_sizes_keep_their_own(name, tmp_path):
+    model = AutoModelForCausalLM.from_config(tiny_config(name))
+    model.save_pretrained(tmp_path)
+    layers = classify_layers(load_model(str(tmp_path), dtype=None, device=torch.device("cpu"), seed=0)).attention
+    assert sum(cached_dims(model)) == sum(layer.token_dim for layer in layers)
+    assert budget_of(str(tmp_path), sequences=3, context=10).kv_bytes == 60 * sum(cached_dims(model))
+    if layers:
+        setup = make_setup(ThroughputOptions(model=str(tmp_path), device="cpu"), 1, 64, threads=1, directory=None)
+        assert setup.kv_bytes_per_token >= sum(layer.token_dim * layer.dtype.itemsize for layer in layers)
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("tiny", True), ("tiny-moe", False), ("tiny-hybrid", False)])
+def test_the_bandwidth_of_a_model_is_given_if_all_of_its_reads_are_counted(name, is_known):
+    config = shape_config(name)
+    setup = make_setup(ThroughputOptions(model=name, device="cpu"), 1, 64, threads=1, directory=None)
+    point = {"decode_step_s": 1.0, "context_tokens": 100}
+    hello = SimpleNamespace(copy_gb_s=1e-9)
+    read_bytes = _mbu(point, config, setup, hello)  # pyright: ignore[reportArgumentType]
+    assert (read_bytes is not None) == is_known
+    if is_known:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        assert read_bytes == 4 * (sum(p.numel() for p in model.parameters()) + 100 * sum(cached_dims(model)))

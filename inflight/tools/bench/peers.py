@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from inflight.core.errors import FileWriteError, InflightError
 from inflight.core.files import file_errors
 from inflight.core.version import PACKAGE
+from inflight.engine.model.checkpoints import auto_class
 from inflight.engine.model.device import resolve_device
 from inflight.engine.model.loading import load_config, resolve_dtype
 from inflight.engine.model.shapes import SHAPES
 from inflight.tools.bench.options import EngineChoice, SwapOptions, ThroughputOptions
 from inflight.tools.bench.peer_worker import Hello, Job, Run, Setup, random_requests
+from inflight.tools.memory_budget import cached_dims
 
 OURS = "inflight"
 OURS_ON_VLLM = "inflight_vllm"
@@ -117,8 +119,8 @@ def make_setup(
         if device == "cuda":
             torch.cuda.empty_cache()  # the workers measure the free memory
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    with torch.device("meta"):
+        token_dim = max(cached_dims(auto_class(config).from_config(config, dtype=dtype)), default=0)
     return Setup(
         model=str(path.resolve()) if path.is_dir() else settings.model,
         device=device,
@@ -126,7 +128,7 @@ def make_setup(
         vocab_size=text.vocab_size,
         max_sequences=sequences,
         max_context=context,
-        kv_bytes_per_token=2 * text.num_hidden_layers * kv_heads * head_dim * dtype.itemsize,
+        kv_bytes_per_token=text.num_hidden_layers * token_dim * dtype.itemsize,
         threads=threads,
         seed=settings.seed,
     )

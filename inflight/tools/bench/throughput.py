@@ -14,12 +14,15 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
+from inflight.engine.cache.transformers_states import TRANSFORMERS_STATES
+from inflight.engine.model.checkpoints import auto_class
 from inflight.engine.model.loading import load_config
 from inflight.tools.bench.options import ThroughputOptions
 from inflight.tools.bench.peer_worker import Hello, Job, Run, Setup
 from inflight.tools.bench.peers import OURS, OURS_ON_VLLM, Worker, interpreter, make_setup
+from inflight.tools.memory_budget import cached_dims
 from inflight.tools.progress import Progress, parts_of, untold
 
 SETTLE_S = 0.5
@@ -167,16 +170,14 @@ def _summary(runs: list[Run]) -> dict[str, Any]:
     }
 
 
-def _weight_bytes_per_step(config: PretrainedConfig, dtype: torch.dtype) -> int:
+def _weight_bytes_per_step(model: PreTrainedModel) -> int:
     """Return the bytes of all weights. An input embedding that is not also the output embedding is left out, because a
     step reads few of its rows."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     if head is not None and head.weight is not embedding.weight:
         num_weights -= embedding.weight.numel()
-    return num_weights * dtype.itemsize
+    return num_weights * model.dtype.itemsize
 
 
 def _mbu(point: dict[str, Any], config: PretrainedConfig, setup: Setup, hello: Hello) -> float | None:
@@ -184,12 +185,14 @@ def _mbu(point: dict[str, Any], config: PretrainedConfig, setup: Setup, hello: H
     a copy.
 
     The bytes of a copy are read bytes and written bytes. None on a CPU, and for models with varying reads per step:
-    mixtures of experts, and sliding windows.
+    mixtures of experts, sliding windows, and layers with a state or of different sizes.
     """
-    text = config.get_text_config()
-    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts"))
-    if not hello.copy_gb_s or not point["decode_step_s"] or has_experts or getattr(text, "sliding_window", None):
+    if not hello.copy_gb_s or not point["decode_step_s"]:
+        return None
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, dtype=getattr(torch, setup.dtype))
+    varies = any(hasattr(module, "experts") or TRANSFORMERS_STATES.detect(module) for module in model.modules())
+    if varies or len(set(cached_dims(model))) != 1 or getattr(config.get_text_config(), "sliding_window", None):
         return None
     kv_bytes = point["context_tokens"] * setup.kv_bytes_per_token
-    read_bytes = _weight_bytes_per_step(config, getattr(torch, setup.dtype)) + kv_bytes
-    return read_bytes / point["decode_step_s"] / (hello.copy_gb_s * 1e9)
+    return (_weight_bytes_per_step(model) + kv_bytes) / point["decode_step_s"] / (hello.copy_gb_s * 1e9)
