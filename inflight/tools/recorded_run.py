@@ -10,7 +10,7 @@ from statistics import fmean, median
 import numpy as np
 
 from inflight.observability.events import Began, Consumed, Engine, Event, Step, Swapped, read_events
-from inflight.tools.plots import smoothed
+from inflight.tools.plots import SMOOTHING_STEPS, smoothed
 
 MEDIAN = ", median"
 """End of the names of numbers that are medians over the tokens of a step: ages in ms, and the lag in versions."""
@@ -57,7 +57,8 @@ class RecordedRun:
             shares = {f"engine: {state}": share for state, share in event.states.items()}
             self.activity[next(reversed(self.times))].update(shares)
         elif isinstance(event, Consumed):
-            self.consumed |= {f"{name}{MEDIAN}": percentiles[1] for name, percentiles in event.measures.items()}
+            measures = event.measures.items()
+            self.consumed |= {f"{name}{MEDIAN}": values[1] for name, values in measures if len(values) > 1}
         elif isinstance(event, Swapped):
             self.swaps["swap_ms"].append(event.swap_ms)
             self.swaps["stall_ms"].append(event.stall_ms)
@@ -100,25 +101,34 @@ class RecordedRun:
         curve = self.curve("reward")
         return float(curve[-1, 2]) if len(curve) else None
 
+    @property
+    def first_reward(self) -> float | None:
+        """The mean reward of the first SMOOTHING_STEPS steps; None for a run without rewards."""
+        curve = self.curve("reward")
+        return float(curve[:SMOOTHING_STEPS][-1, 2]) if len(curve) else None
+
     def reached(self, reward: float) -> tuple[int, float] | None:
         """Return the first step, and its seconds, at which the mean of the last ten rewards was at least `reward`; None
-        if it never was."""
-        curve = self.curve("reward")
+        if it never was. The first nine steps do not count."""
+        curve = self.curve("reward")[SMOOTHING_STEPS - 1 :]
         high = curve[curve[:, 2] >= reward]
         return (int(high[0, 0]), float(high[0, 1])) if len(high) else None
 
     def result(self) -> dict[str, float]:
-        """Return the run's figures under the names of `inflight bench`. Ages, lags and swaps are medians."""
+        """Return the run's figures. Those of `inflight bench` have the same name and meaning. Ages, lags and swaps are
+        medians."""
         seconds, steps = self.seconds, self.last_steps()
         num_steps = max(steps) - min(steps) + 1 if steps else 0  # a long record lacks some steps
         tokens = num_steps * fmean(self.numbers.get("num_tokens", {}).values() or [0.0])
+        waits = sum(spent["wait for rollouts"] for spent in self.activity.values())
+        has_spans = any(spent.keys() - {"seconds"} for spent in self.activity.values())
         accuracies = list(self.numbers.get("accuracy", {}).values())
         figures: dict[str, float | None] = {
             "steps": num_steps,
             "seconds": seconds,
             "steps_per_s": num_steps / seconds if seconds else None,
-            "tokens_per_s": tokens / seconds if seconds and tokens else None,
-            "trainer_wait_share": _median(self.numbers.get("lead/wait_share", {})),
+            "trained_tokens_per_s": tokens / seconds if seconds and tokens else None,
+            "trainer_wait_share": waits / seconds if seconds and has_spans else None,
             "age_over_bound": _median(self.numbers.get("staleness/age_over_bound", {})),
             "final_reward": self.final_reward,
             "accuracy_after": accuracies[-1] if accuracies else None,

@@ -18,7 +18,7 @@ MEASURES = {
     "token age, ms": "token_age_ms",
     "version lag": "version_lag",
     "accuracy": "accuracy_after",
-    "tokens/s": "tokens_per_s",
+    "trained tokens/s": "trained_tokens_per_s",
     "trainer waits": "trainer_wait_share",
 }
 """Columns of the first table, and their names in `RecordedRun.result`."""
@@ -46,13 +46,17 @@ _CHOICE = (
 
 class SettingsReport:
     """Comparison of the settings of recorded runs. target: reward to reach; None: 0.9 of the lowest mean final reward
-    of a setting, if it is positive."""
+    of a setting, if it is positive and above the mean of the first rewards."""
 
     def __init__(self, runs: Mapping[Path, RecordedRun], target: float | None = None):
         self.settings = settings_of(runs)
         rewards = [reward for one in self.settings if (reward := one.final_reward) is not None]
-        usual = TARGET_SHARE * min(rewards) if rewards and min(rewards) > 0 else None
-        self.target = usual if target is None else target
+        firsts = [
+            reward for one in self.settings for run in one.runs.values() if (reward := run.first_reward) is not None
+        ]
+        usual = TARGET_SHARE * min(rewards) if rewards else 0.0
+        learned = usual > 0 and usual > fmean(firsts)
+        self.target = target if target is not None or not learned else usual
         self._figures = [dict(_figures_of(setting, self.target)) for setting in self.settings]
 
     def html(self) -> str:

@@ -39,8 +39,9 @@ def record(
     for step, reward in enumerate(rewards, 1):
         ages = {"token_age_ms": [1.0, 40.0 + step, 90.0, 99.0], "version_lag": [0.0, 1.0, 2.0, 2.0]}
         took = None if step == 1 else seconds
+        spans = {"wait for rollouts": reward * took} if took and name == "lead/wait_share" else {}
         file.append([Consumed(time=step, num_tokens=9, measures=ages)])
-        file.append([Step(time=step, step=step, numbers={name: reward, "num_tokens": 100}, seconds=took)])
+        file.append([Step(time=step, step=step, numbers={name: reward, "num_tokens": 100}, seconds=took, spans=spans)])
         if step == restart_after:
             file.append([Consumed(time=step, num_tokens=9, measures={"token_age_ms": [7777.0] * 4})])
             file.append([Step(time=step, step=step + 1, numbers={name: 77.0}, seconds=seconds)])
@@ -200,7 +201,7 @@ def test_the_first_table_has_quality_speed_and_staleness_of_each_setting(tmp_pat
     assert rows["fast"]["reward"] == "1"
     assert rows["fast"]["token age, ms"] == "60.75 60.5 – 61"
     assert rows["fast"]["version lag"] == "1"
-    assert rows["fast"]["tokens/s"] == f"{text_of((4000 / 39 + 4100 / 40) / 2)} 102.5 – 102.6"
+    assert rows["fast"]["trained tokens/s"] == f"{text_of((4000 / 39 + 4100 / 40) / 2)} 102.5 – 102.6"
 
 
 def test_shares_are_percentages_wherever_they_are_shown(tmp_path):
@@ -213,13 +214,22 @@ def test_shares_are_percentages_wherever_they_are_shown(tmp_path):
     assert "Always the same: lead/wait_share 5.1%" in page_of(waits[:1], "one")
 
 
+def test_a_measure_without_a_median_is_left_out(tmp_path):
+    file = EventFile(record(tmp_path / "a", [0.5]), keep=True)
+    file.append(
+        [Consumed(time=2.0, num_tokens=0, measures={"token_age_ms": [1.0]}), Step(time=2.0, step=2, numbers={})]
+    )
+    file.close()
+    assert read_run(tmp_path / "a").result()["token_age_ms"] == 41.0
+
+
 def test_a_target_that_some_runs_reach(tmp_path):
     runs = [record(tmp_path / f"a-seed{s}", [top] * 20) for s, top in enumerate((0.5, 1.0, 1.0))]
     out = tmp_path / "page.html"
     done = CliRunner().invoke(app, ["report", *map(str, runs), "--target", "0.8", "--out", str(out)])
     assert done.exit_code == 0, done.output
-    assert columns_of(out.read_text())["a"]["steps to 0.8"] == "1 2 of 3 runs"
-    assert "a: 3 runs; reward 0.8333 (0.5 – 1); seconds to 0.8 0 (2 of 3 runs)" in done.stdout
+    assert columns_of(out.read_text())["a"]["steps to 0.8"] == "10 2 of 3 runs"
+    assert "a: 3 runs; reward 0.8333 (0.5 – 1); seconds to 0.8 9 (2 of 3 runs)" in done.stdout
     none = columns_of(page_of(runs, "", target=2.0))
     assert "seconds to 2" not in none["a"]
 
@@ -253,7 +263,7 @@ def test_numbers_that_only_some_runs_have_name_their_count(tmp_path):
     assert "a: a-seed1 logged no reward. Log it under this name" in page
 
 
-@pytest.mark.parametrize("rewards", [[], [-1.0, -2.0, -1.5]])
+@pytest.mark.parametrize("rewards", [[], [-1.0, -2.0, -1.5], [0.5] * 30, [0.9, 1.0]])
 def test_runs_without_a_target(tmp_path, rewards):
     page = page_of([record(tmp_path / "a-seed0", rewards, config={"seed": "0"})], "")
     assert "The target is" not in page

@@ -148,8 +148,10 @@ def check(settings: LearningOptions) -> None:
         raise ValueError("--modes must name at least one schedule, such as inflight,sync")
     for mode in settings.modes:
         resolve_schedule(mode)
-    if settings.sequences < GROUP_SIZE:
-        raise ValueError(f"--sequences must be at least one group of {GROUP_SIZE}, got {settings.sequences}")
+    if settings.sequences % GROUP_SIZE:
+        raise ValueError(
+            f"--sequences must be a multiple of {GROUP_SIZE}, the size of a group, got {settings.sequences}"
+        )
     if resolve(settings.objective).proximal == "recomputed":
         raise ValueError(
             f"objective {settings.objective!r} is for several optimizer steps per batch; these runs take one"

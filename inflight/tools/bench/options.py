@@ -88,7 +88,7 @@ class StalenessOptions(LoadChoice):
     """Measure the age of tokens at the optimizer step that uses them (docs/staleness.md)."""
 
     steps: int = option(40, min=1)
-    """Optimizer steps to measure. Each uses `sequences` sequences."""
+    """Optimizer steps to measure. Each uses `sequences` sequences, a multiple of 4."""
     mode: str = option("inflight")
     """Schedule of generation: during training (inflight), one batch ahead (one_step_off), alternately with training
     (sync), or a custom schedule (module:name)."""
@@ -170,7 +170,7 @@ class LearningOptions(EngineChoice):
     steps: int = option(200, min=1)
     """Optimizer steps of a run."""
     sequences: int = option(512, min=1)
-    """Rollouts of an optimizer step, in groups of 8."""
+    """Rollouts of an optimizer step, in groups of 8. A multiple of 8."""
     tokens: int = option(0, min=0)
     """Maximum number of tokens of an answer. 0: the length of the longest answer of the task."""
     objective: str = option("ppo_clip")

@@ -34,9 +34,14 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
     The result has {p50, p90, p99, max} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms, swap_ms and
     stall_ms, version_lag {p50, max}, steps_per_s, trainer_wait_share (the share of time in which the trainer waits for
     rollouts), age_over_bound (`TokenStaleness.age_over_bound`), the counts of tokens and swaps, the seconds of each
-    side by activity (trainer_s, engine_s), and the distribution of each measure (`spread`).
+    side by activity (trainer_s, engine_s), and the distribution of each measure (`spread`). Raises ValueError if
+    `sequences` is no multiple of 4.
     """
-    num_groups, device = max(1, settings.sequences // GROUP_SIZE), resolve_device(settings.device)
+    if settings.sequences % GROUP_SIZE:
+        raise ValueError(
+            f"--sequences must be a multiple of {GROUP_SIZE}, the size of a group, got {settings.sequences}"
+        )
+    num_groups, device = settings.sequences // GROUP_SIZE, resolve_device(settings.device)
     config = GRPOConfig(
         steps=WARM_UP_STEPS + settings.steps,
         groups_per_step=num_groups,

@@ -345,7 +345,7 @@ def _move_to(cores: set[int]) -> None:
 
 def _measure_peer(settings: SwapOptions, setup: Setup, directory: Path, progress: Progress) -> dict[str, Any]:
     if not settings.peer:
-        return {"peer_stall_ms": None, "peer_mode": None, "peer_versions": None}
+        return {"peer_stall_ms": None, "num_peer_stalls": None, "peer_mode": None, "peer_versions": None}
     progress(f"{settings.peer} is loading the model")
     with Worker(f"{settings.peer}_swap", setup, directory) as worker:
         hello = worker.wait_until_ready()
@@ -360,6 +360,7 @@ def _measure_peer(settings: SwapOptions, setup: Setup, directory: Path, progress
         detail = worker.run(job).detail
     return {
         "peer_stall_ms": {"p50": detail["stall_p50_ms"], "p99": detail["stall_p99_ms"]},
+        "num_peer_stalls": int(detail["num_stalls"]),
         "peer_mode": hello.mode,
         "peer_versions": hello.versions,
     }

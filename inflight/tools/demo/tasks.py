@@ -49,29 +49,38 @@ def file_task(path: Path, *, max_tokens: int) -> Task:
     """Read a JSON-lines file, each line {"prompt": …, "answer": …}; an answer scores 1 if it is equal, stripped, else
     0.
 
-    The last 256 lines, but at most a quarter, are held out. Raises TaskError, naming the line.
+    The last 256 prompts, but at most a quarter, are held out. Raises TaskError, naming the line.
     """
     examples = []
     with file_errors(TaskError, f"cannot read {path}"):
-        lines = path.read_text().splitlines()
+        data = path.read_bytes()
+    try:
+        lines = data.decode().split("\n")  # JSON text can contain other separators of lines
+    except UnicodeDecodeError as error:
+        number = data[: error.start].count(b"\n") + 1
+        raise TaskError(f"{path}, line {number} is not UTF-8: {error.reason}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
+            if row["prompt"] is None or row["answer"] is None:
+                raise TypeError("null")
             examples.append(Example(str(row["prompt"]), {"answer": str(row["answer"])}))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise TaskError(
                 f'{path}, line {number}: expected {{"prompt": "…", "answer": "…"}}, got {line[:80]!r}'
             ) from error
-    if len(examples) < 8:
-        raise TaskError(f"{path} has {len(examples)} examples; at least 8 are needed")
-    cut = len(examples) - min(256, len(examples) // 4)
+    by_prompt = {example.prompt: example for example in examples}
+    if len(by_prompt) < _LEAST_PROMPTS:
+        raise TaskError(f"{path} has {len(by_prompt)} different prompts; at least {_LEAST_PROMPTS} are needed")
+    held_out = dict([*by_prompt.items()][-min(256, len(by_prompt) // 4) :])
+    train = [example for example in examples if example.prompt not in held_out]
 
     def score(text: str, example: Example) -> float:
         return float(text.strip() == example.metadata["answer"].strip())
 
-    return Task(path.name, examples[:cut], examples[cut:], score, max_tokens)
+    return Task(path.name, train, [*held_out.values()], score, max_tokens)
 
 
 def gym_task(name: str, *, seed: int, max_tokens: int | None = None) -> Task:
@@ -79,7 +88,8 @@ def gym_task(name: str, *, seed: int, max_tokens: int | None = None) -> Task:
 
     An answer scores 1 if the task's own verifier gives it exactly 1.0, else 0. Partial credit is not used, because
     verifiers give it to answers that a reader would call wrong. Held-out prompts are drawn with another seed, and equal
-    training prompts are dropped. Raises TaskError if the task is unknown or not installed.
+    training prompts are dropped. At most as many as a quarter of the prompts are held out. Raises TaskError if the task
+    is unknown, not installed, or has fewer than 8 prompts.
     """
     try:
         import reasoning_gym
@@ -91,9 +101,14 @@ def gym_task(name: str, *, seed: int, max_tokens: int | None = None) -> Task:
     except (ValueError, KeyError, TypeError) as error:
         raise TaskError(f"reasoning-gym cannot make task {name!r}: {error}") from error
     write_prompt, default_tokens = _FORMATS.get(name, (_question, 64))
-    test_entries = _by_prompt(test, write_prompt, _HELD_OUT)
+    train_entries = _by_prompt(train, write_prompt)
+    if len(train_entries) < _LEAST_PROMPTS:
+        raise TaskError(
+            f"task {name!r} has {len(train_entries)} different prompts; at least {_LEAST_PROMPTS} are needed"
+        )
+    test_entries = _by_prompt(test, write_prompt, min(_HELD_OUT, len(train_entries) // 4))
     taken = {prompt.lower() for prompt in test_entries}
-    train_entries = {p: e for p, e in _by_prompt(train, write_prompt).items() if p.lower() not in taken}
+    train_entries = {p: e for p, e in train_entries.items() if p.lower() not in taken}
     entries = train_entries | test_entries
 
     def score(text: str, example: Example) -> float:
@@ -122,6 +137,7 @@ def _question(entry: Any) -> str:
 
 
 _HELD_OUT = 512
+_LEAST_PROMPTS = 8
 _FORMATS: dict[str, tuple[Callable[[Any], str], int]] = {
     "spell_backward": (lambda entry: f"{entry['metadata']['word']} -> ", 12)
 }

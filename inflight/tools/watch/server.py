@@ -62,7 +62,7 @@ class PageServer(HttpThread):
         listening = listen(host, port)
         super().__init__(
             listening,
-            make_page_app(source, hosts=names_of(listening)),
+            make_page_app(source, hosts=names_of(listening, host)),
             host=host,
             name="inflight-watch",
             grace_s=_GRACE_S,
@@ -77,11 +77,11 @@ class PageServer(HttpThread):
             self._thread.join(0.2)
 
 
-def names_of(listening: socket.socket) -> list[str]:
-    """Return the names for which browsers get a response: this machine's names if only this machine can connect,
-    otherwise any."""
+def names_of(listening: socket.socket, host: str) -> list[str]:
+    """Return the names for which browsers get a response: this machine's names and `host` if only this machine can
+    connect, otherwise any."""
     bound = listening.getsockname()[0]
     if not ipaddress.ip_address(bound).is_loopback:
         return ["*"]
     # Older versions of starlette take the part up to the first colon for the name, here of an IPv6 address.
-    return ["127.0.0.1", "localhost", *([f"[{bound}]", "["] if ":" in bound else [bound])]
+    return ["127.0.0.1", "localhost", host.lower(), *([f"[{bound}]", "["] if ":" in bound else [bound])]

@@ -43,7 +43,7 @@ def test_bench_learning_compares_the_schedules(tmp_path):
     ("arguments", "message"),
     [
         (["--modes", "sync,async"], "unknown schedule 'async'; choose inflight, sync, one_step_off"),
-        (["--sequences", "3"], "--sequences must be at least one group of 8, got 3"),
+        (["--sequences", "3"], "--sequences must be a multiple of 8, the size of a group, got 3"),
         (["--objective", "hope"], "unknown objective 'hope'"),
         (["--objective", "decoupled_ppo"], "'decoupled_ppo' is for several optimizer steps per batch"),
         (["--seeds", "x"], "--seeds must be one or more numbers such as 1,8,32, got 'x'"),
