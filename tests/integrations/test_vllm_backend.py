@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pretend_vllm import END, MEDIA, PretendCore, make_pretender
+from transformers import PretrainedConfig
 
 import inflight
 from inflight.core.errors import BackendError, DeviceMemoryError, InvalidRequestError, ProtocolError
@@ -17,7 +18,12 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.sequence import Sequence
 from inflight.engine.process.process import state_of
-from inflight.integrations.vllm_backend.arguments import _memory_share, check_options, set_environment
+from inflight.integrations.vllm_backend.arguments import (
+    _memory_share,
+    arguments_of,
+    check_options,
+    set_environment,
+)
 from inflight.integrations.vllm_backend.build import _check_version, start
 from inflight.integrations.vllm_backend.columns import ASKED, ColumnRecorder, asked
 from inflight.integrations.vllm_backend.sampling import request_arguments
@@ -369,6 +375,8 @@ def test_sampling_parameters_of_vllm():
         (SamplingParams(top_p=0.5, min_p=0.1), "top_p together with min_p"),
         (SamplingParams(repetition_penalty=1.1, logit_bias={1: 1.0}), "repetition_penalty together"),
         (SamplingParams(columns=("margin",)), "columns"),
+        (SamplingParams(temperature=2.5), "temperature 2.5: vLLM takes 0, or 0.01 to 2"),
+        (SamplingParams(temperature=0.001), "temperature 0.001"),
     ],
 )
 def test_requests_that_vllm_cannot_serve(engine, params, message):
@@ -378,6 +386,47 @@ def test_requests_that_vllm_cannot_serve(engine, params, message):
         with pytest.raises(InvalidRequestError, match="asks for a version: vLLM holds the live weights alone"):
             engine.requests.submit([Prompt([1], SamplingParams(), version=version)])
     assert not engine.has_work
+
+
+def test_a_request_that_vllm_refuses_later_ends_alone(engine, core, monkeypatch, caplog):
+    add = core.add_request
+
+    def picky(request):
+        if request.token_ids == [1]:
+            raise ValueError("not this one")
+        add(request)
+
+    monkeypatch.setattr(core, "add_request", picky)
+    engine.requests.submit([Prompt([1], SamplingParams(max_tokens=3, n=3)), Prompt([2], SamplingParams(max_tokens=3))])
+    assert sorted(r.finish_reason for r in run(engine)) == ["error"] * 3 + ["length"]
+    assert "ValueError: not this one" in caplog.text
+    assert not engine.has_work
+    assert not core.aborted
+
+
+def test_preemptions_of_ended_requests_stay_counted(engine, core):
+    engine.requests.submit([Prompt([1], SamplingParams(max_tokens=3, n=2))])
+    engine.step()
+    for request in core.requests.values():
+        request.num_preemptions = 2
+    run(engine)
+    assert not core.requests
+    assert engine.load().num_preemptions == 4
+
+
+def test_cancelled_sequences_leave_the_queue(engine):
+    engine.requests.submit([Prompt([1], SamplingParams(max_tokens=30, n=4))])
+    [gone] = engine.requests.submit([Prompt([2], SamplingParams(max_tokens=3, n=500))])
+    engine.step()
+    engine.requests.cancel([gone])
+    assert sum(map(len, engine.scheduler._backlog._queues.values())) < 100
+
+
+def test_a_chosen_share_of_a_gpu_stays_where_little_is_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, 80 * GIB))
+    options = EngineOptions("tiny", backend="vllm", vllm={"gpu_memory_utilization": 0.4})
+    arguments = arguments_of(options, "tiny", PretrainedConfig(), torch.float32, torch.device("cuda"), 6 * GIB)
+    assert arguments["gpu_memory_utilization"] == 0.4
 
 
 @pytest.mark.parametrize(

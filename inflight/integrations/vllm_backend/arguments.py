@@ -67,7 +67,8 @@ def check_options(options: EngineOptions) -> None:
     default = EngineOptions(options.model)
     refused = {
         "slots": options.slots < 2 and "vLLM holds one copy of the weights, versions arrive in others: slots=2 or more",
-        "schedule_order": options.schedule_order != default.schedule_order and "vLLM has its own order",
+        "schedule_order": options.schedule_order != default.schedule_order
+        and "SamplingParams.priority determines the order",
         "kv_on_swap": options.kv_on_swap != "keep" and "running sequences keep their keys and values",
         "prefix_across_versions": options.prefix_across_versions and "each version has a prefix cache of its own",
         "record_routed_experts": options.record_routed_experts and "experts are recorded by the inflight backend alone",
@@ -99,7 +100,7 @@ def arguments_of(
     arguments |= {"model": path, "enforce_eager": not options.cuda_graphs, "disable_log_stats": True}
     if options.max_prefill_tokens:
         arguments["max_num_batched_tokens"] = options.max_prefill_tokens + options.max_sequences
-    if device.type == "cuda":
+    if device.type == "cuda" and "gpu_memory_utilization" not in options.vllm:
         arguments["gpu_memory_utilization"] = _memory_share(options, weight_bytes, *torch.cuda.mem_get_info(device))
     if options.kv_cache_tokens or device.type == "cpu":
         arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(options, text, dtype, device)

@@ -79,6 +79,9 @@ class VllmEngine(Backend):
         self.stop = StopCondition(started.eos_ids, started.tokenizer)
         self._updates = Updates(started, self.headers.stall_clock)
         self._num_reused_tokens = 0
+        self._num_preemptions = 0
+        self._preempted: dict[str, int] = {}
+        """Maps vLLM's names of unfinished requests to the preemptions that are counted."""
         reason = started.reload_reason
         how = f"reloads weights by itself ({reason})" if reason else "weights are prepared beside it and swapped"
         self.description = (
@@ -148,7 +151,7 @@ class VllmEngine(Backend):
         return Load(
             num_waiting=self.scheduler.num_waiting,
             num_running=len(self.scheduler.running),
-            num_preemptions=sum(request.num_preemptions for request in theirs.requests.values()),
+            num_preemptions=self._num_preemptions,
             kv_blocks=started.kv_blocks,
             kv_blocks_used=started.kv_blocks - free - 1,  # one block holds no tokens
             num_reused_tokens=self._num_reused_tokens,
@@ -167,8 +170,7 @@ class VllmEngine(Backend):
         started.core.abort_requests(self.scheduler.take_given_up())
         if not self.blocked:
             for name, sequence, salt in self.scheduler.advance(self.slot_table.version, self.version):
-                sampling = request_arguments(sequence, started.eos_ids)
-                started.core.add_request(started.request(name, sequence, salt, sampling))
+                self._hand_over(name, sequence, salt)
         outputs: list[Any] = []
         columns: Columns = [], {}
         stepped = bool(running) and not self.blocked
@@ -178,6 +180,7 @@ class VllmEngine(Backend):
                 if any(asked(sequence.params) for sequence in running.values()):
                     columns = next((own for own in started.rpc("inflight_columns") if own is not None), columns)
             self.step_count += 1
+            self._count_preemptions()
         elif self._updates.preparing is not None:
             time.sleep(_POLL_S)
         rows = [row for output in outputs for row in self._collect(output)]
@@ -190,6 +193,25 @@ class VllmEngine(Backend):
             swap = with_device_time(swap, max(started.rpc("inflight_commit_ns")))
         header = self.headers.header(self.version, self.step_count, len(rows), swap, starts, taken_over)
         return TokenFrame(header, *_columns_of(rows, columns))
+
+    def _count_preemptions(self) -> None:
+        """Add the preemptions of the last step to the total. vLLM counts those of unfinished requests alone."""
+        requests = self._started.scheduler.requests
+        preempted = {name: request.num_preemptions for name, request in requests.items() if request.num_preemptions}
+        self._num_preemptions += sum(count - self._preempted.get(name, 0) for name, count in preempted.items())
+        self._preempted = preempted
+
+    def _hand_over(self, name: str, sequence: Sequence, salt: int) -> None:
+        """Have vLLM start a sequence. If vLLM refuses it, the sequence ends with "error"; the others continue."""
+        started = self._started
+        try:
+            sampling = request_arguments(sequence, started.eos_ids)
+            started.core.add_request(started.request(name, sequence, salt, sampling))
+        except Exception as error:  # vLLM can raise any error
+            reason = f"{type(error).__name__}: {error}"
+            logger.error("vLLM has refused request %d, which ends: %s", sequence.request_id, reason)
+            self.scheduler.running.pop(name)  # vLLM does not have it, so that it must not be aborted
+            self.requests.finish(sequence, "error")
 
     def _collect(self, output: Any) -> list["_Row"]:
         """Append the tokens that a step drew for one request to its sequence, and end it if it is finished."""

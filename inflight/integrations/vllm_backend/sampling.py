@@ -8,13 +8,19 @@ from inflight.integrations.vllm_backend.columns import ASKED, asked
 
 _MIX = 0x9E3779B97F4A7C15
 _MAX_SEED = 2**63
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
+"""Bounds of vLLM. It raises a smaller temperature to the lower one, and refuses a larger one."""
 
 
 def refuse(name: str, sequence: Sequence) -> None:
     """Raise InvalidRequestError for parameters that vLLM cannot handle or handles differently. name: the prompt's name
     in the message."""
     params = sequence.params
+    temperature, bounds = params.temperature, f"{_LEAST_TEMPERATURE:g} to {_MOST_TEMPERATURE:g}"
     reasons = {
+        f"temperature {temperature:g}: vLLM takes 0, or {bounds}": (
+            not params.greedy and not _LEAST_TEMPERATURE <= temperature <= _MOST_TEMPERATURE
+        ),
         "prompt_logprobs: they are not recorded with vLLM": params.prompt_logprobs is not None,
         "top_p together with min_p: vLLM cuts in another order": params.top_p < 1 and params.min_p > 0,
         "repetition_penalty together with logit_bias: vLLM applies them in another order": (

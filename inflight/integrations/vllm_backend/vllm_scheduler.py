@@ -39,6 +39,7 @@ class VllmScheduler:
         for sequence in (leader, *leader.followers):
             self._backlog.wait(sequence)
         self.num_waiting += 1 + len(leader.followers)
+        self._backlog.unfinished[leader.pin] += 1 + len(leader.followers)
         leader.followers = []
 
     def fork(self, parent: Sequence, leader: Sequence) -> None:
@@ -49,7 +50,7 @@ class VllmScheduler:
         self.add(leader)
 
     def remove(self, sequence: Sequence) -> None:
-        sequence.finished = True
+        self._backlog.end(sequence)
         self._salts.pop(sequence.request_id, None)
         name = self._names.pop(sequence.request_id, None)
         if name is None:
