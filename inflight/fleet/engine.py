@@ -123,20 +123,21 @@ class Engine(ClosedAtEnd):
 
     def add(self, options: EngineOptions | None = None, placement: Placement | None = None) -> Member:
         """Start another member. It takes prompts once it has the weights of the others. options and placement: None
-        takes the values of the first member. Raises the errors of `Engine(…)`, LayoutMismatchError if its weights have
-        other names, shapes or dtypes, ValueError for versions that differ, and InflightError if an open publisher
-        writes straight to the slots of a single member."""
+        takes those of the first member. Raises the errors of `Engine(…)`, LayoutMismatchError for other tensors,
+        ValueError for versions that differ, and InflightError if an open publisher writes to the slots of a member."""
         if self._journal is not None:
             raise InflightError("a journal is of one engine; launch without one to add others")
         self._published.check_can_add()
         first = self._membership.monitors[0].member
+        [options], [placement] = check_members(options or first.options, placement or first.placement)
         self.stream  # noqa: B018
-        member = Member(options or first.options, placement or first.placement)
-        try:
+        with ExitStack() as at_failure:
+            at_failure.callback(disconnect := placement.connect())
+            member = Member(options, placement)
+            at_failure.callback(member.close)
             self._membership.join(member)
-        except BaseException:
-            member.close()
-            raise
+            at_failure.pop_all()
+        self._at_end.append(disconnect)
         return member
 
     def remove(self, member: Member) -> None:
@@ -171,12 +172,12 @@ class Engine(ClosedAtEnd):
 
         with self._lock:
             if self._stream is None:
-                fleet = self._fleet
+                fleet, tokenizer = self._fleet, self.tokenizer  # loading can take longer than silence_s
                 self._frames.open()
                 self._stream = RolloutStream(
                     self._frames.merged,
                     fleet.ledger,
-                    tokenizer=self.tokenizer,
+                    tokenizer=tokenizer,
                     tokenizer_lock=self._tokenizer_lock,
                     meter=self.staleness,
                     check_engine=fleet.check,
@@ -438,8 +439,8 @@ class Engine(ClosedAtEnd):
         traced or profiled.
         """
         process = self._membership.first.process
-        endpoint, check = process.client.endpoint, process.check
-        self._trace = Trace(lambda: EngineClient(endpoint, check_engine=check), path, seconds=seconds, details=details)
+        to = partial(EngineClient, process.client.endpoint, check_engine=process.check, keys=process.client.keys)
+        self._trace = Trace(to, path, seconds=seconds, details=details)
         return self._trace
 
     def close(self) -> None:

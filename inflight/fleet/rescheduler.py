@@ -14,7 +14,7 @@ from inflight.fleet.calls import ENDED, FleetCalls
 from inflight.fleet.fleet import Fleet
 from inflight.fleet.frames import EngineFrames
 from inflight.fleet.member import Member
-from inflight.stream.group_table import GroupRecord
+from inflight.stream.group_table import GroupRecord, State
 
 logger = logging.getLogger("inflight.fleet")
 
@@ -38,6 +38,8 @@ class Rescheduler:
         self._fleet, self._calls, self._timeout_s = fleet, calls, timeout_s
         self._asked: dict[Member, tuple[EngineFrames, Future[Any]]] = {}
         """Engines that have not answered yet."""
+        self._refusals: dict[int, dict[Member, str]] = {}
+        """Maps ids of groups to the engines that have refused them, with the reasons."""
         self._thread = threading.Thread(target=self._run, name="inflight-rescheduler", daemon=True)
         self._thread.start()
 
@@ -86,21 +88,25 @@ class Rescheduler:
             all_answered = len(engines) == len(fleet.usable)
             for record in fleet.ledger.engines.unassigned:
                 record.waited_s += passed_s if engines else 0.0
-                fit = [member for member, (_, status) in engines.items() if can_continue(record, status)]
-                if fit:
+                by = self._refusals.get(record.group_id, {})
+                fit = [m for m, (_, status) in engines.items() if m not in by and can_continue(record, status)]
+                if by and by.keys() >= set(fleet.usable):
+                    refused[record.group_id] = "; ".join(dict.fromkeys(by.values()))
+                elif fit:
                     member = min(fit, key=lambda member: member.load)
                     frames = engines[member][0]
                     fleet.ledger.engines.assign(record, frames)
                     member.num_given += record.num_unfinished
                     given.setdefault(member, (frames, []))[1].append(record)
                 elif record.waited_s > self._timeout_s or (all_answered and is_past(record, engines)):
-                    refused[record.group_id] = f"none has {_wanted(record)}"
+                    refused[record.group_id] = "; ".join([*by.values(), f"none has {_wanted(record)}"])
         for member, (frames, records) in given.items():
             self._calls.later(self._adopt, member, frames, records)
         self._fail(refused)
 
     def _adopt(self, member: Member, frames: EngineFrames, records: list[GroupRecord]) -> None:
-        """Have an engine continue groups. If it ends before that, they are reassigned like all of its groups."""
+        """Have an engine continue groups. If it ends before that, they are reassigned like all of its groups. Groups
+        that it refuses are unassigned again, for the other engines."""
         fleet, unfinished = self._fleet, [unfinished_of(record) for record in records]
         try:
             refused = self._calls.reach(
@@ -110,8 +116,13 @@ class Rescheduler:
             refused = {record.group_id: str(error) for record in records}
         if refused is ENDED:
             return
-        self._fail(refused)
         with fleet.lock:
+            for record in records:
+                if (reason := refused.get(record.group_id)) is None:
+                    self._refusals.pop(record.group_id, None)
+                elif record.at is frames:
+                    self._refusals.setdefault(record.group_id, {})[member] = reason
+                    record.at, record.state = None, State.UNASSIGNED
             if member.frames is frames:
                 member.num_given -= sum(record.num_unfinished for record in records if record.group_id in refused)
             cancelled = [request_id for record in records for request_id in record.cancelled]
@@ -123,6 +134,7 @@ class Rescheduler:
     def _fail(self, refused: Mapping[int, str]) -> None:
         """End groups that no engine can continue. refused: the reasons, by their ids."""
         for group_id, reason in refused.items():
+            self._refusals.pop(group_id, None)
             logger.error("no engine can go on with group %d: %s", group_id, reason)
         if refused:
             self._fleet.ledger.frames.fail(refused)

@@ -74,7 +74,7 @@ class Submissions:
             with self._fleet.lock:
                 member, frames, parent = self._wait_for_owner(request_id)
                 if parent.prompt is not None:
-                    version, adapter = parent.prompt.version, parent.prompt.adapter
+                    version, adapter = self._fleet.ledger.engines.pin_of(parent), parent.prompt.adapter
                     prompt = msgspec.structs.replace(prompt, version=version, adapter=adapter)
                 record = self._fleet.ledger.engines.begin(prompt, frames, (request_id, at))
                 member.num_given += prompt.params.n

@@ -80,7 +80,12 @@ class EngineWorker:
         advantages of 0."""
         functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self._engine, self._dataset, self._args, self._adapter = engine, dataset, args, adapter
-        self._rewards = Rewards({_name(function): _scorer(function, timeout_s) for function in functions})
+        scorers = {_name(function): _scorer(function, timeout_s) for function in functions}
+        for scorer in scorers.values():
+            scorer.on_failure = self._note_failure
+        self._rewards = Rewards(scorers)
+        self._failures: dict[int, Exception] = {}
+        """Maps request ids of groups that are being scored to exceptions other than TimeoutError."""
         if len(self._rewards.weights) < len(functions):
             raise ValueError("two reward functions have the same name; their rewards could not be told apart")
         if engine.tokenizer is None:
@@ -192,13 +197,16 @@ class EngineWorker:
         for rollout in group:
             rollout.metadata = dict(row)
         rewards = await asyncio.wrap_future(self._rewards.start(group))
-        error = self._rewards.last_error
-        if error is not None and not isinstance(error, TimeoutError):
+        if (error := self._failures.pop(group[0].request_id, None)) is not None:
             raise error  # As TRL's trainers do.
         for sample in self._samples(group_id, group, rewards):
             self.rollout_buffer.put(sample)
             self._num_pending -= 1
         self._tell(group)
+
+    def _note_failure(self, group: Any, error: Exception) -> None:
+        if not isinstance(error, TimeoutError):
+            self._failures[group[0].request_id] = error
 
     def _samples(self, group_id: int, group: list[Rollout], rewards: list[float | None]) -> list[RolloutSample]:
         scored = [reward for reward in rewards if reward is not None]

@@ -111,8 +111,8 @@ class StalenessMeter:
             name: Histogram() for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms", "swap_ms", "stall_ms")
         }
         self._version_lags: Counter[int] = Counter()
-        self._swap: Swap | None = None
-        """The newest swap, until a token drawn after it has arrived."""
+        self._swaps: dict[str, Swap] = {}
+        """Maps engines to their newest swap, until a token that the engine drew with its version has arrived."""
         self.listener: StalenessListener | None = None
         self.num_swaps = 0
         self.num_swaps_in_flight = 0
@@ -203,11 +203,14 @@ class StalenessMeter:
                 self.num_swaps += 1
                 self.num_swaps_in_flight += header.swap.num_in_flight > 0
                 self._histograms["stall_ms"].add([header.swap.stall_ns / NS_PER_MS])
-                self._swap = header.swap
+                self._swaps[header.engine_id] = header.swap
             if not header.num_tokens:
                 return
-            swap, self._swap = self._swap, None
+            swap = self._swaps.get(header.engine_id)
+            if swap is not None and header.version < swap.version:  # a pass for prompts of an older version
+                swap = None
             if swap is not None:
+                del self._swaps[header.engine_id]
                 self.last_swap_ms = (header.time_ns - swap.published_ns) / NS_PER_MS
                 self._histograms["swap_ms"].add([self.last_swap_ms])
             if (listener := self.listener) is not None:

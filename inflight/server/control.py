@@ -215,7 +215,8 @@ async def pause(served: Served, request: Request) -> Response:
     elif served.options.honor_pause:
         await asyncio.to_thread(served.engine.pause)
     served.paused = True
-    return answer({"status": "paused", "generating": mode == "keep" and not served.options.honor_pause})
+    status = await asyncio.to_thread(served.engine.status)
+    return answer({"status": "paused", "generating": mode == "keep" and not status.paused})
 
 
 async def resume(served: Served, request: Request) -> Response:

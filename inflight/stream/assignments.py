@@ -74,6 +74,15 @@ class Assignments:
             self._table.changed.notify_all()
             return num_left
 
+    def pin_of(self, record: GroupRecord) -> int | None:
+        """Return the pin of a group, with the lock held. For LIVE_VERSION it is the version that has drawn its tokens,
+        also if their samples have all ended."""
+        group = self._table.assembler.groups.get(record.group_id)
+        if group is None or record.pin != LIVE_VERSION:
+            return record.pin
+        begun = [r for r in [*group.finished, *group.partial()] if len(r.weight_versions)]
+        return int(begun[0].weight_versions[0]) if begun else LIVE_VERSION
+
     def assign(self, record: GroupRecord, at: Any) -> None:
         """Note that an engine is about to continue a group, with the lock held."""
         record.at, record.state = at, State.SUBMITTED if record.drawn is None else State.DRAWING
@@ -82,12 +91,8 @@ class Assignments:
         group = self._table.assembler.groups.get(record.group_id)
         record.drawn = group.drawn() if group is not None else None
         record.at, record.state, record.waited_s = None, State.UNASSIGNED, 0.0
-        if group is not None and record.prompt is not None and record.pin == LIVE_VERSION:
-            # The version that has drawn it becomes its pin, also if the samples that it has drawn have all ended.
-            begun = [r for r in [*group.finished, *group.partial()] if len(r.weight_versions)]
-            if begun:
-                version = int(begun[0].weight_versions[0])
-                record.prompt = msgspec.structs.replace(record.prompt, version=version)
+        if record.prompt is not None:
+            record.prompt = msgspec.structs.replace(record.prompt, version=self.pin_of(record))
         if not record.drawn or not any(record.drawn.values()):
             record.version = 0
 

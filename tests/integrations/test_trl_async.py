@@ -286,6 +286,27 @@ def test_what_a_reward_function_raises_ends_training(engine):
     assert "cannot be read a second time" in str(failure_of(once))
 
 
+def test_an_exception_counts_for_its_own_group(engine):
+    """A later success, or the time limit of another function, does not hide it."""
+    calls = []
+
+    def once(completions, **_):
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("boom")
+        return [0.0] * len(completions)
+
+    def slow(completions, **_):
+        time.sleep(0.5)
+        return [0.0] * len(completions)
+
+    def bad(completions, **_):
+        raise ValueError("boom")
+
+    assert "ValueError('boom')" in str(failure_of(EngineWorker(engine, ROWS, [once, slow], config())))
+    assert "ValueError('boom')" in str(failure_of(EngineWorker(engine, ROWS, [slow, bad], config(), timeout_s=0.1)))
+
+
 def test_a_worker_can_be_stopped_and_started_again(engine):
     worker = EngineWorker(engine, ROWS, odd_tokens, config())
     assert len(samples_of(worker, 4)) == 4

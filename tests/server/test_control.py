@@ -242,6 +242,7 @@ def test_a_pause_that_aborts_gives_clients_what_was_drawn(truth):
     assert answers[0]["finish_reason"] == "abort"
     assert len(answers[0]["token_ids"]) < 500
     assert engine.status().paused
+    assert call(server, "POST", "/pause?mode=keep")[1]["generating"] is False
     assert call(server, "POST", "/resume")[0] == 200
     assert not engine.status().paused
 

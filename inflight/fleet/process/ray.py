@@ -219,7 +219,8 @@ class RayPlacement(Placement):
     def connect(self) -> Callable[[], None]:
         """Connect to the cluster. Raises InflightError if there is none."""
         if ray.is_initialized():
-            return lambda: None
+            return _use() if _uses else lambda: None
+        _uses.clear()  # the program has disconnected
         if self.address is None:
             raise InflightError(
                 "Ray is not initialised in this process: call ray.init() first, or name the cluster, as in "
@@ -229,7 +230,7 @@ class RayPlacement(Placement):
             ray.init(self.address, log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise InflightError(f"there is no Ray cluster at {self.address!r}: {error}") from error
-        return ray.shutdown
+        return _use()
 
     @property
     def transport(self) -> Broadcast:
@@ -243,7 +244,7 @@ class RayPlacement(Placement):
     def _place(self, closing: threading.Event) -> Any:
         """Have Ray run an EngineHost, and return it when it runs. Raises PlacementError if it does not run
         within `timeout_s`, EngineDiedError if Ray cannot schedule it, and InflightError when `closing` is set."""
-        waited = Wait()
+        waited, last = Wait(), None
         while waited.waited_s <= self.timeout_s:
             actor = self._begin()
             try:
@@ -255,11 +256,15 @@ class RayPlacement(Placement):
             except EngineDiedError as error:  # Ray places actors on a node that has ended, until it notices
                 if isinstance(error.__cause__, ActorUnschedulableError):
                     raise
+                last = error
             except BaseException:
                 ray.kill(actor)
                 raise
             closing.wait(_AGAIN_S)
-        raise PlacementError(self._why_not())
+        why = self._why_not()
+        if last is not None:
+            why += f". The last process that Ray started for it ended: {str(last).splitlines()[0]}"
+        raise PlacementError(why) from last
 
     def _begin(self) -> Any:
         options: dict[str, Any] = {
@@ -300,6 +305,25 @@ class RayPlacement(Placement):
 
     def _of(self, resources: Mapping[str, float]) -> str:
         return " and ".join(f"{resources.get(name, 0):g} {name}" for name in self._asked)
+
+
+_uses: set[object] = set()
+"""Uses of the connection to the cluster that `RayPlacement.connect` has made. Empty if the program has made it."""
+
+
+def _use() -> Callable[[], None]:
+    """Note a use of the connection. Returns a function that ends it, and disconnects after the last one. It is safe to
+    call twice."""
+    use = object()
+    _uses.add(use)
+
+    def end() -> None:
+        if use in _uses:
+            _uses.remove(use)
+            if not _uses:
+                ray.shutdown()
+
+    return end
 
 
 def answer_of(

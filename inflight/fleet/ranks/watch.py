@@ -35,7 +35,8 @@ class RankProcess(msgspec.Struct, frozen=True):
 
 
 class Peer:
-    """The process of another rank. The kernel reports its end if it runs here. Elsewhere its signs of life stop."""
+    """The process of another rank. The kernel reports its end if it runs here. Elsewhere, and where the kernel
+    does not report it, its signs of life stop."""
 
     def __init__(self, store: RankStore, rank: int, process: RankProcess):
         self.is_here = process.host == this_host()
@@ -44,9 +45,14 @@ class Peer:
         self._file: int | None = None
         self._poll = select.poll()
         if self.is_here:
-            with suppress(ProcessLookupError):
+            try:
                 self._file = os.pidfd_open(process.pid)
                 self._poll.register(self._file, select.POLLIN)
+            except ProcessLookupError:
+                pass  # it has ended
+            except OSError as error:  # no file is left, or the system forbids it
+                logger.warning("signs of life decide if %s has ended: %s", self.name, error)
+                self.is_here = False
 
     @property
     def ended(self) -> bool:

@@ -131,6 +131,9 @@ class Scorer(GroupScorer):
         """Durations of the last calls."""
         self._failures = Failures("a score", logger, retries)
         self._rate = rate
+        self.on_failure: Callable[[Rollout | list[Rollout], Exception], object] = lambda argument, error: None
+        """Called with the argument and the exception of a call that failed and is not repeated, in the scorer's
+        thread."""
 
     @property
     def failures(self) -> Counter[str]:
@@ -206,6 +209,7 @@ class Scorer(GroupScorer):
                 self._failures.log(error, reason)
                 if not self._failures.allow_retry(error, attempts):
                     self._failures.counts[reason] += 1
+                    self.on_failure(argument, error)
                     return None
                 known = ()
             else:
