@@ -13,6 +13,7 @@ from inflight.core.messages import Digests
 from inflight.fleet.calls import FleetCalls
 from inflight.fleet.fleet import Fleet
 from inflight.fleet.membership import Membership
+from inflight.fleet.process.local import Local
 
 
 def test_a_member_with_other_tensors_or_another_version_is_refused(model_dir):
@@ -37,6 +38,29 @@ def test_a_member_that_could_get_no_weights_is_not_started(model_dir, monkeypatc
             with pytest.raises(InflightError, match="restarts=1"):
                 engine.add()
         assert len(engine.members) == 1
+
+
+def test_the_placement_of_a_member_that_joins_is_checked_connected_and_undone(model_dir):
+    events = []
+
+    class Noted(Local):
+        def check(self, options):
+            if options.slots == 7:
+                raise ValueError("no slots here")
+
+        def connect(self):
+            events.append("connect")
+            return lambda: events.append("disconnect")
+
+    with inflight.launch(model_dir("qwen3"), device="cpu", threads=1) as engine:
+        with pytest.raises(ValueError, match="no slots here"):
+            engine.add(msgspec.structs.replace(engine.options, slots=7), Noted())
+        with pytest.raises(InflightError):
+            engine.add(msgspec.structs.replace(engine.options, model="/no/such/model"), Noted())
+        assert events == ["connect", "disconnect"]
+        engine.add(placement=Noted())
+        assert events[2:] == ["connect"]
+    assert events[2:] == ["connect", "disconnect"]
 
 
 def test_an_engine_is_a_member_once():

@@ -1,5 +1,6 @@
 """Rank 0 gives every rank its share of every batch, and whoever waits for a rank that is gone is told which."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -415,6 +417,18 @@ def test_a_rank_of_another_machine_that_ends_is_named(trainer, elsewhere, monkey
     engine._watch._closing.set()  # as if its process had ended
     with pytest.raises(RankLostError, match=r"rank 1 \(process \d+ of another machine\) has ended"):
         waiting.result(BOUND_S)
+
+
+def test_signs_of_life_decide_where_the_kernel_watches_no_process(monkeypatch):
+    def none_left(pid):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    store: Any = SimpleNamespace(count=lambda name: 1)
+    peer = watch.Peer(store, 1, watch.RankProcess(os.getpid(), watch.this_host()))
+    assert not peer.is_here
+    assert not peer.ended
+    peer.close()
 
 
 @pytest.mark.slow

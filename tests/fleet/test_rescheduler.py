@@ -1,12 +1,17 @@
 """Who may go on with a group that another engine began."""
 
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 
 from inflight.core.messages import Ids, Prompt, Status
 from inflight.core.sampling import SamplingParams
-from inflight.fleet.rescheduler import can_continue, is_past, unfinished_of
-from inflight.stream.group_table import GroupRecord
+from inflight.fleet.rescheduler import Rescheduler, can_continue, is_past, unfinished_of
+from inflight.stream.assignments import Assignments
+from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
 
 
 def status(version: int, *others: int) -> Status:
@@ -41,6 +46,53 @@ def test_a_pinned_group_is_given_up_when_all_engines_are_past_its_version():
     assert not is_past(group(pin=2), engines(3, 1))
     assert not is_past(group(pin=2), {})
     assert not is_past(group(version=2), engines(3))
+
+
+def test_another_engine_goes_on_with_a_group_that_one_refuses(monkeypatch):
+    table = GroupTable()
+    left = table.records[7] = GroupRecord(7, Owner.CALLER, State.UNASSIGNED, prompt=Prompt([1], SamplingParams(n=2)))
+    frames = {name: SimpleNamespace(name=name) for name in ("a", "b")}
+    members = {
+        name: SimpleNamespace(name=name, usable=True, frames=frames[name], load=load, num_given=0)
+        for load, name in enumerate(frames)
+    }
+    failed: dict[int, str] = {}
+    assignments = Assignments(table, None)  # type: ignore[arg-type]
+    ledger = SimpleNamespace(engines=assignments, frames=SimpleNamespace(fail=failed.update))
+    fleet = SimpleNamespace(
+        lock=table.changed, ledger=ledger, usable=list(map(Hashed, members.values())), closing=threading.Event()
+    )
+    engines = {member: (member.frames, status(0)) for member in fleet.usable}
+    asked: list[str] = []
+
+    def reach(member, frames, call):
+        asked.append(member.name)
+        return {7: f"{member.name} has no such parameter"} if member.name in refusing else {}
+
+    calls = SimpleNamespace(reach=reach, later=lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    rescheduler: Any = Rescheduler(fleet, calls, 60.0)  # type: ignore[arg-type]
+    refusing = {"a"}
+    rescheduler._place(engines, 0.1)
+    rescheduler._place(engines, 0.1)
+    assert asked == ["a", "b"]
+    assert left.at is frames["b"]
+    assert not failed
+    assert not rescheduler._refusals
+    left.at, left.state, refusing = None, State.UNASSIGNED, {"a", "b"}
+    for _ in range(3):
+        rescheduler._place(engines, 0.1)
+    assert failed == {7: "a has no such parameter; b has no such parameter"}
+    assert [member.num_given for member in fleet.usable] == [0, 2]
+
+
+class Hashed(SimpleNamespace):
+    """A member, by its identity."""
+
+    def __init__(self, member: SimpleNamespace):
+        super().__init__(**vars(member))
+
+    __hash__ = object.__hash__
 
 
 def test_what_had_not_begun_is_submitted_whole_under_its_ids():

@@ -1,5 +1,8 @@
 """Ages are what their definitions say."""
 
+import dataclasses
+
+import msgspec
 import numpy as np
 import pytest
 from made_frames import make_frame
@@ -71,6 +74,22 @@ def test_a_swap_ends_with_the_first_token_of_its_version():
     assert meter.last_swap_ms == 12
     assert meter.summary()["swap_ms"]["p50"] == pytest.approx(12, rel=0.011)
     assert meter.summary()["stall_ms"]["p99"] == pytest.approx(2, rel=0.011)
+
+
+def test_swaps_of_several_engines_are_apart_and_passes_of_older_versions_end_none():
+    meter = make_meter()
+    for engine_id, version in (("a", 3), ("b", 1)):
+        meter.frame(made_by(engine_id, make_frame(0, swap=Swap(version, 250 * MS, 2 * MS, 5))))
+    meter.frame(made_by("a", make_frame(2, time_ns=255 * MS), version=2))
+    assert meter.last_swap_ms is None
+    meter.frame(made_by("a", make_frame(2, time_ns=262 * MS), version=3))
+    assert meter.last_swap_ms == 12
+    meter.frame(made_by("b", make_frame(2, time_ns=280 * MS), version=1))
+    assert meter.last_swap_ms == 30
+
+
+def made_by(engine_id, frame, **changes):
+    return dataclasses.replace(frame, header=msgspec.structs.replace(frame.header, engine_id=engine_id, **changes))
 
 
 def test_a_histogram_gives_percentiles_to_a_percent():

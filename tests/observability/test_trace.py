@@ -12,6 +12,7 @@ from tiny_models import make_model
 
 import inflight
 from inflight.core.errors import EngineDiedError, InflightError
+from inflight.core.keys import make_keys
 from inflight.core.spans import Span, Thread, note, span, start_noting, stop_noting
 from inflight.engine.process.client import EngineClient
 from inflight.observability.trace_file import Part, merge, read
@@ -143,6 +144,19 @@ def test_a_trainer_that_cannot_record_leaves_the_engine_free(engine, tmp_path):
     with torch.profiler.profile(), pytest.raises(InflightError, match="torch's profiler is running"):
         engine.trace(tmp_path / "other.json", details=True)
     engine.trace(tmp_path / "other.json").close()
+
+
+def test_an_engine_of_another_process_is_traced_with_its_keys(model_dir, tmp_path):
+    make_keys(tmp_path / "keys")
+    listening = {"listen": "tcp://127.0.0.1:*", "keys": str(tmp_path / "keys")}
+    with (
+        inflight.launch(model_dir("qwen3"), device="cpu", threads=1, **listening) as launched,
+        inflight.attach(launched.info.tcp_endpoint, keys=str(tmp_path / "keys")) as engine,
+        engine.trace(tmp_path / "trace.json") as trace,
+    ):
+        engine.generate([[1, 2]], inflight.SamplingParams(max_tokens=3))
+        trace.close()
+        assert (tmp_path / "trace.json").stat().st_size
 
 
 def test_stopping_what_was_not_started_is_refused_and_the_engine_serves_on(engine):

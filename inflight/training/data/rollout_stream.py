@@ -127,8 +127,8 @@ class RolloutStream:
     @property
     def state(self) -> str:
         """State of the engine: "generating" (also while its forward passes are slow), "idle", "paused", "asleep",
-        "waits for weights", "restarting"; "silent" if nothing has arrived for some seconds, and "closed" once nothing
-        can arrive any more."""
+        "waits for weights", "waits for the trainer", "restarting"; "silent" if nothing has arrived for some seconds,
+        and "closed" once nothing can arrive any more."""
         return self.thread.state
 
     @property
