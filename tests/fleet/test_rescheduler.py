@@ -92,7 +92,8 @@ class Hashed(SimpleNamespace):
     def __init__(self, member: SimpleNamespace):
         super().__init__(**vars(member))
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return id(self)
 
 
 def test_what_had_not_begun_is_submitted_whole_under_its_ids():
