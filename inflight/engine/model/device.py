@@ -37,8 +37,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _left_in_cgroups() -> list[int]:
-    """Return the bytes that the limits of this process's control groups leave, and a number above all limits. Unused pages
-    of files count as free, because the kernel reclaims them."""
+    """Return the bytes that the limits of this process's control groups leave, and a number above all limits. Unused
+    pages of files count as free, because the kernel reclaims them."""
     left = [sys.maxsize]
     with suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()

@@ -1,9 +1,9 @@
 """Packed sequences in layers of Transformers that keep a state: every sequence starts from its own.
 
-A layer runs once over all fed tokens, and functions of this file replace the functions with which
-it mixes tokens. They compute a beginning that sequences share once, and what follows from the state after it. Other segments start
-without a state. Segments of similar length are padded to a batch: padding is on the right, and no state
-after it is used. F fed tokens, D hidden size.
+A layer runs once over all fed tokens, and functions of this file replace the functions with which it mixes tokens.
+They compute a beginning that sequences share once, and what follows from the state after it. Other segments start
+without a state. Segments of similar length are padded to a batch: padding is on the right, and no state after it is
+used. F fed tokens, D hidden size.
 """
 
 from collections.abc import Callable, Sequence
