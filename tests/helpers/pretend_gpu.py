@@ -327,6 +327,7 @@ def install():
     device = SimpleNamespace(multi_processor_count=4, uuid="0", total_memory=_NUM_BYTES)
     cuda = {
         "is_available": lambda: True,
+        "device_count": lambda: 1,
         "get_device_capability": lambda *_: (9, 0),
         "get_device_properties": lambda *_: device,
         "mem_get_info": lambda *_: (_NUM_BYTES, _NUM_BYTES),

@@ -39,9 +39,9 @@ class Lora:
     widths: tuple[int, ...]
 
     def add(self, y_TN: torch.Tensor, x_TK: torch.Tensor) -> None:
-        """Add the adapters' output for the rows of x to the rows of y. Raises UnsupportedModelError if x does not have
-        the tokens of the pass."""
-        if self.bank.num_tokens not in (None, len(x_TK)):
+        """Add the adapters' output for the rows of x to the rows of y. Raises UnsupportedModelError if x has fewer rows
+        than the pass has tokens. It can have more, in graphs."""
+        if len(x_TK) < self.bank.num_tokens:
             raise UnsupportedModelError(
                 f"adapters cannot be used with this model: a projection computes {len(x_TK)} of the "
                 f"{self.bank.num_tokens} tokens of a pass, as an expert does; launch with lora_rank=0"
@@ -71,8 +71,8 @@ class AdapterBank:
         """The adapter, and its slot, that each token of the pass in progress uses; −1 for none."""
         self.active = self._always = options.cuda_graphs and isinstance(backend, GraphBackend)
         self._num_rows = 0
-        self.num_tokens: int | None = None
-        """Number of tokens of the pass in progress. None while graphs are recorded, with any number."""
+        self.num_tokens = 0
+        """Number of tokens of the pass in progress. 0 while graphs are recorded."""
         words = memory.buffer.view(next(iter(targets.values())).weight.dtype)
         stride = self.layout.total_bytes // len(names) // words.itemsize
         offsets = {spec.name: spec.offset // words.itemsize for spec in self.layout.tensors}

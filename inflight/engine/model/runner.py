@@ -83,7 +83,7 @@ class ModelRunner:
         if self._memory.states:  # The numbers of states, which differ in each pass, would be part of a graph.
             return
         if self._adapters is not None:
-            self._adapters.num_tokens = None
+            self._adapters.num_tokens = 0
         num_rows = self._options.max_sequences + min(PROMPT_ROWS, self._options.max_prefill_tokens)
         try:
             self._graphs = DecodeGraphs(
