@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
-from inflight.core.errors import EngineDiedError, InflightError
+from inflight.core.errors import EngineDiedError, InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION, Ids, Status, Unfinished
 from inflight.core.waiting import Wait
 from inflight.engine.process.client import EngineClient
@@ -14,7 +14,7 @@ from inflight.fleet.calls import ENDED, FleetCalls
 from inflight.fleet.fleet import Fleet
 from inflight.fleet.frames import EngineFrames
 from inflight.fleet.member import Member
-from inflight.stream.group_table import GroupRecord, State
+from inflight.stream.group_table import GroupRecord
 
 logger = logging.getLogger("inflight.fleet")
 
@@ -30,7 +30,8 @@ class Rescheduler:
     """A thread that assigns groups without an engine to engines whose weights can continue them.
 
     A group continues with the version of its last token, or a newer one. A group that is pinned to a version continues
-    on an engine that holds it. If no engine gets such weights in time, the group ends with finish_reason "error".
+    on an engine that holds it. If no engine gets such weights in time, or all engines refuse the group, it ends with
+    finish_reason "error".
     """
 
     def __init__(self, fleet: Fleet, calls: FleetCalls, timeout_s: float):
@@ -38,8 +39,6 @@ class Rescheduler:
         self._fleet, self._calls, self._timeout_s = fleet, calls, timeout_s
         self._asked: dict[Member, tuple[EngineFrames, Future[Any]]] = {}
         """Engines that have not answered yet."""
-        self._refusals: dict[int, dict[Member, str]] = {}
-        """Maps ids of groups to the engines that have refused them, with the reasons."""
         self._thread = threading.Thread(target=self._run, name="inflight-rescheduler", daemon=True)
         self._thread.start()
 
@@ -86,20 +85,22 @@ class Rescheduler:
         with fleet.lock:
             engines = {m: answer for m, answer in engines.items() if m.usable and m.frames is answer[0]}
             all_answered = len(engines) == len(fleet.usable)
+            alive = {member for member in fleet.members if member.death is None}  # also those that are being restarted
             for record in fleet.ledger.engines.unassigned:
                 record.waited_s += passed_s if engines else 0.0
-                by = self._refusals.get(record.group_id, {})
+                by = record.refusals
                 fit = [m for m, (_, status) in engines.items() if m not in by and can_continue(record, status)]
-                if by and by.keys() >= set(fleet.usable):
-                    refused[record.group_id] = "; ".join(dict.fromkeys(by.values()))
-                elif fit:
+                if fit:
                     member = min(fit, key=lambda member: member.load)
                     frames = engines[member][0]
                     fleet.ledger.engines.assign(record, frames)
                     member.num_given += record.num_unfinished
                     given.setdefault(member, (frames, []))[1].append(record)
+                elif by and by.keys() >= alive:
+                    refused[record.group_id] = "; ".join(dict.fromkeys(by.values()))
                 elif record.waited_s > self._timeout_s or (all_answered and is_past(record, engines)):
-                    refused[record.group_id] = "; ".join([*by.values(), f"none has {_wanted(record)}"])
+                    lacking = f"no {'other' if by else 'engine'} has {_wanted(record)}"
+                    refused[record.group_id] = "; ".join([*by.values(), lacking])
         for member, (frames, records) in given.items():
             self._calls.later(self._adopt, member, frames, records)
         self._fail(refused)
@@ -112,17 +113,17 @@ class Rescheduler:
             refused = self._calls.reach(
                 member, frames, lambda client: adopt(client, unfinished, fleet.ledger.engines.next_ids)
             )
-        except InflightError as error:
-            refused = {record.group_id: str(error) for record in records}
+        except InflightError as error:  # The engine might draw them, so that no other one gets them.
+            self._fail({record.group_id: str(error) for record in records})
+            return
         if refused is ENDED:
             return
         with fleet.lock:
             for record in records:
                 if (reason := refused.get(record.group_id)) is None:
-                    self._refusals.pop(record.group_id, None)
+                    record.refusals.clear()
                 elif record.at is frames:
-                    self._refusals.setdefault(record.group_id, {})[member] = reason
-                    record.at, record.state = None, State.UNASSIGNED
+                    fleet.ledger.engines.note_refusal(record, member, reason)
             if member.frames is frames:
                 member.num_given -= sum(record.num_unfinished for record in records if record.group_id in refused)
             cancelled = [request_id for record in records for request_id in record.cancelled]
@@ -134,7 +135,6 @@ class Rescheduler:
     def _fail(self, refused: Mapping[int, str]) -> None:
         """End groups that no engine can continue. refused: the reasons, by their ids."""
         for group_id, reason in refused.items():
-            self._refusals.pop(group_id, None)
             logger.error("no engine can go on with group %d: %s", group_id, reason)
         if refused:
             self._fleet.ledger.frames.fail(refused)
@@ -167,7 +167,10 @@ def adopt(client: EngineClient, groups: list[Unfinished], following: Ids) -> dic
         arguments = {
             "groups": part, "next_group_id": following.group_id, "next_request_id": following.first_request_id
         }  # fmt: skip
-        refused |= client.call("adopt", arguments, dict[int, str])
+        try:
+            refused |= client.call("adopt", arguments, dict[int, str])
+        except InvalidRequestError as error:  # the engine has accepted none of this part
+            refused |= {group.group_id: str(error) for group in part}
     return refused
 
 

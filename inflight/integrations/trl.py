@@ -230,8 +230,8 @@ def _sampling_params(trainer: Any) -> SamplingParams:
 
 def check_ended(rollouts: list[Rollout]) -> None:
     """Raise InflightError for a sample that neither stopped nor reached its maximum length. Warn if the engine never
-    draws more than 1 % of the vocabulary, as TRL's log-probabilities include these ids, and if the engine's context has
-    cut a sample."""
+    draws more than 1 % of the vocabulary, as TRL's log-probabilities include these ids. Warn if the engine's context has
+    cut samples."""
     banned = rollouts[0].banned if rollouts else ()
     num_banned = sum(end - begin for begin, end in banned)
     if banned and num_banned > 0.01 * banned[-1][1]:
@@ -244,13 +244,13 @@ def check_ended(rollouts: list[Rollout]) -> None:
     for rollout in rollouts:
         if rollout.finish_reason not in ("stop", "length"):
             raise InflightError(f"request {rollout.request_id} ended with {rollout.finish_reason!r}; TRL cannot use it")
-        count = len(rollout.token_ids)
-        if rollout.finish_reason == "length" and count < rollout.params.max_tokens and not rollout.is_of_episode:
-            warnings.warn(
-                f"the engine's context ended a completion after {count} of max_completion_length="
-                f"{rollout.params.max_tokens} tokens; launch the engine with a larger max_context",
-                stacklevel=2,
-            )
+    plain = [rollout for rollout in rollouts if rollout.finish_reason == "length" and not rollout.is_of_episode]
+    if cut := [rollout for rollout in plain if len(rollout.token_ids) < rollout.params.max_tokens]:
+        warnings.warn(
+            f"the engine's context has cut completions before max_completion_length={cut[0].params.max_tokens} tokens, "
+            f"one of them after {len(cut[0].token_ids)}; launch the engine with a larger max_context",
+            stacklevel=2,
+        )
 
 
 def encode(prompts: list[Prompt], tokenizer: Any, **template: Any) -> list[list[int]]:

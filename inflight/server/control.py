@@ -215,8 +215,10 @@ async def pause(served: Served, request: Request) -> Response:
     elif served.options.honor_pause:
         await asyncio.to_thread(served.engine.pause)
     served.paused = True
-    status = await asyncio.to_thread(served.engine.status)
-    return answer({"status": "paused", "generating": mode == "keep" and not status.paused})
+    generating = mode == "keep" and not served.options.honor_pause
+    if generating:  # unless somebody else has paused the engine
+        generating = not (await asyncio.to_thread(served.engine.status)).paused
+    return answer({"status": "paused", "generating": generating})
 
 
 async def resume(served: Served, request: Request) -> Response:

@@ -87,6 +87,12 @@ class Assignments:
         """Note that an engine is about to continue a group, with the lock held."""
         record.at, record.state = at, State.SUBMITTED if record.drawn is None else State.DRAWING
 
+    def note_refusal(self, record: GroupRecord, by: Any, reason: str) -> None:
+        """Note that an engine does not continue a group, with the lock held. Another engine can continue it."""
+        record.refusals[by] = reason
+        record.at, record.state = None, State.UNASSIGNED
+        self._table.changed.notify_all()
+
     def _unassign(self, record: GroupRecord) -> None:
         group = self._table.assembler.groups.get(record.group_id)
         record.drawn = group.drawn() if group is not None else None

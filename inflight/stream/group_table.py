@@ -97,6 +97,8 @@ class GroupRecord:
     """True if a rollout function of this process makes the episodes of the group."""
     waited_s: float = 0.0
     """Time in which engines served and none could continue it."""
+    refusals: dict[Any, str] = field(default_factory=dict)
+    """Maps engines that have refused to continue it to their reasons."""
 
     @property
     def is_finished(self) -> bool:

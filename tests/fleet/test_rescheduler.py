@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import Ids, Prompt, Status
 from inflight.core.sampling import SamplingParams
-from inflight.fleet.rescheduler import Rescheduler, can_continue, is_past, unfinished_of
+from inflight.fleet.rescheduler import Rescheduler, adopt, can_continue, is_past, unfinished_of
 from inflight.stream.assignments import Assignments
 from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
 
@@ -52,17 +53,17 @@ def test_another_engine_goes_on_with_a_group_that_one_refuses(monkeypatch):
     table = GroupTable()
     left = table.records[7] = GroupRecord(7, Owner.CALLER, State.UNASSIGNED, prompt=Prompt([1], SamplingParams(n=2)))
     frames = {name: SimpleNamespace(name=name) for name in ("a", "b")}
-    members = {
-        name: SimpleNamespace(name=name, usable=True, frames=frames[name], load=load, num_given=0)
+    members = [
+        Hashed(name=name, usable=True, frames=frames[name], load=load, num_given=0, death=None)
         for load, name in enumerate(frames)
-    }
+    ]
     failed: dict[int, str] = {}
     assignments = Assignments(table, None)  # type: ignore[arg-type]
     ledger = SimpleNamespace(engines=assignments, frames=SimpleNamespace(fail=failed.update))
     fleet = SimpleNamespace(
-        lock=table.changed, ledger=ledger, usable=list(map(Hashed, members.values())), closing=threading.Event()
+        lock=table.changed, ledger=ledger, members=members, usable=members, closing=threading.Event()
     )
-    engines = {member: (member.frames, status(0)) for member in fleet.usable}
+    engines = {member: (member.frames, status(0)) for member in members}
     asked: list[str] = []
 
     def reach(member, frames, call):
@@ -78,19 +79,52 @@ def test_another_engine_goes_on_with_a_group_that_one_refuses(monkeypatch):
     assert asked == ["a", "b"]
     assert left.at is frames["b"]
     assert not failed
-    assert not rescheduler._refusals
+    assert not left.refusals
     left.at, left.state, refusing = None, State.UNASSIGNED, {"a", "b"}
     for _ in range(3):
         rescheduler._place(engines, 0.1)
     assert failed == {7: "a has no such parameter; b has no such parameter"}
-    assert [member.num_given for member in fleet.usable] == [0, 2]
+    assert [member.num_given for member in members] == [0, 2]
+    failed.clear()
+    left.refusals, left.waited_s, fleet.usable = {}, 0.0, members[:1]  # the other one is being restarted
+    alone = {members[0]: engines[members[0]]}
+    for passed_s in (0.1, 0.1, 59.0):
+        rescheduler._place(alone, passed_s)
+        assert not failed
+    rescheduler._place(alone, 1.0)
+    assert failed == {7: "a has no such parameter; no other has version 0 or a newer one"}
+
+
+def test_no_other_engine_gets_a_group_that_one_might_draw(monkeypatch):
+    """An engine that fails during the call could have accepted it."""
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    failed: dict[int, str] = {}
+    fleet = SimpleNamespace(ledger=SimpleNamespace(engines=None, frames=SimpleNamespace(fail=failed.update)))
+
+    def reach(member, frames, call):
+        raise InflightError("broken")
+
+    rescheduler = Rescheduler(fleet, SimpleNamespace(reach=reach), 60.0)  # type: ignore[arg-type]
+    left = group(version=2)
+    rescheduler._adopt(SimpleNamespace(), SimpleNamespace(), [left])  # type: ignore[arg-type]
+    assert failed == {left.group_id: "broken"}
+    assert not left.refusals
+
+
+def test_only_the_part_that_an_engine_refuses_is_refused(monkeypatch):
+    monkeypatch.setattr("inflight.fleet.rescheduler._TOKENS_PER_CALL", 1)
+
+    def call(verb, arguments, returns):
+        if [each.group_id for each in arguments["groups"]] == [8]:
+            raise InvalidRequestError("taken")
+        return {}
+
+    groups = [unfinished_of(GroupRecord(group_id, prompt=Prompt([1], SamplingParams()))) for group_id in (7, 8, 9)]
+    assert adopt(SimpleNamespace(call=call), groups, Ids(10, 10)) == {8: "taken"}  # type: ignore[arg-type]
 
 
 class Hashed(SimpleNamespace):
     """A member, by its identity."""
-
-    def __init__(self, member: SimpleNamespace):
-        super().__init__(**vars(member))
 
     def __hash__(self) -> int:
         return id(self)

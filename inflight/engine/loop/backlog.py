@@ -21,7 +21,7 @@ class Backlog:
         self.unfinished: Counter[int | None] = Counter()
         """Number of unfinished sequences of each pin."""
         self._queues: dict[tuple[int | None, bool], Queue] = {}
-        """Maps pins, and if sequences have started, to queues."""
+        """Maps pins, and if sequences have started (here, or on the engine that drew their tokens), to queues."""
         self._turns, self._turns_in_front = itertools.count(1), itertools.count(-1, -1)
         """Among sequences that are equal in order, earlier turns are first."""
         self._last_served = 0
@@ -69,7 +69,7 @@ class Backlog:
         return any(self._unfinished_of(pin, True) for pin in self.unfinished)
 
     def _queue_of(self, sequence: Sequence) -> Queue:
-        return self._queues.setdefault((sequence.pin, sequence.started), [])
+        return self._queues.setdefault((sequence.pin, sequence.started or bool(sequence.tokens)), [])
 
     def _unfinished_of(self, pin: int | None, started: bool) -> Queue | None:
         """Return a queue without finished sequences at its beginning."""

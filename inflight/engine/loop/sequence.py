@@ -46,7 +46,7 @@ class Sequence:
     """Tokens drawn before the sequence lost its row. This process has not read their ids yet."""
     finished: bool = False
     started: bool = False
-    """A pass has computed some of it, here or on the engine that began it."""
+    """A pass has computed some of it."""
     followers: list["Sequence"] = field(default_factory=list)
     """Samples of the same prompt. They wait until this one has computed it."""
     rows: Any = None
@@ -80,7 +80,6 @@ class Sequence:
             pin=live if prompt.version == LIVE_VERSION else prompt.version,
             metadata=prompt.metadata,
             tokens=tokens,
-            started=bool(tokens),
         )
 
     @property

@@ -218,19 +218,20 @@ class RayPlacement(Placement):
 
     def connect(self) -> Callable[[], None]:
         """Connect to the cluster. Raises InflightError if there is none."""
-        if ray.is_initialized():
-            return _use() if _uses else lambda: None
-        _uses.clear()  # the program has disconnected
-        if self.address is None:
-            raise InflightError(
-                "Ray is not initialised in this process: call ray.init() first, or name the cluster, as in "
-                'inflight.RayPlacement(address="auto")'
-            )
-        try:
-            ray.init(self.address, log_to_driver=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise InflightError(f"there is no Ray cluster at {self.address!r}: {error}") from error
-        return _use()
+        with _using:
+            if ray.is_initialized():
+                return _use() if _uses else lambda: None
+            _uses.clear()  # the program has disconnected
+            if self.address is None:
+                raise InflightError(
+                    "Ray is not initialised in this process: call ray.init() first, or name the cluster, as in "
+                    'inflight.RayPlacement(address="auto")'
+                )
+            try:
+                ray.init(self.address, log_to_driver=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise InflightError(f"there is no Ray cluster at {self.address!r}: {error}") from error
+            return _use()
 
     @property
     def transport(self) -> Broadcast:
@@ -263,7 +264,8 @@ class RayPlacement(Placement):
             closing.wait(_AGAIN_S)
         why = self._why_not()
         if last is not None:
-            why += f". The last process that Ray started for it ended: {str(last).splitlines()[0]}"
+            first, *others = str(last).splitlines()
+            why += f". The last process that Ray started for it ended: {' … '.join([first, *others[-1:]])}"
         raise PlacementError(why) from last
 
     def _begin(self) -> Any:
@@ -309,19 +311,22 @@ class RayPlacement(Placement):
 
 _uses: set[object] = set()
 """Uses of the connection to the cluster that `RayPlacement.connect` has made. Empty if the program has made it."""
+_using = threading.Lock()
+"""Held while `_uses` changes, so that an engine that is closed does not disconnect one that is being launched."""
 
 
 def _use() -> Callable[[], None]:
-    """Note a use of the connection. Returns a function that ends it, and disconnects after the last one. It is safe to
-    call twice."""
+    """Note a use of the connection, with the lock held. Returns a function that ends it, and disconnects after the last
+    one. It is safe to call twice."""
     use = object()
     _uses.add(use)
 
     def end() -> None:
-        if use in _uses:
-            _uses.remove(use)
-            if not _uses:
-                ray.shutdown()
+        with _using:
+            if use in _uses:
+                _uses.remove(use)
+                if not _uses:
+                    ray.shutdown()
 
     return end
 

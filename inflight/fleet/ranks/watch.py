@@ -35,8 +35,8 @@ class RankProcess(msgspec.Struct, frozen=True):
 
 
 class Peer:
-    """The process of another rank. The kernel reports its end if it runs here. Elsewhere, and where the kernel
-    does not report it, its signs of life stop."""
+    """The process of another rank. The kernel reports its end if it runs here. If the kernel does not, or if it runs
+    elsewhere, its signs of life stop."""
 
     def __init__(self, store: RankStore, rank: int, process: RankProcess):
         self.is_here = process.host == this_host()
