@@ -230,8 +230,8 @@ def _sampling_params(trainer: Any) -> SamplingParams:
 
 def check_ended(rollouts: list[Rollout]) -> None:
     """Raise InflightError for a sample that neither stopped nor reached its maximum length. Warn if the engine never
-    draws more than 1 % of the vocabulary, as TRL's log-probabilities include these ids. Warn if the engine's context has
-    cut samples."""
+    draws more than 1 % of the vocabulary, as TRL's log-probabilities include these ids. Warn if the engine's context
+    has cut samples."""
     banned = rollouts[0].banned if rollouts else ()
     num_banned = sum(end - begin for begin, end in banned)
     if banned and num_banned > 0.01 * banned[-1][1]:

@@ -180,3 +180,16 @@ def test_a_group_that_this_engine_cannot_draw_is_named_and_others_go_on(make_eng
     assert list(refused) == [0]
     assert message in refused[0]
     assert {rollout.group_id for rollout in drive(engine, assembler)} == {1}
+
+
+def test_samples_with_tokens_continue_while_no_prompt_is_admitted(make_engine):
+    """Bounds such as max_unconsumed_tokens hold back what has not begun, and another engine has begun these."""
+    engine = make_engine()
+    engine.scheduler.admits = False
+    prompt = Prompt([1, 2], SamplingParams(n=2, max_tokens=9, seed=5, ignore_eos=True))
+    engine.requests.adopt([Unfinished(0, prompt, 0, {0: [7, 8, 9], 1: []})], 1, 2)
+    frames = [engine.step() for _ in range(8)]
+    drew = {int(i) for frame in frames if frame is not None for i in frame.request_ids}
+    assert drew == {0}
+    assert [i for frame in frames if frame is not None for i in frame.header.starts] == [0]
+    assert engine.scheduler.held_back

@@ -1,11 +1,15 @@
 """What a fleet keeps for members that join later, without engines."""
 
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from inflight.core.errors import BackendError
+from inflight.core.options import EngineOptions
 from inflight.fleet.calls import FleetCalls
+from inflight.fleet.engine import Engine
 from inflight.fleet.fleet import Fleet
 
 
@@ -51,3 +55,21 @@ def test_calls_that_wait_in_a_queue_end_when_the_fleet_is_closed(calls):
     may_end.set()
     assert queued.result(20) == "ran"
     assert all(future.result(20) for future in running)
+
+
+def test_the_tokenizer_is_loaded_before_the_stream_opens(monkeypatch):
+    """Loading can take longer than the silence that a stream bears."""
+    order: list[str] = []
+
+    class Made:
+        _lock, _stream, _tokenizer_lock, staleness = nullcontext(), None, None, None
+        _fleet = SimpleNamespace(ledger=None, check=None)
+        _frames = SimpleNamespace(open=lambda: order.append("open"), merged=None)
+        _membership = SimpleNamespace(monitors=[SimpleNamespace(silence_s=1.0)])
+        options = EngineOptions("tiny")
+        tokenizer = property(lambda engine: order.append("tokenizer"))
+
+    monkeypatch.setattr("inflight.training.data.rollout_stream.RolloutStream", lambda *_, **__: SimpleNamespace())
+    assert Engine.stream.fget is not None
+    Engine.stream.fget(Made())  # type: ignore[arg-type]
+    assert order == ["tokenizer", "open"]

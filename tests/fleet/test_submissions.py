@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
+from made_frames import make_frame, starts
 
-from inflight.core.messages import Prompt
+from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.fleet.calls import FleetCalls
 from inflight.fleet.fleet import Fleet
@@ -60,3 +61,19 @@ def test_another_engine_continues_a_fork_with_the_adapter_and_the_pin_of_its_req
     prompt = unfinished_of(fork).prompt
     assert (prompt.token_ids, prompt.version, prompt.adapter) == ([1, 2, 7], 3, "a")
     assert fork.pin == 3
+
+
+def test_a_fork_of_a_prompt_of_the_live_version_keeps_the_version_that_has_drawn(fleet):
+    calls = FleetCalls(fleet)
+    submissions = Submissions(fleet, calls)
+    try:
+        submissions.submit([Prompt([1], SamplingParams(), version=LIVE_VERSION)], reserved=False)
+        forks = []
+        for _ in range(2):
+            group_id = submissions.fork({"request_id": 0, "at": 0, "metadata": {}}, Prompt([1], SamplingParams()))
+            forks.append(fleet.ledger.table.records[group_id])
+            fleet.ledger.table.assembler.add(make_frame(1, groups=starts(0) if len(forks) == 1 else []))
+    finally:
+        submissions.close()
+        calls.close()
+    assert [fork.pin for fork in forks] == [LIVE_VERSION, 5]

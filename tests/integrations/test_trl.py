@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import time
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import inflight
 from inflight.core.errors import InvalidRequestError
+from inflight.core.sampling import SamplingParams
 from inflight.engine.model.shapes import EOS_TOKEN_ID
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -344,3 +346,17 @@ def test_a_large_share_of_banned_ids_is_warned_of(banned, warns):
     rollout = SimpleNamespace(finish_reason="stop", banned=banned)
     with pytest.warns(UserWarning, match="lacks 254 ids") if warns else nullcontext():
         integration.check_ended([rollout])
+
+
+def test_completions_that_the_context_cuts_are_warned_of_once():
+    def ended(count, **changes):
+        params = SamplingParams(max_tokens=8)
+        plain = {"finish_reason": "length", "banned": (), "is_of_episode": False, "params": params, "request_id": 1}
+        return SimpleNamespace(token_ids=[0] * count, **plain | changes)
+
+    with pytest.warns(UserWarning, match="before max_completion_length=8 tokens, one of them after 3") as seen:
+        integration.check_ended([ended(8), ended(3), ended(4)])
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        integration.check_ended([ended(8), ended(3, finish_reason="stop"), ended(3, is_of_episode=True)])
