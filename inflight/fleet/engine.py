@@ -300,9 +300,8 @@ class Engine(ClosedAtEnd):
 
         rollout: one of `partial(group_id)`. params: None takes the parameters of the sample, with another seed and
         without `prompt_logprobs`, for which a prompt is computed and not shared. The prompt of the new rollouts is the
-        sample's prompt and these tokens, and their `forked_from` names the sample.
-        Raises InvalidRequestError if the sample has ended; submit its tokens as a prompt then.
-        """
+        sample's prompt and these tokens, and their `forked_from` names the sample. Raises InvalidRequestError if the
+        sample has ended; submit its tokens as a prompt then."""
         at = len(rollout.token_ids) if at is None else at
         prompt = Prompt(
             [*rollout.prompt_token_ids.tolist(), *rollout.token_ids[:at].tolist()],
@@ -371,8 +370,7 @@ class Engine(ClosedAtEnd):
         Without a model, each `publish(weights)` takes the weights. timeout_s: None takes the `answer_timeout_s` of the
         engine. While the engine is being restarted this waits for its successor. Raises LayoutMismatchError, naming the
         tensors that differ, PublisherConflictError, EngineDiedError, or ValueError for a transport that needs the
-        memory of an engine that another process launched.
-        """
+        memory of an engine that another process launched."""
         from inflight.weights.trainer.publisher import Publisher
 
         publisher = Publisher(
@@ -416,8 +414,7 @@ class Engine(ClosedAtEnd):
         returned server, or the engine, is closed (docs/server.md). It needs the extra `serve`.
 
         port: 0 lets the system choose one (`server.url`). options: the other fields of ServerOptions (host, token, …).
-        Raises ListenError.
-        """
+        Raises ListenError."""
         with needing("serve", "serving"):
             from inflight.server.http_server import HttpServer
         from inflight.server.options import ServerOptions
@@ -427,17 +424,15 @@ class Engine(ClosedAtEnd):
         return server
 
     def trace(self, path: str | Path, *, seconds: float | None = None, details: bool = False) -> Trace:
-        """Record this process and the process of the first member from now on, and write one trace for ui.perfetto.dev
-        and chrome://tracing. Generation and training continue.
+        """Record this process and the process of the first member until `close()`, or the end of a `with` block, and
+        write one trace for ui.perfetto.dev and chrome://tracing. Generation and training continue.
 
-        Use it as a context manager, or `close()` it: this ends the trace and writes the file. path: ends in .json or
-        .json.gz. seconds: time after which the trace ends, and another thread writes the file (see `done`).
-        It shows both processes on one clock: spans by name (passes and swaps of the engine, publish copies, steps of
-        `grpo`, and marks of `inflight.span`), and on a GPU every kernel and copy, by stream. details: also records
-        every torch operator and CUDA call of all threads. This makes the file several times larger.
-        Raises ValueError for an invalid path or time, and InflightError if this process or the engine is already
-        traced or profiled.
-        """
+        path: ends in .json or .json.gz. seconds: time after which the trace ends, and another thread writes the file
+        (see `done`). The trace shows both processes on one clock: spans by name (passes and swaps of the engine,
+        publish copies, steps of `grpo`, and marks of `inflight.span`), and on a GPU every kernel and copy, by stream.
+        details: also records every torch operator and CUDA call of all threads. This makes the file several times
+        larger. Raises ValueError for an invalid path or time, and InflightError if this process or the engine is
+        already traced or profiled."""
         process = self._membership.first.process
         to = partial(EngineClient, process.client.endpoint, check_engine=process.check, keys=process.client.keys)
         self._trace = Trace(to, path, seconds=seconds, details=details)
