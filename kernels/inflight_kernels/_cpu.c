@@ -39,6 +39,12 @@ typedef uint16_t bf16;
 typedef float nf __attribute__((vector_size(4 * NATIVE), aligned(4), may_alias));
 typedef uint32_t nu __attribute__((vector_size(4 * NATIVE), aligned(4), may_alias));
 typedef uint16_t nh __attribute__((vector_size(2 * NATIVE), aligned(2), may_alias));
+typedef int32_t ni __attribute__((vector_size(4 * NATIVE), aligned(4), may_alias));
+
+#if !defined(__clang__) && __GNUC__ < 12
+#define __builtin_shufflevector(a, b, ...) \
+    __builtin_shuffle(a, b, __builtin_choose_expr(sizeof(a) == 64, (vi){__VA_ARGS__}, (ni){__VA_ARGS__}))
+#endif
 
 static inline float load1(const void *base, int is_bf16, ptrdiff_t i) {
     if (!is_bf16) return ((const float *)base)[i];

@@ -4,11 +4,11 @@ Logits of fp32 have the order of their bits, read as integers (`key_of`). A sear
 each of 16 passes over the row counts the tokens, or sums their weights, above three bounds at once.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
+
+from inflight_kernels._launch import guarded
 
 BLOCK = 2048
 _UNITS = tl.constexpr(2.0**40)
@@ -144,10 +144,8 @@ def cut_logits(
     min_ps: torch.Tensor,
 ) -> None:
     if len(rows):
-        launch: Any = cut_kernel[(len(rows),)]
+        columns = [column.contiguous() for column in (rows, temperatures, top_ks, top_ps, min_ps)]
+        launch = guarded(cut_kernel[(len(rows),)])
         vocabulary = logits.shape[1]
         block = min(BLOCK, triton.next_power_of_2(vocabulary))
-        launch(
-            logits, rows, temperatures, top_ks, top_ps, min_ps, logits.stride(0), V=vocabulary, BLOCK=block,
-            num_warps=8,
-        )  # fmt: skip
+        launch(logits, *columns, logits.stride(0), V=vocabulary, BLOCK=block, num_warps=8)

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inflight_kernels._launch import guarded
 from inflight_kernels._sampling_mask import Head, Masks, Rows
 
 ROWS = 8192
@@ -197,7 +198,7 @@ def dense_forward(
     peaks, totals = temperatures_N.new_empty(2, num_tiles, rows)
     moments = temperatures_N.new_empty(num_tiles, rows) if entropy else None
     if rows:
-        launch: Any = forward_kernel[(triton.cdiv(rows, constants["BLOCK_N"]) * num_tiles,)]
+        launch = guarded(forward_kernel[(triton.cdiv(rows, constants["BLOCK_N"]) * num_tiles,)])
         launch(
             hidden_NH,
             head.weight_VH,
@@ -235,7 +236,7 @@ def grad_logits(hidden_NH: torch.Tensor, piece: Head, begin: int, rows: Rows) ->
     grad_NC = piece.weight_VH.new_empty(num_rows, num_columns)
     constants = tiles(hidden_NH.dtype, capability_of(hidden_NH.device), wide=piece.softcap is None)
     grid = triton.cdiv(num_rows, constants["BLOCK_N"]) * triton.cdiv(num_columns, constants["BLOCK_V"])
-    launch: Any = grad_logits_kernel[(grid,)]
+    launch = guarded(grad_logits_kernel[(grid,)])
     launch(
         hidden_NH,
         piece.weight_VH,
@@ -354,7 +355,7 @@ def masked_forward(
     logits_E = temperatures_K.new_empty(len(masks.token_ids))
     logprobs_K, lses_K = torch.empty_like(temperatures_K), torch.empty_like(temperatures_K)
     entropies_K = torch.empty_like(temperatures_K) if entropy else None
-    launch: Any = masked_kernel[(len(hidden_KH),)]
+    launch = guarded(masked_kernel[(len(hidden_KH),)])
     launch(
         hidden_KH,
         head.weight_VH,
@@ -381,6 +382,6 @@ def segment_sum(
 ) -> torch.Tensor:
     rows, width = len(offsets) - 1, table.shape[1]
     out = factors_E.new_empty(rows, width)
-    launch: Any = segment_sum_kernel[(rows, triton.cdiv(width, BLOCK_K.value))]
+    launch = guarded(segment_sum_kernel[(rows, triton.cdiv(width, BLOCK_K.value))])
     launch(factors_E, table, index_E, offsets, out, table.stride(0), len(table), H=width)
     return out

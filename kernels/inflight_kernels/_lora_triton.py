@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inflight_kernels._launch import guarded
+
 PIECE: Any = 1024
 BLOCK_K = tl.constexpr(64)
 BLOCK_N: Any = 64
@@ -126,7 +128,7 @@ def add_lora(
     shrunk = torch.empty(pieces, tokens, ranks, dtype=torch.float32, device=x.device)
     block_t = 16 if tokens <= small_tokens else 32  # from 64 on, Triton 3.6 computes products of fp32 in TF32 on sm_100
     block_p = min(max(triton.next_power_of_2(ranks), 16), 32)
-    launch: Any = shrink_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(ranks, block_p), pieces)]
+    launch = guarded(shrink_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(ranks, block_p), pieces)])
     launch(
         x,
         a,
@@ -142,7 +144,7 @@ def add_lora(
         BLOCK_P=block_p,
     )
     block_n = BLOCK_N if x.dtype == torch.float32 else 2 * BLOCK_N  # products of fp32 take more registers
-    launch = expand_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(max(widths), block_n), len(widths))]
+    launch = guarded(expand_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(max(widths), block_n), len(widths))])
     launch(
         y,
         b,

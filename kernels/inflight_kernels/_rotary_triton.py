@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inflight_kernels._launch import guarded
 from inflight_kernels._norm import Norm
 from inflight_kernels._tokenwise_triton import weigh
 
@@ -125,10 +126,10 @@ def rope_and_cache(
     q = torch.empty(tokens, q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return q
-    q_norm, k_norm = (norms[0].weight, norms[1].weight) if norms else (None, None)
+    q_norm, k_norm = (norms[0].weight.contiguous(), norms[1].weight.contiguous()) if norms else (None, None)
     eps, offset, cast_first = norms[0][1:] if norms else (0.0, 0.0, True)
     size = next_power_of_2(q_heads) * next_power_of_2(head_dim)
-    launch: Any = rope_and_cache_kernel[(tokens,)]
+    launch = guarded(rope_and_cache_kernel[(tokens,)])
     launch(
         qkv,
         cos.contiguous(),

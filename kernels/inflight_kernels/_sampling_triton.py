@@ -1,10 +1,10 @@
 """The Triton kernels of `sampling`: one program per row and block of the vocabulary, then one per row."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
+
+from inflight_kernels._launch import guarded
 
 
 @triton.jit
@@ -124,10 +124,10 @@ def draw(
     entropies = torch.empty_like(logprobs) if entropy else None
     sizes = {"V": vocabulary, "BLOCKS": blocks, "BLOCK": block_size}
     if rows:
-        launch: Any = block_kernel[(rows, blocks)]
+        launch = guarded(block_kernel[(rows, blocks)])
         # Sums and maxima of one warp need no barrier, and each thread has several loads in flight.
         launch(logits, temperatures, *statistics, logits.stride(0), **sizes, num_warps=1)
-        launch = draw_kernel[(rows,)]
+        launch = guarded(draw_kernel[(rows,)])
         launch(
             logits,
             temperatures,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inflight_kernels._launch import guarded
 from inflight_kernels._linear_logprob_triton import LOWEST, fast_exp
 
 BLOCK_V: Any = 4096
@@ -53,11 +54,11 @@ class SelectiveLogprobs(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
         rows, vocabulary = logits.shape
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        temperatures = temperatures.float()
+        tokens, temperatures = tokens.contiguous(), temperatures.float().contiguous()
         logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
         lses = torch.empty_like(logprobs)
         if rows:
-            launch: Any = forward_kernel[(rows,)]
+            launch = guarded(forward_kernel[(rows,)])
             launch(logits, tokens, temperatures, logprobs, lses, logits.stride(0), V=vocabulary)
         ctx.save_for_backward(logits, tokens, temperatures, lses)
         return logprobs
@@ -69,6 +70,6 @@ class SelectiveLogprobs(torch.autograd.Function):
         grad_logits = torch.empty(rows, vocabulary, dtype=logits.dtype, device=logits.device)
         if rows:
             grad = grads[0].contiguous()
-            launch: Any = backward_kernel[(rows, triton.cdiv(vocabulary, BLOCK_V))]
+            launch = guarded(backward_kernel[(rows, triton.cdiv(vocabulary, BLOCK_V))])
             launch(logits, tokens, temperatures, lses, grad, grad_logits, logits.stride(0), V=vocabulary)
         return grad_logits, None, None

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inflight_kernels._launch import guarded
 from inflight_kernels._norm import Norm
 
 BLOCK: Any = 1024
@@ -32,7 +33,7 @@ def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        launch: Any = gated_activation_kernel[(rows, triton.cdiv(width, BLOCK))]
+        launch = guarded(gated_activation_kernel[(rows, triton.cdiv(width, BLOCK))])
         launch(gate_up, out, gate_up.stride(0), I=width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
     return out
 
@@ -83,11 +84,11 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> 
         s, stride_residual = torch.empty_like(y), residual.stride(0)
     if rows:
         block = triton.next_power_of_2(width)
-        launch: Any = rms_norm_kernel[(rows,)]
+        launch = guarded(rms_norm_kernel[(rows,)])
         launch(
             x,
             residual,
-            norm.weight,
+            norm.weight.contiguous(),
             y,
             s,
             x.stride(0),

@@ -2,6 +2,7 @@
 interpreter."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,31 @@ PARITY = Path(__file__).parents[1] / "helpers" / "kernel_parity.py"
 @pytest.mark.slow
 def test_kernels_equal_their_references_in_the_interpreter():
     subprocess.run([sys.executable, PARITY, "cpu"], check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+
+
+def test_every_launch_is_on_the_device_of_its_tensors():
+    for path in Path(sampling.__file__).parent.glob("*.py"):
+        text = path.read_text()
+        guarded = re.findall(r"guarded\(\w+_kernel\[", text)
+        if path.name != "_copy_triton.py":  # it has a guard of its own
+            assert len(re.findall(r"_kernel\[", text)) == len(guarded), path.name
+
+
+STRIDED = """
+import torch
+from inflight_kernels import Norm, _tokenwise_triton, selective_logprob, tokenwise
+from inflight_kernels._selective_logprob_triton import SelectiveLogprobs
+torch.manual_seed(0)
+logits, tokens, temperatures = torch.randn(3, 50), torch.randint(50, (3, 2))[:, 0], torch.rand(3, 2)[:, 0] + 0.5
+expected = selective_logprob.selective_logprobs_reference(logits, tokens, temperatures)
+torch.testing.assert_close(SelectiveLogprobs.apply(logits, tokens, temperatures), expected)
+x, norm = torch.randn(3, 8), Norm(torch.randn(8, 2)[:, 0], 1e-6)
+torch.testing.assert_close(_tokenwise_triton.add_rms_norm(x, None, norm)[0], tokenwise.rms_norm_reference(x, norm))
+"""
+
+
+def test_kernels_take_strided_tensors():
+    subprocess.run([sys.executable, "-c", STRIDED], check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.gpu
