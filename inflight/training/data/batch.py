@@ -43,7 +43,8 @@ class PackedBatch:
     totals: StepTotals
     """Totals of the optimizer step that consists of this batch or contains it as a micro-batch."""
     drawn: torch.Tensor = None  # pyright: ignore
-    """i64[n], indices of the true entries of loss_mask; computed if omitted."""
+    """i64[n], indices of the true entries of loss_mask; computed if omitted. On a CPU other indices raise ValueError; on a GPU that
+    check would wait for it."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     """Values [T] by name of the columns of one number per token that every rollout recorded (`Rollout.columns`). The
     scores of a teacher can have several, [T, k] (`distillation.TOP_IDS`, `TOP_LOGPROBS`)."""
@@ -80,6 +81,15 @@ class PackedBatch:
     def __post_init__(self) -> None:
         if self.drawn is None:
             self.drawn = torch.nonzero(self.loss_mask).flatten()
+        elif (
+            self.drawn.is_cpu
+            and self.loss_mask.is_cpu
+            and not torch.equal(self.drawn, torch.nonzero(self.loss_mask).flatten())
+        ):
+            raise ValueError(
+                "drawn does not contain the indices of the true entries of loss_mask: with another loss_mask give "
+                "drawn=None"
+            )
 
     @property
     def num_sequences(self) -> int:

@@ -176,7 +176,8 @@ class _FunctionSource:
 
 
 def _columns(rollout: Rollout, scores: TeacherScores, top_k: int) -> dict[str, np.ndarray]:
-    """Return the columns of a rollout. Raises TeacherError for scores of other shapes or that are not finite."""
+    """Return the columns of a rollout. Raises TeacherError for scores of other shapes or that are not
+    finite, and for negative ids."""
     length = len(rollout.token_ids)
     found: dict[str, tuple[Any, Any, tuple[int, ...]]] = {LOGPROBS: (scores.logprobs, np.float32, (length,))}
     if top_k:
@@ -189,6 +190,10 @@ def _columns(rollout: Rollout, scores: TeacherScores, top_k: int) -> dict[str, n
                 f"the teacher's {name} of rollout {rollout.request_id} must be finite numbers {list(shape)}, one for "
                 f"each token after the prompt, got {columns[name].dtype}{list(columns[name].shape)}"
             )
+    if top_k and (columns[TOP_IDS] < 0).any():
+        raise TeacherError(
+            f"the teacher's {TOP_IDS} of rollout {rollout.request_id} contain negative numbers, which are not tokens"
+        )
     return columns
 
 

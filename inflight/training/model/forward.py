@@ -183,7 +183,7 @@ def _score_logits(
     log_nV = torch.log_softmax(logits_nV.float() / temperatures[:, None], -1)
     if at is not None:
         ids = log_nV.detach().topk(at).indices if isinstance(at, int) else at
-        is_token = ids < log_nV.shape[1]
+        is_token = (ids >= 0) & (ids < log_nV.shape[1])
         of_ids = log_nV.gather(1, ids.masked_fill(~is_token, 0)).masked_fill(~is_token, -torch.inf)
         scores = scores._replace(at=of_ids, ids=ids)
     if entropy:

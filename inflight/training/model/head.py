@@ -49,11 +49,19 @@ def plain_head(model: Any) -> PlainHead | None:
         return None
     if head not in _found:
         # Quantized linear layers have a custom forward.
-        plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        plain = not _is_changed(head) and isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         _found[head] = _try(model, head) if plain else None
         if _found[head] is None:
             logger.warning("the loss of %s materialises its logits: they are not a plain head's", type(model).__name__)
-    return _found[head]
+    return None if _is_changed(head) else _found[head]
+
+
+def _is_changed(head: nn.Module) -> bool:
+    """Return whether another program has replaced the head's forward pass, or has hooks on its output.
+    Hooks of FSDP2 do not change it."""
+    hooks = [*head._forward_hooks.values(), *head._backward_hooks.values()]
+    of_torch = "torch.distributed"
+    return "forward" in vars(head) or any(not str(getattr(h, "__module__", "")).startswith(of_torch) for h in hooks)
 
 
 @torch.no_grad()
@@ -172,7 +180,7 @@ class _Logits:
         """Return log-probabilities f32[n, k] of tokens i64[n, k], −∞ for banned ones and ids outside the vocabulary.
         logprobs_n: of the drawn tokens. Their logits give the normalisation."""
         drawn_n1 = self.batch.input_ids[self.batch.drawn, None]
-        is_token = ids_nk < len(self.weight_VH)
+        is_token = (ids_nk >= 0) & (ids_nk < len(self.weight_VH))
         ids = torch.cat([drawn_n1, ids_nk.masked_fill(~is_token, 0)], 1)
         temperatures_n1 = self.batch.temperatures[self.batch.drawn, None] / self.head.scale
         rows = max(1, _MOST_NUMBERS // (ids.shape[1] * self.weight_VH.shape[1]))

@@ -289,6 +289,15 @@ def test_scores_of_another_shape_or_not_finite_are_named(logprobs):
     assert "teacher_logprobs of rollout 0 must be finite numbers" in str(scorer.last_error)
 
 
+def test_negative_ids_of_a_teacher_are_named():
+    [rollout] = plain_rollouts(1)
+    shape = (len(rollout.token_ids), 1)
+    scores = TeacherScores(np.zeros(shape[0]), np.full(shape, -1), np.zeros(shape))
+    scorer = TeacherScorer(lambda rollouts, k: [scores], top_k=1)
+    assert rewards_of(scorer, [rollout]) == [None]
+    assert "contain negative numbers" in str(scorer.last_error)
+
+
 def test_other_distributions_are_refused():
     rollouts = make_rollouts(1)  # at another temperature
     scorer = TeacherScorer(lambda given, k: [])

@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,32 @@ def test_the_configuration_is_the_models_own_after_forward_and_after_backward(im
         score_tokens(model, make_batch())
     assert implementations(model) == before
     assert not packing._replaced
+
+
+@pytest.mark.parametrize("kind", ["forward", "hook"])
+def test_a_changed_head_is_used_and_kept(kind):
+    model, batch = make_model("qwen3"), make_batch()
+    plain = score_tokens(model, batch).logprobs
+    head, seen = model.lm_head, []
+    if kind == "forward":
+        own = head.forward
+        head.forward = replaced = lambda hidden: 2 * own(hidden)
+    else:
+        head.register_forward_hook(lambda _module, _inputs, logits: seen.append(logits.shape[-1]) or 2 * logits)
+    assert not torch.allclose(score_tokens(model, batch).logprobs, plain)
+    assert set(seen) <= {head.out_features}
+    assert kind == "hook" or head.forward is replaced
+
+
+def test_another_loss_mask_needs_other_drawn_tokens():
+    batch = make_batch()
+    with pytest.raises(ValueError, match="drawn does not contain"):
+        replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+
+
+def test_negative_ids_are_not_tokens():
+    model, batch = make_model("qwen3"), make_batch()
+    assert (score_tokens(model, batch, at=torch.full((batch.num_drawn, 1), -1)).at == -torch.inf).all()
 
 
 def test_it_is_so_after_an_exception_in_the_loss():
