@@ -43,8 +43,8 @@ class PackedBatch:
     totals: StepTotals
     """Totals of the optimizer step that consists of this batch or contains it as a micro-batch."""
     drawn: torch.Tensor = None  # pyright: ignore
-    """i64[n], indices of the true entries of loss_mask; computed if omitted. On a CPU other indices raise ValueError; on a GPU that
-    check would wait for it."""
+    """i64[n], indices of the true entries of loss_mask; computed if omitted. On a CPU other indices raise
+    ValueError; on a GPU they are not checked, because the check would wait for the GPU."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     """Values [T] by name of the columns of one number per token that every rollout recorded (`Rollout.columns`). The
     scores of a teacher can have several, [T, k] (`distillation.TOP_IDS`, `TOP_LOGPROBS`)."""
