@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from inflight_kernels import linear_logprobs
@@ -38,6 +38,9 @@ class PlainHead:
 
 
 _found: WeakKeyDictionary[nn.Module, PlainHead | None] = WeakKeyDictionary()
+_warned: WeakSet[nn.Module] = WeakSet()
+_SHARDING = ("torch.distributed", "deepspeed")
+"""Beginnings of the modules of hooks that gather and free sharded parameters."""
 
 
 def plain_head(model: Any) -> PlainHead | None:
@@ -47,21 +50,26 @@ def plain_head(model: Any) -> PlainHead | None:
     head: Any = get_head() if get_head else None
     if head is None:
         return None
-    if head not in _found:
-        # Quantized linear layers have a custom forward.
-        plain = not _is_changed(head) and isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-        _found[head] = _try(model, head) if plain else None
-        if _found[head] is None:
-            logger.warning("the loss of %s materialises its logits: they are not a plain head's", type(model).__name__)
-    return None if _is_changed(head) else _found[head]
+    found = None
+    if not _is_changed(head):
+        if head not in _found:
+            # Quantized linear layers have a custom forward.
+            is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+            _found[head] = _try(model, head) if is_linear else None
+        found = _found[head]
+    if found is None and head not in _warned:
+        _warned.add(head)
+        logger.warning("the loss of %s materialises its logits: they are not a plain head's", type(model).__name__)
+    return found
 
 
 def _is_changed(head: nn.Module) -> bool:
-    """Return whether another program has replaced the head's forward pass, or has hooks on its output.
-    Hooks of FSDP2 do not change it."""
+    """Return whether another program has replaced the head's forward pass, or has hooks on its output. Hooks that shard
+    parameters do not change it."""
     hooks = [*head._forward_hooks.values(), *head._backward_hooks.values()]
-    of_torch = "torch.distributed"
-    return "forward" in vars(head) or any(not str(getattr(h, "__module__", "")).startswith(of_torch) for h in hooks)
+    return "forward" in vars(head) or not all(
+        str(getattr(hook, "__module__", "")).startswith(_SHARDING) for hook in hooks
+    )
 
 
 @torch.no_grad()
