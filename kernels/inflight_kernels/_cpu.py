@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -106,27 +107,28 @@ def call(name: str, *arguments: object) -> bool:
 def _compiled() -> ctypes.CDLL:
     """Load the kernels from the first directory that contains them or is writable."""
     global _problem
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise _NotCompiledError("no C compiler found: install gcc, or set CC to one")
+    compiler = _compiler()
     source = SOURCE.read_bytes()
     key = hashlib.sha256(source + repr((_FLAGS, compiler, _processor())).encode()).hexdigest()[:16]
     problems = []
-    for directory, make in ((_cache(), _make_directory), (_temporary(), _make_private)):
+    for find, make in ((_cache, _make_directory), (_temporary, _make_private)):
+        directory = None
         try:
-            make(directory)
-            library = ctypes.CDLL(str(_compile(compiler, directory / f"kernels-{key}.so")))
+            make(directory := find())
+            library = _load(_compile(compiler, directory / f"kernels-{key}.so"), compiler)
         except subprocess.CalledProcessError as error:
             if os.strerror(errno.ENOSPC) not in error.stderr:
-                text = error.stderr.strip() or f"exit code {error.returncode}"
-                raise _NotCompiledError(f"{compiler} failed: {text[:500]}; set CC to another C compiler") from error
+                lines = [line for line in error.stderr.splitlines() if "error" in line]
+                text = "; ".join(lines) or error.stderr.strip() or f"exit code {error.returncode}"
+                raise _NotCompiledError(f"{compiler[0]} failed: {text[:500]}; set CC to another C compiler") from error
             problems.append(f"{directory} cannot be used: {os.strerror(errno.ENOSPC)}")
         except OSError as error:
-            if error.filename == compiler:
+            if error.filename == compiler[0]:
                 raise _NotCompiledError(
-                    f"{compiler} cannot be run: {error.strerror}; set CC to a C compiler"
+                    f"{compiler[0]} cannot be run: {error.strerror}; set CC to a C compiler"
                 ) from error
-            problems.append(f"{directory} cannot be used: {error.strerror or error}")
+            reason = error.strerror or str(error)
+            problems.append(f"{directory} cannot be used: {reason}" if directory else reason)
         else:
             if problems:
                 _problem = f"{problems[0]}; set XDG_CACHE_HOME to another directory. {directory} is used until then"
@@ -134,18 +136,45 @@ def _compiled() -> ctypes.CDLL:
     raise _NotCompiledError(f"{' and '.join(problems)}; set XDG_CACHE_HOME to a directory that can be written to")
 
 
-def _compile(compiler: str, target: Path) -> Path:
+def _compiler() -> list[str]:
+    """Return the command of the compiler. CC can contain arguments."""
+    try:
+        command = shlex.split(os.environ.get("CC") or "")
+    except ValueError as error:
+        raise _NotCompiledError(f"CC cannot be read: {error}; set CC to a C compiler") from error
+    found = command or [one for one in (shutil.which("gcc"), shutil.which("cc")) if one][:1]
+    if not found:
+        raise _NotCompiledError("no C compiler found: install gcc, or set CC to one")
+    return found
+
+
+def _load(path: Path, compiler: list[str]) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        if "undefined symbol" not in str(error):
+            raise
+        path.unlink(missing_ok=True)
+        raise _NotCompiledError(
+            f"the object that {compiler[0]} has made cannot be loaded: {error}; set CC to gcc"
+        ) from error
+
+
+def _compile(compiler: list[str], target: Path) -> Path:
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=target.parent) as directory:
             unlinked, shared = f"{directory}/kernels.o", f"{directory}/kernels.so"
             for arguments in (["-c", *_FLAGS, str(SOURCE), "-o", unlinked], ["-shared", unlinked, "-lm", "-o", shared]):
-                subprocess.run([compiler, *arguments], check=True, capture_output=True, text=True)
+                subprocess.run([*compiler, *arguments], check=True, capture_output=True, text=True)
             os.replace(shared, target)  # whole or not at all, also if several processes compile at the same time
     return target
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "inflight"
+    path = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "inflight"
+    if not path.is_absolute():
+        raise OSError(f"{path} cannot be used: it is not an absolute path")
+    return path
 
 
 def _temporary() -> Path:

@@ -1,11 +1,14 @@
 """What runs where the C kernels cannot be compiled."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 
 import pytest
+from inflight_kernels import _cpu
 
 import inflight
 
@@ -94,6 +97,53 @@ def test_a_compiler_that_does_not_work_is_named_with_its_variable(tmp_path):
     assert (has, verdict) == ("False", "note")
     assert "/no/such/gcc cannot be run: No such file or directory; set CC to a C compiler" in advice
     assert "XDG_CACHE_HOME" not in advice
+
+
+@pytest.fixture
+def fake_compiler(tmp_path):
+    """A compiler that takes "-pipe" and makes an object with a symbol that nothing has."""
+    path = tmp_path / "cc"
+    path.write_text(
+        "#!/bin/sh\n[ $1 = -pipe ] || exit 3\n"
+        'case $2 in -shared) echo "extern int missing; int *g = &missing;" | gcc -xc - -shared -fPIC -o $6;; esac\n'
+    )
+    path.chmod(0o755)
+    return f"{path} -pipe"
+
+
+def test_an_object_that_cannot_be_loaded_is_named_and_removed(tmp_path, monkeypatch, fake_compiler):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", fake_compiler)
+    with pytest.raises(_cpu._NotCompiledError, match=r"cannot be loaded: .*missing; set CC to gcc"):
+        _cpu._compiled()
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [('gcc "', "CC cannot be read: No closing quotation"), ("/bin/false -O3", "/bin/false failed")],
+)
+def test_a_command_that_is_wrong_is_named(tmp_path, monkeypatch, compiler, message):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(_cpu._NotCompiledError, match=message):
+        _cpu._compiled()
+
+
+def test_a_blank_command_stands_for_the_usual_compiler(monkeypatch):
+    monkeypatch.setenv("CC", " ")
+    assert _cpu._compiler() == [shutil.which("gcc")]
+
+
+def test_without_a_directory_the_reasons_are_named(monkeypatch):
+    def none():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    message = "cache/inflight cannot be used: it is not an absolute path and No usable temporary directory found"
+    with pytest.raises(_cpu._NotCompiledError, match=message):
+        _cpu._compiled()
 
 
 @pytest.mark.medium
