@@ -19,7 +19,7 @@ from inflight.core.errors import UnsupportedModelError
 from inflight.model_checks.twin import first_line
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward_mode import Way, scoring_way
-from inflight.training.model.head import plain_head, scoring_head
+from inflight.training.model.head import check_at, plain_head, scoring_head
 from inflight.training.model.packing import has_states, is_packable, pack_input, packed_attention
 from inflight.training.model.replay import end_failed_backward, replay_routed_experts
 from inflight.training.model.sampling_mask import is_banned
@@ -57,8 +57,8 @@ def score_tokens(
     left of those that the engine draws, with the experts that it used. The batch can be on the CPU. Sequences are
     packed if packing gives the same results as scoring each alone; otherwise they are padded or fed one by one
     (`scoring_way`). Raises the errors of `replay_routed_experts`, UnsupportedModelError for a model whose tokens attend
-    to later positions or that needs other inputs in train mode, and ValueError for a token outside of the vocabulary,
-    and for `at` with a sampling mask.
+    to later positions or that needs other inputs in train mode, and ValueError for a drawn token outside of the
+    vocabulary, for `at` with a sampling mask, and for a k beyond the vocabulary.
     """
     if at is not None and batch.sampling_mask is not None:
         raise ValueError(
@@ -182,6 +182,8 @@ def _score_logits(
         return scores
     log_nV = torch.log_softmax(logits_nV.float() / temperatures[:, None], -1)
     if at is not None:
+        if isinstance(at, int):
+            check_at(at, log_nV.shape[1])
         ids = log_nV.detach().topk(at).indices if isinstance(at, int) else at
         is_token = (ids >= 0) & (ids < log_nV.shape[1])
         of_ids = log_nV.gather(1, ids.masked_fill(~is_token, 0)).masked_fill(~is_token, -torch.inf)

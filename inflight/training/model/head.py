@@ -72,6 +72,12 @@ def _is_changed(head: nn.Module) -> bool:
     )
 
 
+def check_at(k: int, vocab_size: int) -> None:
+    """Raise ValueError if a vocabulary does not have the k likeliest tokens that are to be scored."""
+    if not 0 < k <= vocab_size:
+        raise ValueError(f"the {k} likeliest tokens cannot be scored: the model's vocabulary has {vocab_size} tokens")
+
+
 @torch.no_grad()
 def _try(model: Any, head: nn.Linear) -> PlainHead | None:
     """Replace the head's output by fixed numbers, and compare the resulting logits with them."""
@@ -176,6 +182,7 @@ class _Logits:
     @torch.no_grad()
     def likeliest(self, hidden_nH: torch.Tensor, k: int) -> torch.Tensor:
         """Return the ids i64[n, k] of the k likeliest tokens. They do not depend on temperature, scale and softcap."""
+        check_at(k, len(self.weight_VH))
         ids_V, found = torch.arange(len(self.weight_VH), device=hidden_nH.device), []
         for hidden_RH in hidden_nH.split(max(1, _MOST_NUMBERS // len(ids_V))):
             logits_RV = (hidden_RH @ self.weight_VH.T).float()

@@ -66,6 +66,17 @@ def test_negative_ids_are_not_tokens():
     assert (score_tokens(model, batch, at=torch.full((batch.num_drawn, 1), -1)).at == -torch.inf).all()
 
 
+@pytest.mark.parametrize("head", ["plain", "changed"])
+def test_more_of_the_likeliest_tokens_than_there_are_are_refused(head):
+    model, batch = make_model("qwen3"), make_batch()
+    size = model.config.vocab_size
+    if head == "changed":
+        model.lm_head.register_forward_hook(lambda *_: None)
+    assert score_tokens(model, batch, at=size).ids.shape == (batch.num_drawn, size)
+    with pytest.raises(ValueError, match=f"the {size + 1} likeliest tokens cannot be scored: .* has {size} tokens"):
+        score_tokens(model, batch, at=size + 1)
+
+
 def test_it_is_so_after_an_exception_in_the_loss():
     model = make_model("qwen3")
     score_tokens(model, make_batch())  # the way is known
