@@ -1,6 +1,7 @@
 """Kernels of inflight: Triton on a GPU, C on a CPU with a compiler, and a plain PyTorch reference of each.
 
-Importing this package needs no GPU, no Triton and no compiler.
+Importing this package needs no GPU, no Triton and no compiler. Only `linear_logprobs` and `selective_logprobs` compute
+gradients. Results of the other functions have none, although inputs require them.
 """
 
 from inflight_kernels._norm import Norm
