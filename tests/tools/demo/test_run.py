@@ -120,7 +120,7 @@ def test_a_run_with_markup_in_its_prompts_is_printed_and_continued(monkeypatch, 
     (out / "demo.png").unlink()
     summary = run.run_demo(DemoOptions(resume=out, steps=2, device="cpu"), console)
     assert (summary["steps"], summary["resumed_after_step"]) == (2, 1)
-    assert 0 < summary["num_tokens"] <= 8
+    assert 0 <= summary["num_tokens"] <= 8  # the groups of the step can be drawn before the resume
     shown = console.file.getvalue().rpartition("held-out accuracy")[2]  # pyright: ignore
     assert "resumed            after step 1" in shown
     assert "matplotlib is not installed" in shown
