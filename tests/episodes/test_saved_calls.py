@@ -79,13 +79,13 @@ def make_handle():
     return threading.Lock()
 
 
-def restart(engine, directory, rollout, *, n=1, num_held=None, **options):
-    """Play a row until episodes are held, save the run, and continue it with new `Episodes`. Returns the group and the
-    counts of the new ones."""
+def restart(engine, directory, rollout, *, n=1, num_held=None, called=(), **options):
+    """Play a row until episodes are held and these calls have begun, save the run, and continue it with new `Episodes`.
+    Returns the group and the counts of the new ones."""
     publisher = SimpleNamespace(version=0)
     with inflight.Episodes(engine, rollout, **options) as episodes:
         ids = episodes.submit([{"seed": 7, "prompt": []}], replace(PARAMS, n=n), train=False)
-        wait_until(lambda: WORLD.num_held == (num_held or n))
+        wait_until(lambda: WORLD.num_held == (num_held or n) and {*called} <= {*WORLD.calls[0]})
         inflight.Run(engine, publisher).save(directory)
         episodes.cancel(ids)
         WORLD.released.set()
@@ -114,7 +114,7 @@ def test_tools_are_not_called_twice(chat_engine, tmp_path, world):
         assert contents == ["done", "k", "error: KeyError: ('k', 1)"]
         return 1.0
 
-    group, counts = restart(chat_engine, tmp_path, play)
+    group, counts = restart(chat_engine, tmp_path, play, called=AT_ONCE)
     assert [rollout.reward for rollout in group] == [1.0]
     assert world.calls[0] == [*(("look_up", key) for key in RESULTS), ("fail", "no such key"), ("block",), *AT_ONCE]
     # The other calls of the turn run at the same time, so that some have not returned at the save.

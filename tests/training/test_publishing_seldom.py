@@ -16,7 +16,7 @@ EVERY = 3
 
 def loop(engine, model, *, steps=7, **options):
     """A custom loop that publishes at every third step. Yields each batch with its statistics."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prompts = ([index % VOCABULARY, 3] for index in count())
     with engine.publisher(model) as publisher:
         engine.wait_for_version(publisher.publish())
