@@ -85,7 +85,7 @@ class Rescheduler:
         with fleet.lock:
             engines = {m: answer for m, answer in engines.items() if m.usable and m.frames is answer[0]}
             all_answered = len(engines) == len(fleet.usable)
-            alive = {member for member in fleet.members if member.death is None}  # also those that are being restarted
+            alive = {member for member in fleet.members if member.death is None}  # restarting members included
             for record in fleet.ledger.engines.unassigned:
                 record.waited_s += passed_s if engines else 0.0
                 by = record.refusals

@@ -168,7 +168,7 @@ def _exact_single_steps(module: nn.Module) -> Iterator[None]:
 
 
 _makers: ContextVar[Mapping[str, Callable[[Any], Any]] | None] = ContextVar("inflight_functions", default=None)
-"""What makes the functions that replace those of Transformers, by their names."""
+"""Maps names of functions of Transformers to makers of their replacements."""
 
 
 class Replaceable:

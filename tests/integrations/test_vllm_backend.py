@@ -1,14 +1,12 @@
 """The loop around vLLM, with an engine core that pretends to be it; `test_backends.py` has the real one."""
 
 import math
-import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from pretend_vllm import END, MEDIA, PretendCore, make_pretender
-from transformers import PretrainedConfig
 
 import inflight
 from inflight.core.errors import BackendError, DeviceMemoryError, InvalidRequestError, ProtocolError
@@ -18,13 +16,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.sequence import Sequence
 from inflight.engine.process.process import state_of
-from inflight.integrations.vllm_backend.arguments import (
-    _memory_share,
-    arguments_of,
-    check_options,
-    set_environment,
-)
-from inflight.integrations.vllm_backend.build import _check_version, start
+from inflight.integrations.vllm_backend.build import start
 from inflight.integrations.vllm_backend.columns import ASKED, ColumnRecorder, asked
 from inflight.integrations.vllm_backend.sampling import request_arguments
 from inflight.integrations.vllm_backend.worker import StagedWeights, by_checkpoint_names
@@ -422,48 +414,6 @@ def test_cancelled_sequences_leave_the_queue(engine):
     assert sum(map(len, engine.scheduler._backlog._queues.values())) < 100
 
 
-def test_a_chosen_share_of_a_gpu_stays_where_little_is_free(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, 80 * GIB))
-    options = EngineOptions("tiny", backend="vllm", vllm={"gpu_memory_utilization": 0.4})
-    arguments = arguments_of(options, "tiny", PretrainedConfig(), torch.float32, torch.device("cuda"), 6 * GIB)
-    assert arguments["gpu_memory_utilization"] == 0.4
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"slots": 1}, "slots=1"),
-        ({"schedule_order": "a:b"}, "schedule_order"),
-        ({"kv_on_swap": "recompute"}, "kv_on_swap"),
-        ({"prefix_across_versions": 1}, "prefix_across_versions"),
-        ({"record_routed_experts": True}, "record_routed_experts"),
-        ({"attention": "torch"}, "attention"),
-        ({"fused": False}, "fused"),
-        ({"vllm": {"max_num_seqs": 3}}, "is said by the option 'max_sequences'"),
-        ({"vllm": {"enable_lora": True}}, "is said by the option 'lora_rank'"),
-        ({"vllm": {"async_scheduling": True}}, "cannot be chosen"),
-    ],
-)
-def test_options_that_vllm_does_not_have(options, message):
-    with pytest.raises(BackendError, match=message):
-        check_options(EngineOptions("tiny", backend="vllm", **options))
-
-
-def test_columns_select_the_model_runner_that_records_them(monkeypatch):
-    """A choice of the user stays."""
-    for columns, before, after in (((), None, None), (("m.py:f",), None, "0"), (("m.py:f",), "1", "1")):
-        monkeypatch.setattr(os, "environ", {} if before is None else {"VLLM_USE_V2_MODEL_RUNNER": before})
-        set_environment(EngineOptions("tiny", backend="vllm", columns=columns))
-        assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == after
-
-
-def test_options_of_vllm_need_vllm():
-    with pytest.raises(ValueError, match='need backend="vllm"'):
-        EngineOptions("tiny", vllm={"quantization": "fp8"})
-    with pytest.raises(ValueError, match="backend must be inflight or vllm"):
-        EngineOptions("tiny", backend="sglang")
-
-
 def test_without_vllm_there_is_an_error_that_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # however this environment was set up
     with pytest.raises(BackendError, match=r"install it there, .* name that Python in backend_python"):
@@ -484,27 +434,3 @@ def test_parts_of_a_tensor_go_by_the_names_that_checkpoints_give_them():
 def test_a_prompt_with_a_token_in_place_of_an_image_is_refused(engine):
     with pytest.raises(InvalidRequestError, match=f"token id {MEDIA} in place of an image"):
         engine.requests.submit([Prompt([1, MEDIA, 2], SamplingParams())])
-
-
-def test_versions_of_vllm_that_were_not_tested_are_refused():
-    for version in ("0.26.0", "0.32.0", "0.32.1.post2"):
-        _check_version(version)
-    for version in ("0.25.1", "0.33.0rc1", "1.0.0"):
-        with pytest.raises(BackendError, match=rf"this is vLLM {version}, and backend='vllm' was tested with 0\.26 to"):
-            _check_version(version)
-
-
-GIB = 1 << 30
-
-
-@pytest.mark.parametrize("free", [80, 50, 20])
-def test_share_of_a_gpu_leaves_room_for_the_next_weights_and_for_others(free):
-    """vLLM does not start if its share is not free. The rest of the memory holds the next version."""
-    options = EngineOptions(model="tiny", kv_cache_fraction=0.9)
-    share = _memory_share(options, 6 * GIB, free * GIB, 80 * GIB)
-    assert share * 80 <= free - 6
-    assert share * 80 > 6
-    smaller = _memory_share(EngineOptions(model="tiny", kv_cache_fraction=0.1), 6 * GIB, free * GIB, 80 * GIB)
-    assert smaller < share
-    with pytest.raises(DeviceMemoryError, match="needs 61,440 MiB for its weights and the next version"):
-        _memory_share(options, 30 * GIB, free // 2 * GIB, 80 * GIB)

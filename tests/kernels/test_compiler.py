@@ -101,7 +101,7 @@ def test_a_compiler_that_does_not_work_is_named_with_its_variable(tmp_path):
 
 @pytest.fixture
 def fake_compiler(tmp_path):
-    """A compiler that takes "-pipe" and makes an object with a symbol that nothing has."""
+    """A command with the argument "-pipe". It makes an object that refers to a missing symbol."""
     path = tmp_path / "cc"
     path.write_text(
         "#!/bin/sh\n[ $1 = -pipe ] || exit 3\n"

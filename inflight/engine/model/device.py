@@ -13,7 +13,8 @@ _CGROUPS = (
     ("/sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")),
     ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
 )
-"""Folders of control groups, version 2 and 1, with the names of the limit, of the memory in use and of file pages."""
+"""Folders of control groups of version 2 and 1. Names of their files with the limit and the used memory, and of the
+entry with unused file pages."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -38,7 +39,7 @@ def resolve_device(name: str) -> torch.device:
 
 def _left_in_cgroups() -> list[int]:
     """Return the bytes that the limits of this process's control groups leave, and a number above all limits. Unused
-    pages of files count as free, because the kernel reclaims them."""
+    pages of files are free memory, because the kernel reclaims them."""
     left = [sys.maxsize]
     with suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()

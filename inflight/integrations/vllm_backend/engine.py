@@ -195,7 +195,7 @@ class VllmEngine(Backend):
         return TokenFrame(header, *_columns_of(rows, columns))
 
     def _count_preemptions(self) -> None:
-        """Add the preemptions of the last step to the total. vLLM counts those of unfinished requests alone."""
+        """Add the preemptions of the last step to the total. vLLM counts only unfinished requests."""
         requests = self._started.scheduler.requests
         preempted = {name: request.num_preemptions for name, request in requests.items() if request.num_preemptions}
         self._num_preemptions += sum(count - self._preempted.get(name, 0) for name, count in preempted.items())

@@ -204,7 +204,7 @@ def _resident_peak_mib(settings: LossOptions, dtype: str, name: str, num_threads
     _step(VARIANTS[name], _make_problem(small, torch.device("cpu"), getattr(torch, dtype)))
     problem = _make_problem(settings, torch.device("cpu"), getattr(torch, dtype))
     before = _status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # begins a new peak, without that of making the problem
+    Path("/proc/self/clear_refs").write_text("5")  # begins a new peak, after making the problem
     grads = _step(VARIANTS[name], problem)
     return (_status_bytes("VmHWM") - before - sum(grad.nbytes for grad in grads)) / MIB
 

@@ -35,7 +35,7 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
     stall_ms, version_lag {p50, max}, steps_per_s, trainer_wait_share (the share of time in which the trainer waits for
     rollouts), age_over_bound (`TokenStaleness.age_over_bound`), the counts of tokens and swaps, the seconds of each
     side by activity (trainer_s, engine_s), and the distribution of each measure (`spread`). Raises ValueError if
-    `sequences` is no multiple of 4.
+    `sequences` is not a multiple of 4.
     """
     if settings.sequences % GROUP_SIZE:
         raise ValueError(

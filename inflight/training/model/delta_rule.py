@@ -3,7 +3,7 @@
 S_t = decay_t · (I − beta_t k_t k_tᵀ) S_{t−1} + beta_t k_t v_tᵀ, and o_t = S_tᵀ q_t (Yang et al. 2024, "Gated Delta
 Networks"). Mamba-2 adds values as they are: S_t = decay_t · S_{t−1} + k_t v_tᵀ (Dao and Gu 2024, "Transformers are
 SSMs"). Chunks of C tokens are computed by matrix products. The backward pass keeps inputs, the states between chunks
-and the values that each token writes, and computes the products of a chunk again. Transformers' own forms keep about
+and the values that each token writes, and computes the products of a chunk again. Transformers' functions keep about
 twenty tensors per token.
 
 Each key head serves R neighbouring value heads. B sequences × key heads, N chunks, K key dimension, V value dimension.
@@ -56,7 +56,8 @@ class _Delta(NamedTuple):
     keys: torch.Tensor
     """[B, N, 1, C, C], products of keys."""
     system: torch.Tensor
-    """[B, N, R, C, C], unit lower triangular: maps written values to those that tokens write without their chunk."""
+    """[B, N, R, C, C], unit lower triangular: its product with the written values is what each token would write if it
+    saw only the state before the chunk."""
 
 
 class _Chunks(NamedTuple):
@@ -218,7 +219,7 @@ def _backward(
         d_state = torch.baddbmm(d_state, query.transpose(1, 2), d_read)
         if delta is None or d_beta is None:
             d_value[:, i] = d_new.transpose(1, 2)
-        else:  # Written values solve a triangular system of those that tokens want to write.
+        else:  # The forward pass solved a triangular system for the written values.
             d_wish = _solve(delta.system[:, i].transpose(2, 3), d_new, upper=True)
             d_wanted[:, i] = d_wish
             d_wish = d_wish.transpose(1, 2)

@@ -103,7 +103,7 @@ def mix(module: nn.Module, layout: StateLayout, hidden_1FD: torch.Tensor) -> tor
     """Return the layer's output [1, F, D] for the packed sequences. Raises UnsupportedModelError for a layer that mixes
     tokens by other functions."""
     if not _is_replaceable(type(module)):
-        raise UnsupportedModelError(f"{type(module).__name__} mixes tokens by functions of its own")
+        raise UnsupportedModelError(f"{type(module).__name__} mixes tokens by functions that packing does not replace")
     with functions_replaced(module, {name: partial(_bound, function, layout) for name, function in _FUNCTIONS.items()}):
         return advance(module, StatesElsewhere(), hidden_1FD)
 
@@ -169,7 +169,7 @@ def _delta_rule(
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Map query, key and value [1, F, H, D] to [1, F, H, Dv], and nothing. g: the logarithms of decays. On a CPU, with
-    one decay per head, it uses our own form, and otherwise `own` of Transformers."""
+    one decay per head, it computes `gated_delta_rule`, and otherwise `own`, the function of Transformers."""
 
     def compute(inputs: list[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if g.ndim == 3 and g.device.type == "cpu":
@@ -199,7 +199,7 @@ def _scan(
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Map hidden states [1, F, H, P] to [1, F, H, P], and nothing, by Mamba-2. dt: [1, F, H], before its bias and
-    softplus. On a CPU it uses our own form, and otherwise `own` of Transformers."""
+    softplus. On a CPU it computes `gated_sum`, and otherwise `own`, the function of Transformers."""
     on_cpu = hidden_states.device.type == "cpu"
 
     def compute(inputs: list[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

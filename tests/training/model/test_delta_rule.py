@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inflight.training.model.delta_rule import gated_delta_rule, gated_sum
+from inflight.training.model.delta_rule import _chunks, gated_delta_rule, gated_sum
 from inflight.training.model.short_convolution import Predecessors, short_convolution
 
 
@@ -77,10 +77,10 @@ def test_strong_decays_leave_zeros_and_no_denormal_numbers():
     (out.sum() + state.sum()).backward()
     expected, _ = token_by_token(*(x.detach().double() for x in given), True)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
-    smallest = torch.finfo(torch.float32).tiny
-    for x in (out, state, *(x.grad for x in given)):
-        assert x.isfinite().all()
-        assert not ((x != 0) & (x.abs() < smallest)).any()
+    assert all(x.isfinite().all() for x in (out, state, *(x.grad for x in given)))
+    chunks = _chunks(*(x.detach() for x in given[:5]), normed=True)
+    for x in (chunks.since_start, chunks.until_end, chunks.between):
+        assert not ((x != 0) & (x < torch.finfo(torch.float32).tiny)).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
