@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from inflight.core.errors import BackendError, UnsupportedModelError
 from inflight.integrations.vllm_backend import agreement
 from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits, parameters_without_memory
-from inflight.integrations.vllm_backend.shadow import Computed, Parameter, Shadow, Unmappable, copy_of
+from inflight.integrations.vllm_backend.converted import Unmappable
+from inflight.integrations.vllm_backend.shadow import Computed, Parameter, Shadow, copy_of
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -186,5 +187,7 @@ def test_a_parameter_may_differ_by_the_rounding_of_parts_with_fewer_bits():
     ):
         target = torch.zeros(4)
         copy = copy_of(target, slot[: 4 * dtype.itemsize].view(dtype), slot)
-        assert Parameter("bias", target, torch.full((4,), off), [copy]).is_loaded() == same
-    assert not Parameter("bias", torch.zeros(4), torch.full((4,), 0.005), []).is_loaded()
+        after = torch.full((4,), off)
+        assert Parameter("bias", target, after, [copy]).agree(target, after) == same
+    after = torch.full((4,), 0.005)
+    assert not Parameter("bias", torch.zeros(4), after, []).agree(torch.zeros(4), after)

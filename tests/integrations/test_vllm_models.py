@@ -3,39 +3,15 @@
 vLLM runs in the interpreter of `make peers`, in an engine's process; `make test-vllm` runs this.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
-from family_configs import Family
-from family_weights import make_model
-from peers_python import PEERS_PYTHON
 from safetensors.torch import load_file, save_file
+from served_by_vllm import launch, save
 from tiny_models import WIDE_HEADS
 
 import inflight
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers]
-
-
-def save(family: str, directory: Path, overrides: dict[str, Any] = WIDE_HEADS) -> str:
-    make_model(Family(family, family, overrides), large=True).save_pretrained(directory)
-    return str(directory)
-
-
-def launch(model: str, dtype: str = "float32", **options: Any) -> inflight.Engine:
-    return inflight.launch(
-        model,
-        backend="vllm",
-        backend_python=PEERS_PYTHON,
-        cuda_graphs=False,
-        max_sequences=4,
-        max_context=128,
-        threads=1,
-        dtype=dtype,
-        **options,
-    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

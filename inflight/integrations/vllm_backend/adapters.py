@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from inflight.integrations.vllm_backend.shadow import Copy, NoteCopies, Parameter, Shadow, Unmappable, copy_of
+from inflight.integrations.vllm_backend.converted import Unmappable
+from inflight.integrations.vllm_backend.shadow import Copy, NoteCopies, Parameter, Shadow, copy_of
 
 
 class AdapterShadow(Shadow):

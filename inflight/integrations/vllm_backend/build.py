@@ -187,7 +187,7 @@ def start(options: EngineOptions) -> Started:
             records = all(one.records for one in workers)
             if options.columns and not records:
                 raise BackendError(f"columns={options.columns!r} cannot be had here: {UNRECORDED}")
-            # vLLM's reloading does not update packed experts and tied weights.
+            # vLLM's reloading does not update all weights on a CPU, such as tied ones.
             if reason and device.type == "cpu":
                 raise UnsupportedModelError(f"vLLM on a CPU takes no new weights of {options.model!r}: {reason}")
             if reason:
@@ -195,11 +195,16 @@ def start(options: EngineOptions) -> Started:
             draw = partial(_draw, engine.engine_core)
             for count in (1, 2):  # clients then need not wait for kernels that are compiled at their first run
                 draw([[0, 1, 2]] * count, 2, 0)
-            if not engine.vllm_config.model_config.quantization:
-                slot = weights.slots[0].buffer
-                check_logits(
-                    engine.engine_core, draw, model, weights.layout, slot, name=options.model, max_context=context
-                )
+            check_logits(
+                engine.engine_core,
+                draw,
+                model,
+                weights.layout,
+                weights.slots[0].buffer,
+                name=options.model,
+                max_context=context,
+                quantized=bool(engine.vllm_config.model_config.quantization),
+            )
         except InflightError:
             raise
         except Exception as error:  # the caller gets the same error, whatever vLLM and the libraries below it raise

@@ -8,7 +8,7 @@ two steps.
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,14 +19,12 @@ from inflight_kernels import copy_all
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inflight.integrations.vllm_backend.converted import ConvertedLayer, Unmappable
+
 _PROBE_ROWS = (1, 4, 16)
 """Numbers of rows in tests. oneDNN uses different kernels for few rows and for many."""
 _ROUNDING = 0.02
 """Largest relative difference that passes between a parameter and the same one made from parts with fewer bits."""
-
-
-class Unmappable(Exception):
-    """vLLM does more to these weights than copy parts of them, so that it has to load them itself."""
 
 
 LoaderCall = partial[Any]
@@ -109,13 +107,11 @@ class Parameter:
         """The parts of a slot from which the parameter is made."""
         return [copy.source for copy in self.copies] + [part for one in self.computed for part in one.parts.values()]
 
-    def is_loaded(self) -> bool:
-        """Return True if `next` equals `live`, apart from the rounding of parts with fewer bits."""
-        assert self.live is not None
+    def agree(self, live: torch.Tensor, after: torch.Tensor) -> bool:
+        """Return True if a value of the live parameter equals that of the next one, apart from the rounding of parts
+        with fewer bits."""
         narrow = bool(self.sources) and all(part.dtype.itemsize < self.next.itemsize for part in self.sources)
-        return torch.equal(self.live, self.next) or (
-            narrow and torch.allclose(self.live, self.next, rtol=_ROUNDING, atol=_ROUNDING)
-        )
+        return torch.equal(live, after) or (narrow and torch.allclose(live, after, rtol=_ROUNDING, atol=_ROUNDING))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,19 +135,50 @@ class Computed:
         self.call(self.made_for, **{name: part.view(slot) for name, part in self.parts.items()})
 
 
+@dataclass(slots=True, eq=False)
+class Conversion:
+    """A layer that vLLM converts after loading, and its loaded parameters."""
+
+    layer: ConvertedLayer
+    loaded: dict[str, Parameter]
+    """By name in the layer. Layers of the same form use the same memory, one after another."""
+
+    def prepare(self, slot: torch.Tensor) -> None:
+        """Make the next tensors of the layer from the contents of a slot. Raises Unmappable."""
+        for parameter in self.loaded.values():
+            if not parameter.computed:  # The previous conversion, or padding, can have left other values.
+                parameter.next.zero_()
+        _fill(list(self.loaded.values()), slot)
+        with slot.device:
+            self.layer.convert({name: parameter.next for name, parameter in self.loaded.items()})
+
+
+def _fill(parameters: Sequence[Parameter], slot: torch.Tensor) -> None:
+    """Make the next values of parameters, by copies and by calls of loaders, from the contents of a slot."""
+    copies = [(copy, parameter.next) for parameter in parameters for copy in parameter.copies]
+    copy_all([copy.target(target) for copy, target in copies], [copy.source.view(slot) for copy, _ in copies])
+    with torch.no_grad():
+        for parameter in parameters:
+            for computed in parameter.computed:
+                computed.make(parameter.next, slot)
+
+
 class Shadow:
     """Next parameters of one worker, separate from its current parameters. `prepare` can run in any thread."""
 
-    def __init__(self, slots: Sequence[torch.Tensor], parameters: list[Parameter]):
+    def __init__(
+        self, slots: Sequence[torch.Tensor], parameters: list[Parameter], converted: Sequence[Conversion] = ()
+    ):
         """slots: u8[n] each. The constructor must run in the thread that computes."""
-        self._slots, self._parameters = slots, parameters
+        self._slots, self._parameters, self._converted = slots, parameters, converted
         self._num_threads = torch.get_num_threads()
         self._committed: Any = None
         """The last commit on a GPU."""
 
     def reads(self) -> list[tuple[int, int]]:
         """Return the byte ranges of a slot that are read."""
-        return [(part.begin, part.begin + part.nbytes) for p in self._parameters for part in p.sources]
+        parameters = [*self._parameters, *(p for one in self._converted for p in one.loaded.values())]
+        return [(part.begin, part.begin + part.nbytes) for p in parameters for part in p.sources]
 
     def prepare(self, slot: int) -> None:
         """Convert the version of a slot to the form in which vLLM computes with it."""
@@ -163,15 +190,14 @@ class Shadow:
                 product.next = None  # two packed forms of each weight are enough
         if self._committed is not None:
             torch.cuda.current_stream().wait_event(self._committed)  # The commit reads the memory that is written here.
-        self._copy([parameter for parameter in self._parameters if parameter.live is not None], slot)
+        _fill([parameter for parameter in self._parameters if parameter.live is not None], self._slots[slot])
         for parameter in self._parameters:
             if parameter.live is None:
-                self._copy([parameter], slot)
-            with torch.no_grad():
-                for computed in parameter.computed:
-                    computed.make(parameter.next, self._slots[slot])
+                _fill([parameter], self._slots[slot])
             for product in parameter.products:
                 product.next = _pack(parameter.next)
+        for one in self._converted:
+            one.prepare(self._slots[slot])
 
     def commit(self) -> None:
         """Replace the weights that vLLM computes with by the prepared ones. On a GPU the copies are queued on the
@@ -183,7 +209,9 @@ class Shadow:
             if parameter.live is not None and (parameter.live.is_cuda or parameter.in_place)
         ]
         copy_all([live for live, _ in in_place], [prepared for _, prepared in in_place])
-        if in_place and in_place[0][0].is_cuda:
+        for one in self._converted:
+            one.layer.commit()
+        if self._slots[0].is_cuda:
             self._committed = torch.cuda.current_stream().record_event()
         for parameter in self._parameters:
             live = parameter.live
@@ -192,12 +220,6 @@ class Shadow:
             for product in parameter.products:
                 product.commit()
 
-    def _copy(self, parameters: Sequence[Parameter], slot: int) -> None:
-        """Make the copies of parameters out of a slot, all at once."""
-        copies = [(copy, parameter.next) for parameter in parameters for copy in parameter.copies]
-        sources = [copy.source.view(self._slots[slot]) for copy, _ in copies]
-        copy_all([copy.target(target) for copy, target in copies], sources)
-
 
 class WeightShadow(Shadow):
     """Shadow of the next weights."""
@@ -205,7 +227,7 @@ class WeightShadow(Shadow):
     def __init__(self, model: nn.Module, slots: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]):
         """slots: u8[n] each; the first holds the current weights of the model. tensors: views of the first slot by
         their names in checkpoints. Raises Unmappable."""
-        super().__init__(slots, _map(model, slots[0], tensors))
+        super().__init__(slots, *_map(model, slots[0], tensors))
         self._check()
         self.commit()  # The first version then equals the contents of its slot, after rounding.
 
@@ -217,51 +239,58 @@ class WeightShadow(Shadow):
         with ThreadPoolExecutor(1) as thread:
             thread.submit(self.prepare, 0).result()
         for parameter in self._parameters:
-            if parameter.live is not None and not parameter.is_loaded():
+            if parameter.live is not None and not parameter.agree(parameter.live, parameter.next):
                 raise Unmappable(f"{parameter.name} is not what was loaded")
             for product, rows in itertools.product(parameter.products, _PROBE_ROWS):
                 probe = torch.randn(rows, product.live.k).to(parameter.next.dtype)
-                if not torch.equal(ops.onednn_mm(product.live, probe, None), ops.onednn_mm(product.next, probe, None)):
+                outputs = (ops.onednn_mm(packed, probe, None) for packed in (product.live, product.next))
+                if not parameter.agree(*outputs):
                     raise Unmappable(f"the packed form of {parameter.name} is not what was loaded")
+        for one in self._converted:
+            if not one.layer.is_loaded():
+                raise Unmappable(f"{one.layer.name}: a second conversion gives other values")
 
 
-def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> list[Parameter]:
-    """Return the copies of vLLM's loaders out of a slot, by parameter."""
-    from vllm.model_executor.model_loader.reload.meta import (  # pyright: ignore[reportMissingImports]
-        materialize_meta_tensor,
-    )
-
+def _map(
+    model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+) -> tuple[list[Parameter], list[Conversion]]:
+    """Return vLLM's parameters that are made by its loaders alone, and the layers that it converts afterwards. slot:
+    u8[n], the weights that vLLM has loaded."""
     referred = _referred(model)
     scratch: dict[torch.dtype, torch.Tensor] = {}
-    parameters: list[Parameter] = []
-    by_live: dict[int, Parameter] = {}
-    for traced in _trace(model, tensors):
-        label, meta, live, product = traced.label, traced.meta, traced.live, _packed_product(traced.layer)
-        with torch.device(slot.device):
-            made_for = materialize_meta_tensor(meta)
-        copies, computed = [], []
-        try:
-            copies = [copy for call in traced.calls for copy in _noted(call, made_for, slot)]
-        except Unmappable:
-            try:
-                computed = [Computed.of(call, made_for, slot) for call in traced.calls]
-            except Unmappable as error:
-                raise Unmappable(f"{label}: {error}") from error
-        copied = sum(torch.Size(copy.target_size).numel() for copy in copies)
-        if live is not None and live.shape == meta.shape and live.dtype == meta.dtype:
-            made_for.data.copy_(live)  # padding keeps its values
-            in_place = live.untyped_storage().data_ptr() in referred
-            parameter = Parameter(label, live, made_for.data, copies, computed, in_place=in_place)
-            by_live[id(live)] = parameter
-        elif product is not None and live is not None and not live.numel() and copied == meta.numel():
-            held = scratch.get(meta.dtype)
-            if held is None or held.numel() < meta.numel():
-                scratch[meta.dtype] = made_for.data.new_empty(meta.numel())
-            parameter = Parameter(label, None, made_for.data, copies, products=[_Product(product)])
+    parameters: dict[nn.Module, dict[str, Parameter]] = {}
+    converted: set[nn.Module] = set()
+    memory: dict[tuple[str, torch.Size, torch.dtype], torch.Tensor] = {}
+    traces = _trace(model, tensors)
+    for traced in traces:
+        parameter, live, product = _loaded(traced, slot), traced.live, _packed_product(traced.layer)
+        parameters.setdefault(traced.layer, {})[traced.name] = parameter
+        copied = sum(torch.Size(copy.target_size).numel() for copy in parameter.copies)
+        if live is not None and live.shape == traced.meta.shape and live.dtype == traced.meta.dtype:
+            parameter.live, parameter.in_place = live, live.untyped_storage().data_ptr() in referred
+            parameter.next.copy_(live)  # padding keeps its values
+            _fill([parameter], slot)
+            if not parameter.agree(live, parameter.next):
+                converted.add(traced.layer)
+        elif product is not None and live is not None and not live.numel() and copied == traced.meta.numel():
+            held = scratch.get(traced.meta.dtype)
+            if held is None or held.numel() < traced.meta.numel():
+                scratch[traced.meta.dtype] = parameter.next.new_empty(traced.meta.numel())
+            parameter.products.append(_Product(product))
         else:
-            raise Unmappable(f"{label}: vLLM converts it after loading, and inflight cannot write that form")
-        parameters.append(parameter)
-    for parameter in parameters:
+            converted.add(traced.layer)
+        if traced.layer in converted:
+            # Their memory is needed only while a layer is converted.
+            key = traced.name, traced.meta.shape, traced.meta.dtype
+            parameter.live, parameter.next = None, memory.setdefault(key, parameter.next)
+    conversions = [
+        _conversion(one, parameters[one.layer], memory, referred)
+        for one in traces
+        if one.layer in converted and one.name == next(iter(parameters[one.layer]))
+    ]
+    plain = [parameter for layer, its in parameters.items() if layer not in converted for parameter in its.values()]
+    by_live = {id(parameter.live): parameter for parameter in plain if parameter.live is not None}
+    for parameter in plain:
         if parameter.live is None:  # all packed parameters alternately use one piece of memory
             shape = parameter.next.shape
             parameter.next = scratch[parameter.next.dtype][: shape.numel()].view(shape)
@@ -269,7 +298,54 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
         weight, product = layer._parameters.get("weight"), _packed_product(layer)
         if weight is not None and id(weight) in by_live and product is not None:
             by_live[id(weight)].products.append(_Product(product))
-    return parameters
+    return plain, conversions
+
+
+def _loaded(traced: "_Traced", slot: torch.Tensor) -> Parameter:
+    """Return a parameter as vLLM's loaders make it. Raises Unmappable."""
+    from vllm.model_executor.model_loader.reload.meta import (  # pyright: ignore[reportMissingImports]
+        materialize_meta_tensor,
+    )
+
+    with torch.device(slot.device):
+        made_for = materialize_meta_tensor(traced.meta)
+    copies, computed = [], []
+    try:
+        copies = [copy for call in traced.calls for copy in _noted(call, made_for, slot)]
+    except Unmappable:
+        try:
+            computed = [Computed.of(call, made_for, slot) for call in traced.calls]
+        except Unmappable as error:
+            raise Unmappable(f"{traced.label}: {error}") from error
+    return Parameter(traced.label, None, made_for.data, copies, computed)
+
+
+def _conversion(
+    traced: "_Traced",
+    loaded: dict[str, Parameter],
+    memory: dict[tuple[str, torch.Size, torch.dtype], torch.Tensor],
+    referred: Set[int],
+) -> Conversion:
+    """Return the conversion of a layer. loaded: its parameters that have loaders; memory: of the loaded parameters of
+    all such layers. Raises Unmappable."""
+    from vllm.model_executor.layers.linear import LinearBase  # pyright: ignore[reportMissingImports]
+
+    layer = traced.layer
+    device = next(iter(loaded.values())).next.device
+    for name, meta in traced.restored.items():
+        if name not in loaded and not meta.is_meta:
+            continue  # vLLM does not convert it.
+        key = name, meta.shape, meta.dtype
+        if key not in memory:
+            memory[key] = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+        parameter = loaded.setdefault(name, Parameter(name, None, memory[key], []))
+        parameter.live, parameter.next = None, memory[key]
+    held = [tensor for tensor in layer._parameters.values() if tensor is not None]
+    shared = any(tensor.untyped_storage().data_ptr() in referred for tensor in held)
+    converted = ConvertedLayer(
+        traced.label, layer, traced.restored, in_place=shared or not isinstance(layer, LinearBase)
+    )
+    return Conversion(converted, loaded)
 
 
 def _referred(model: nn.Module) -> set[int]:
@@ -285,11 +361,14 @@ class _Traced:
     """A parameter of vLLM, and the calls of its loader."""
 
     label: str
+    name: str
     layer: nn.Module
     meta: torch.Tensor
     """The parameter as it is before vLLM processes it, without values."""
     live: torch.Tensor | None
     """The current parameter."""
+    restored: dict[str, torch.Tensor]
+    """All parameters of the layer as `meta`, by name."""
     loader: Callable[..., Any]
     calls: list[LoaderCall] = field(default_factory=list)
 
@@ -303,7 +382,6 @@ class _Traced:
 
 def _trace(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[_Traced]:
     """Record vLLM's loading of these tensors without loading anything. Return the parameters that it would load."""
-    from vllm.model_executor.model_loader.reload import meta  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
         _get_original_loader,
         _place_kernel_tensors,
@@ -312,27 +390,27 @@ def _trace(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[_Trace
     )
     from vllm.model_executor.model_loader.reload.utils import get_layer_tensors  # pyright: ignore[reportMissingImports]
 
-    skipped = getattr(meta, "SKIP_LOAD_TENSORS", None) or meta.SKIP_TENSORS  # the latter in vLLM 0.26
     traced: list[_Traced] = []
-    original: list[tuple[Any, Any]] = []
+    original: dict[int, tuple[Any, Any]] = {}
     initialize_layerwise_reload(model)
     try:
         for layer_name, layer in model.named_modules():
             kernel = get_layerwise_info(layer).kernel_tensors
             parameters: dict[str, Any] = get_layer_tensors(layer)
             for name, tensor in parameters.items():
-                if name in skipped:
+                if id(tensor) in original:  # the router's bias is also a parameter of the experts
                     continue
                 loader = _get_original_loader(tensor)
-                original.append((tensor, loader))
+                original[id(tensor)] = tensor, loader
                 live = None if kernel is None else kernel[0].get(name, kernel[1].get(name))
-                one = _Traced(f"{layer_name}.{name} ({type(layer).__name__})", layer, tensor, live, loader)
+                label = f"{layer_name}.{name} ({type(layer).__name__})"
+                one = _Traced(label, name, layer, tensor, live, parameters, loader)
                 tensor.weight_loader = one.note
                 traced.append(one)
         load: Any = model.load_weights
         load(iter(tensors.items()))
     finally:
-        for tensor, loader in original:
+        for tensor, loader in original.values():
             tensor.weight_loader = loader
         for layer in model.modules():
             info = get_layerwise_info(layer)

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -23,7 +24,8 @@ from inflight.engine.loop.clocks import elapsed_ns, record_time
 from inflight.engine.loop.own_columns import load_columns
 from inflight.integrations.vllm_backend.adapters import AdapterShadow, without_adapters
 from inflight.integrations.vllm_backend.columns import ColumnRecorder, Columns, can_record
-from inflight.integrations.vllm_backend.shadow import Shadow, Unmappable, WeightShadow
+from inflight.integrations.vllm_backend.converted import Unmappable
+from inflight.integrations.vllm_backend.shadow import Shadow, WeightShadow
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import slot_views
@@ -103,8 +105,13 @@ class StagedWeights:
 
     def inflight_attach(self, attachment: bytes) -> bytes:
         """Determine how a version gets from a slot into the model. Return an encoded Attached."""
+        from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+
         attached = self._inflight_map_slots(attachment)
         runner = self.model_runner
+        # Conversions of layers read the configuration, also in other threads and later.
+        self._inflight_config = ExitStack()
+        self._inflight_config.enter_context(set_current_vllm_config(runner.vllm_config))
         self._inflight_cores = attached.cores
         self._inflight_preparation: Future[None] | None = None
         self._inflight_kv_bytes = [storage.nbytes() for storage in self._inflight_kv_storages()]
