@@ -238,7 +238,9 @@ def check_demo(out: Path, *options: str) -> dict[str, Any]:
         assert printed[key] == written[key]
     assert 5 <= written["num_swaps"] <= 7  # of the weights that it began with, too
     assert {"command", "commit", "machine", "versions"} <= set(written["environment"])
-    assert len((out / "steps.jsonl").read_text().splitlines()) == 6
+    *steps, last = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert last == {"step": 6, "accuracy": written["accuracy_after"]}
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
     return written
 

@@ -104,6 +104,7 @@ def test_a_successor_draws_with_the_newest_weights(tmp_path):
             assert (np.diff(rollout.weight_versions) >= 0).all()
             seen.update(rollout.weight_versions.tolist())
         assert len(seen) > 4
+        engine.wait_for_version(12)
         assert engine.status().version == before == 12
 
 
