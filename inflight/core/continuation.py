@@ -28,7 +28,6 @@ class Continuation:
             count *= 4
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of these tokens."""
         return self.after(self.head, [*self.context, *ids]) if ids else ""
 
     def after(self, head: str, ids: list[int]) -> str:

@@ -71,8 +71,7 @@ class HttpThread(ClosedAtEnd):
             if not self._thread.is_alive() or wait.waited_s > _START_S:
                 self.close()
                 raise InflightError("the server did not start; the log says why")
-            wait.tick()
-            wait.tell("the server has not started")
+            wait.tick("the server has not started")
 
 
 def listen(

@@ -1,9 +1,13 @@
 """Fields of dataclasses that are options of a command, too. tools/command_line.py makes the command from them.
 
-The docstring of the field is the only text of the option: the help and docs/options.md show it.
+The docstring of the field, a string below it, is the only text of the option: the help and docs/options.md show it.
+Python does not keep this string.
 """
 
+import ast
+import inspect
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -36,3 +40,35 @@ def option(default: Any, *names: str, **about: Any) -> Any:
 def argument(*, metavar: str | None = None) -> Any:
     """Make a field that is a required argument without a flag."""
     return field(metadata={"option": OnCommandLine(is_argument=True, metavar=metavar)})
+
+
+def docs_of(kind: type) -> dict[str, str]:
+    """Return the docstring of each field of a class, by name. Paragraphs are single lines, with an empty line between
+    them. A field without a docstring has the docstring of the base class, or of the class `DESCRIBED_BY`."""
+    docs: dict[str, str] = docs_of(kind.DESCRIBED_BY) if hasattr(kind, "DESCRIBED_BY") else {}
+    for base in reversed(kind.__mro__):
+        try:
+            module = inspect.getsourcefile(base)
+        except TypeError:  # a class of Python or of an extension module
+            continue
+        if module is not None:
+            docs |= _classes_of(module).get(base.__name__, {})
+    return docs
+
+
+@cache
+def _classes_of(path: str) -> dict[str, dict[str, str]]:
+    """Return the docstrings of the fields of each class in a source file."""
+    with open(path, encoding="utf-8") as file:
+        body = ast.parse(file.read()).body
+    return {node.name: dict(_fields_of(node)) for node in body if isinstance(node, ast.ClassDef)}
+
+
+def _fields_of(node: ast.ClassDef) -> list[tuple[str, str]]:
+    docs = []
+    for place, text in zip(node.body, node.body[1:], strict=False):
+        match place, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                paragraphs = inspect.cleandoc(doc).split("\n\n")
+                docs.append((name, "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)))
+    return docs

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from inflight.core.checked_struct import CheckedStruct
+from inflight.core.arguments import CheckedStruct
 from inflight.core.columns import own_column_name
 
 DEFAULT_MAX_CONTEXT = 4096

@@ -66,7 +66,6 @@ class PromptScores:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
         return sum(array.nbytes for array in (self.logprobs, self.ranks, self.top_token_ids, self.top_logprobs))
 
 
@@ -193,36 +192,20 @@ class Rollout:
     def until(self, end: int) -> "Rollout":
         """Return the first `end` tokens with their columns, as an unfinished sample without sampling masks, experts and
         text."""
-        return replace(
-            self,
-            token_ids=self.token_ids[:end],
-            logprobs=self.logprobs[:end],
-            weight_versions=self.weight_versions[:end],
-            sampled_at_ns=self.sampled_at_ns[:end],
-            columns={name: column[:end] for name, column in self.columns.items()},
-            sampling_mask=None,
-            routed_experts=None,
-            finish_reason="",
-            text="",
-        )
+        return self._part(slice(end), sampling_mask=None, routed_experts=None, finish_reason="", text="")
 
     def since(self, begin: int) -> "Rollout":
         """Return the tokens from `begin` on with their columns, without the prompt's scores and the text. A finished
         sample keeps the whole sampling mask and all experts; an unfinished one has neither."""
-        has_ended = bool(self.finish_reason)
-        return replace(
-            self,
-            token_ids=self.token_ids[begin:],
-            logprobs=self.logprobs[begin:],
-            weight_versions=self.weight_versions[begin:],
-            sampled_at_ns=self.sampled_at_ns[begin:],
-            columns={name: column[begin:] for name, column in self.columns.items()},
-            sampling_mask=self.sampling_mask if has_ended else None,
-            routed_experts=self.routed_experts if has_ended else None,
-            prompt_scores=None,
-            prompt="",
-            text="",
-        )
+        ragged: dict[str, Any] = {} if self.finish_reason else {"sampling_mask": None, "routed_experts": None}
+        return self._part(slice(begin, None), prompt_scores=None, prompt="", text="", **ragged)
+
+    def _part(self, tokens: slice, **others: Any) -> "Rollout":
+        """Return these tokens with their columns. others: further fields that change."""
+        names = ("token_ids", "logprobs", "weight_versions", "sampled_at_ns")
+        arrays = {name: getattr(self, name)[tokens] for name in names}
+        columns = {name: column[tokens] for name, column in self.columns.items()}
+        return replace(self, **arrays, columns=columns, **others)
 
 
 def samples_of(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:

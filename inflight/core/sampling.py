@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
-from inflight.core.checked_struct import CheckedStruct
+from inflight.core.arguments import CheckedStruct
 
 MAX_SAMPLES = 65536
 MAX_TOP_LOGPROBS = 128
@@ -14,8 +14,21 @@ MAX_STOP_CHARACTERS = 256
 MAX_OWN_COLUMNS = 16
 MAX_SALT_CHARACTERS = 256
 LEAST_TEMPERATURE = 1e-6
-MAX_PROTECT_S = 86_400.0
 MAX_PRIORITY = 2**31 - 1
+_DAY_S = 86_400.0
+_RANGES = {
+    "n": (1, MAX_SAMPLES, f"at least 1 and at most {MAX_SAMPLES}"),
+    "max_tokens": (1, math.inf, "at least 1"),
+    "top_k": (0, 2**31 - 1, "in [0, 2**31) (0 keeps all tokens)"),
+    "min_p": (0, 1, "in [0, 1]"),
+    "top_logprobs": (0, MAX_TOP_LOGPROBS, f"in [0, {MAX_TOP_LOGPROBS}]"),
+    "prompt_logprobs": (0, MAX_TOP_LOGPROBS, f"None or in [0, {MAX_TOP_LOGPROBS}]"),
+    "prefix_across_versions": (0, math.inf, "at least 0"),
+    "protect_s": (0, _DAY_S, f"in [0, {_DAY_S}] (a day)"),
+    "priority": (-MAX_PRIORITY, MAX_PRIORITY, f"in [−{MAX_PRIORITY}, {MAX_PRIORITY}]"),
+    "seed": (0, 2**63 - 1, "in [0, 2**63)"),
+}
+"""Smallest and largest number of a field, None excepted, and the range in words."""
 
 
 class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,10 +121,10 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         self.check_types()
-        if not 1 <= self.n <= MAX_SAMPLES:
-            raise ValueError(f"n must be at least 1 and at most {MAX_SAMPLES}, got {self.n}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        for name, (least, most, words) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"{name} must be {words}, got {value}")
         if self.max_tokens >= 2**63:
             raise ValueError(f"max_tokens must be below 2**63, got {self.max_tokens}")
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
@@ -121,12 +134,8 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(
                 f"temperature must be 0 (greedy) or finite and at least {LEAST_TEMPERATURE}, got {self.temperature}"
             )
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be in [0, 2**31) (0 keeps all tokens), got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must be in [0, max_tokens = {self.max_tokens}], got {self.min_tokens}")
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
@@ -136,10 +145,6 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
         for token, bias in self.logit_bias.items():
             if math.isnan(bias) or bias == math.inf:
                 raise ValueError(f"logit_bias of token {token} must be finite or −inf, got {bias}")
-        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise ValueError(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {self.top_logprobs}")
-        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_TOP_LOGPROBS:
-            raise ValueError(f"prompt_logprobs must be None or in [0, {MAX_TOP_LOGPROBS}], got {self.prompt_logprobs}")
         if len(self.stop) > MAX_STOP_STRINGS or not all(0 < len(s) <= MAX_STOP_CHARACTERS for s in self.stop):
             raise ValueError(
                 f"stop holds at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters each"
@@ -148,14 +153,6 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"cache_salt has at most {MAX_SALT_CHARACTERS} characters, got {len(self.cache_salt)}")
         if len(self.columns) > MAX_OWN_COLUMNS:
             raise ValueError(f"columns is a tuple of at most {MAX_OWN_COLUMNS} names, got {self.columns!r}")
-        if self.prefix_across_versions is not None and self.prefix_across_versions < 0:
-            raise ValueError(f"prefix_across_versions must be at least 0, got {self.prefix_across_versions}")
-        if self.protect_s is not None and not 0 <= self.protect_s <= MAX_PROTECT_S:
-            raise ValueError(f"protect_s must be in [0, {MAX_PROTECT_S}] (a day), got {self.protect_s}")
-        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
-            raise ValueError(f"priority must be in [−{MAX_PRIORITY}, {MAX_PRIORITY}], got {self.priority}")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
 
     @property
     def greedy(self) -> bool:

@@ -21,12 +21,14 @@ class Wait:
         self._last_ns = now_ns()
         self._next_log_s = LOG_EVERY_S
 
-    def tick(self) -> float:
-        """Count the time since the last tick, and return it in seconds."""
+    def tick(self, what: str = "") -> float:
+        """Count the time since the last tick, and return it in seconds. what: the awaited event, for `tell`."""
         now = now_ns()
         passed_s = min((now - self._last_ns) / 1e9, _LONGEST_TICK_S)
         self._last_ns = now
         self.waited_s += passed_s
+        if what:
+            self.tell(what)
         return passed_s
 
     def tell(self, what: str) -> None:
@@ -45,8 +47,7 @@ def telling(what: str) -> Iterator[None]:
     def tell() -> None:
         wait = Wait()
         while not over.wait(_LONGEST_TICK_S):
-            wait.tick()
-            wait.tell(what)
+            wait.tick(what)
 
     threading.Thread(target=tell, name="inflight-telling", daemon=True).start()
     try:

@@ -27,9 +27,8 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from inflight.core.errors import InflightError
-from inflight.core.field_docs import docs_of
 from inflight.core.files import reason_of
-from inflight.core.option import DeviceName, OnCommandLine, option
+from inflight.core.option import DeviceName, OnCommandLine, docs_of, option
 
 errors = Console(stderr=True)
 

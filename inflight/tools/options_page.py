@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from inflight.core.field_docs import docs_of
+from inflight.core.option import docs_of
 from inflight.tools.command_line import choices_of, spelling_of
 
 WIDTH = 120

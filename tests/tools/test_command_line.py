@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 import inflight
 from inflight.core.errors import InflightError
-from inflight.core.field_docs import docs_of
-from inflight.core.option import option
+from inflight.core.option import docs_of, option
 from inflight.server.options import ServerOptions
 from inflight.tools.bench import options as bench_options
 from inflight.tools.cli import ReplayOptions, app
