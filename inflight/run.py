@@ -17,11 +17,11 @@ from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.errors import InvalidRequestError, LayoutMismatchError, ProtocolError, RunFileError
 from inflight.core.files import file_errors, replacing
-from inflight.core.messages import Ids, Prompt
+from inflight.core.messages import Ids
 from inflight.core.rollout import Rollout
 from inflight.fleet.engine import Engine
 from inflight.fleet.ranks.attached import FollowingPublisher
-from inflight.stream.held_groups import SavedCall, SavedGroup
+from inflight.stream.held_groups import SavedGroup
 from inflight.stream.rollout_codec import Arrays, RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
 from inflight.training.random_state import random_state, restore_random_state
 from inflight.training.ranks.group import RankGroup
@@ -35,17 +35,6 @@ logger = logging.getLogger("inflight")
 
 _MAGIC = b"inflight run 3\n"
 _DIGEST_BYTES = 16
-
-
-class _Group(msgspec.Struct, frozen=True):
-    ids: Ids
-    reserved: bool
-    prompt: Prompt
-    forked_from: tuple[int, int] | None
-    rollouts: list[RolloutHeader]
-    is_open: bool = False
-    calls: list[SavedCall] = []
-    cancelled: list[int] = []
 
 
 class _Clock(msgspec.Struct, frozen=True):
@@ -72,7 +61,7 @@ class _EngineState(msgspec.Struct, frozen=True):
     fingerprint: str
     published: list[tuple[int, int]]
     """Versions, each with the time of its publication."""
-    groups: list[_Group]
+    groups: list[SavedGroup[RolloutHeader]]
     next_ids: Ids
     changes: dict[int, list[str]] = {}
     """Maps versions that changed some adapters alone to these adapters."""
@@ -197,29 +186,18 @@ def _describe(engine: Engine, version: int) -> tuple[_EngineState, list[Arrays]]
     with ledger.table.lock:  # so that groups and ids are of one moment
         saved, next_ids = ledger.engines.snapshot(), ledger.engines.next_ids
     published, changes = engine.staleness.history(version)
+    groups: Any = [msgspec.structs.replace(g, rollouts=[header_of(r) for r in g.rollouts]) for g in saved]
     described = _EngineState(
         fingerprint=engine.info.layout.fingerprint,
         published=published,
         changes=changes,
-        groups=[
-            _Group(
-                g.ids,
-                g.reserved,
-                g.prompt,
-                g.origin,
-                [header_of(r) for r in g.rollouts],
-                g.is_open,
-                list(g.calls),
-                sorted(g.cancelled),
-            )
-            for g in saved
-        ],
+        groups=groups,
         next_ids=next_ids,
     )
     return described, [arrays_of(rollout) for group in saved for rollout in group.rollouts]
 
 
-def _saved_groups(engine: _EngineState, arrays: Sequence[Arrays], shift_ns: int) -> list[SavedGroup]:
+def _saved_groups(engine: _EngineState, arrays: Sequence[Arrays], shift_ns: int) -> list[SavedGroup[Rollout]]:
     of_rollouts = iter(arrays)
 
     def rollout_of(header: RolloutHeader) -> Rollout:
@@ -227,19 +205,8 @@ def _saved_groups(engine: _EngineState, arrays: Sequence[Arrays], shift_ns: int)
         turns = tuple(turn.shifted(shift_ns) for turn in rollout.turns)
         return replace(rollout, sampled_at_ns=rollout.sampled_at_ns + shift_ns, turns=turns)
 
-    return [
-        SavedGroup(
-            g.ids,
-            g.reserved,
-            g.prompt,
-            g.forked_from,
-            [rollout_of(header) for header in g.rollouts],
-            g.is_open,
-            g.calls,
-            g.cancelled,
-        )
-        for g in engine.groups
-    ]
+    groups: Any = [msgspec.structs.replace(g, rollouts=[rollout_of(h) for h in g.rollouts]) for g in engine.groups]
+    return groups
 
 
 def _write(path: Path, header: _File, arrays: Sequence[Arrays]) -> None:

@@ -345,12 +345,12 @@ def expect(answer: FromEngine, kind: type[Answer]) -> Answer:
     return answer
 
 
-def read(decoder: msgspec.msgpack.Decoder, data: bytes | msgspec.Raw) -> Any:
+def read(decoder: msgspec.msgpack.Decoder, data: bytes | msgspec.Raw, what: str = "the control message") -> Any:
     """Decode a message or a part of one. Raises ProtocolError with the location of the error."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"the control message cannot be read: {shorten(str(error))}") from error
+        raise ProtocolError(f"{what} cannot be read: {shorten(str(error))}") from error
 
 
 def check_same_version(version: str, protocol: int, package: str, *, who: str) -> None:

@@ -52,7 +52,6 @@ class Assembler:
         return len(self._requests)
 
     def partial(self, group_id: int) -> list[Rollout]:
-        """Return the unfinished samples of a group, with the tokens so far."""
         return self.groups[group_id].partial() if group_id in self.groups else []
 
     def restore(self, start: GroupStart, rollouts: Iterable[Rollout]) -> None:

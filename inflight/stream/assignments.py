@@ -6,9 +6,11 @@ from typing import Any
 import msgspec
 
 from inflight.core.errors import InflightError
+from inflight.core.frames import GroupStart
 from inflight.core.messages import LIVE_VERSION, Ids, Prompt
+from inflight.core.rollout import Rollout, samples_of
 from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
-from inflight.stream.held_groups import Group, SavedGroup
+from inflight.stream.held_groups import SavedGroup
 from inflight.stream.training_queue import TrainingQueue
 
 
@@ -34,12 +36,6 @@ class Assignments:
         """Give later groups these ids or larger ones."""
         mine = self.next_ids
         self.next_ids = Ids(max(ids.group_id, mine.group_id), max(ids.first_request_id, mine.first_request_id))
-
-    def find(self, request_id: int) -> GroupRecord | None:
-        """Return the unfinished group of a request, if this process submitted it."""
-        with self._table.lock:
-            unfinished = (record for record in self._table.records.values() if not record.is_finished)
-            return next((record for record in unfinished if request_id in record.request_ids), None)
 
     def note_cancelled(self, group_ids: Collection[int], request_ids: Collection[int]) -> None:
         """Note samples that have to end, also on an engine that continues their groups."""
@@ -102,54 +98,65 @@ class Assignments:
         if not record.drawn or not any(record.drawn.values()):
             record.version = 0
 
-    def snapshot(self) -> list[SavedGroup]:
+    def snapshot(self) -> list[SavedGroup[Rollout]]:
         """Return all outstanding groups with their samples so far, in the order in which `next` returns them."""
         with self._table.lock:
             lent = sorted(group_id for group_id, record in self._table.records.items() if record.state is State.LENT)
             in_order = dict.fromkeys([*lent, *self._table.ready, *sorted(self._table.records)])
-            records = [self._table.records[group_id] for group_id in in_order]
-            return [
-                SavedGroup(
-                    r.ids,
-                    r.owner is Owner.CALLER,
-                    r.prompt,
-                    r.origin,
-                    self._arrived(r),
-                    r.state is State.OPEN,
-                    list(r.calls.values()),
-                    set(r.cancelled),
+            groups: list[SavedGroup[Rollout]] = []
+            for record in (self._table.records[group_id] for group_id in in_order):
+                if not record.is_wanted or record.prompt is None:
+                    continue
+                arrived, is_open = list(record.rollouts), record.state is State.OPEN
+                if not (is_open or record.is_finished):
+                    begun = self._table.assembler.groups.get(record.group_id)
+                    arrived = [*begun.finished, *begun.partial()] if begun is not None else []
+                calls, cancelled = list(record.calls.values()), sorted(record.cancelled)
+                reserved = record.owner is Owner.CALLER
+                groups.append(
+                    SavedGroup(record.ids, reserved, record.prompt, record.origin, arrived, is_open, calls, cancelled)
                 )
-                for r in records
-                if r.is_wanted and r.prompt is not None
-            ]
+            return groups
 
-    def restore(self, groups: Sequence[SavedGroup], next_ids: Ids) -> None:
+    def restore(self, groups: Sequence[SavedGroup[Rollout]], next_ids: Ids) -> None:
         """Continue groups that another trainer has saved. Raises InflightError if prompts were submitted before."""
         with self._table.lock:
             if any(record.is_wanted for record in self._table.records.values()):
                 raise InflightError("prompts were submitted already; load a run before that")
             self.count_from(next_ids)
+            finished = []
             for group in groups:
-                owner = Owner.CALLER if group.reserved else Owner.TRAINING
-                record = GroupRecord(group.ids.group_id, owner, prompt=group.prompt, ids=group.ids, origin=group.origin)
+                owner, ids, prompt = Owner.CALLER if group.reserved else Owner.TRAINING, group.ids, group.prompt
+                record = GroupRecord(ids.group_id, owner, prompt=prompt, ids=ids, origin=group.forked_from)
                 record.cancelled.update(group.cancelled)
                 self._table.records[record.group_id] = record
                 if group.is_open:
                     record.state, record.rollouts = State.OPEN, group.rollouts
                     record.calls = {(call.sample, call.env, call.number): call for call in group.calls}
-                elif not group.is_finished:
+                elif len(samples_of(r for r in group.rollouts if r.finish_reason)) == prompt.params.n:
+                    finished.append(group.rollouts)
+                else:
                     if group.rollouts:
-                        self._table.assembler.restore(group.start, group.rollouts)
+                        self._table.assembler.restore(start_of(group), group.rollouts)
                     record.version = max(
                         (int(r.weight_versions[-1]) for r in group.rollouts if len(r.weight_versions)), default=0
                     )
                     self._unassign(record)
-            offered = self._table.finish([group.rollouts for group in groups if group.is_finished])
+            offered = self._table.finish(finished)
             self._table.changed.notify_all()
         self._queue.offer(offered)
 
-    def _arrived(self, record: GroupRecord) -> Group:
-        if record.is_finished or record.state is State.OPEN:
-            return list(record.rollouts)
-        group = self._table.assembler.groups.get(record.group_id)
-        return [*group.finished, *group.partial()] if group is not None else []
+
+def start_of(group: SavedGroup[Rollout]) -> GroupStart:
+    """Return the announcement of a group that has rollouts."""
+    prompt, ids = group.prompt, group.ids
+    return GroupStart(
+        ids.group_id,
+        ids.first_request_id,
+        prompt.token_ids,
+        prompt.params,
+        prompt.metadata,
+        group.forked_from,
+        group.rollouts[0].banned,
+        prompt.adapter,
+    )

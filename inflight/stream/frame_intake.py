@@ -27,7 +27,6 @@ class FrameIntake:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens received, of finished and unfinished samples."""
         return self._table.assembler.num_tokens
 
     def take_in(self, frame: TokenFrame) -> None:

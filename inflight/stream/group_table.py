@@ -107,7 +107,6 @@ class GroupRecord:
 
     @property
     def num_samples(self) -> int:
-        """Number of its requests."""
         return self.prompt.params.n if self.prompt is not None else 0
 
     @property
@@ -117,7 +116,6 @@ class GroupRecord:
 
     @property
     def request_ids(self) -> range:
-        """Ids of its requests."""
         return range(self.ids.first_request_id, self.ids.first_request_id + self.num_samples)
 
     @property
@@ -190,15 +188,13 @@ class GroupTable:
         return [record for record in finished if record.owner is Owner.TRAINING]
 
     def delete(self, record: GroupRecord) -> None:
-        """Delete a group that a caller has taken, or that no caller gets."""
         if record.size is not None:
-            self.held[record.engine_id].remove(record.size)
+            self.held[record.engine_id].add(record.size, -1)
         record.scoring = None  # A cycle: the scoring refers to the record, and so to all tokens.
         self.move(record, State.GONE)
         del self.records[record.group_id]
 
     def forget(self, records: Iterable[GroupRecord]) -> None:
-        """Delete groups and their tokens."""
         for record in records:
             if record.state is not State.GONE:
                 self.assembler.forget({record.group_id})

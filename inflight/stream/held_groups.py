@@ -1,16 +1,16 @@
 """Groups of the ledger: the size of one, and the totals of several."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 
-from inflight.core.frames import GroupStart
 from inflight.core.messages import Ids, Prompt
-from inflight.core.rollout import Rollout, samples_of
+from inflight.core.rollout import Rollout
 
 Group = list[Rollout]
+Sample = TypeVar("Sample")
 
 
 class SavedCall(msgspec.Struct, frozen=True):
@@ -29,48 +29,24 @@ class SavedCall(msgspec.Struct, frozen=True):
     """The encoded state of the environment after the call, if it is kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedGroup:
-    """An outstanding group, with its samples so far."""
+class SavedGroup(msgspec.Struct, Generic[Sample], frozen=True):
+    """An outstanding group, with its samples so far: rollouts, or their headers in a file."""
 
     ids: Ids
     reserved: bool
     """Only callers that name it get it."""
     prompt: Prompt
     """The submitted prompt, with a seed."""
-    origin: tuple[int, int] | None
+    forked_from: tuple[int, int] | None
     """The request that it is forked from, and the number of tokens of that request."""
-    rollouts: Group
+    rollouts: list[Sample]
     """Its samples; the finish_reason of an unfinished one is "". The drawn turns of episodes in progress."""
     is_open: bool = False
     """It is a group of episodes in progress."""
-    calls: Sequence[SavedCall] = ()
+    calls: list[SavedCall] = []
     """Calls of tools and environments of episodes in progress."""
-    cancelled: Collection[int] = ()
+    cancelled: list[int] = []
     """Ids of requests that have to end, on any engine that draws them."""
-
-    @property
-    def is_finished(self) -> bool:
-        """True if all of its samples have ended."""
-        if self.is_open:
-            return False
-        ended = [rollout for rollout in self.rollouts if rollout.finish_reason]
-        return len(samples_of(ended)) == self.prompt.params.n
-
-    @property
-    def start(self) -> GroupStart:
-        """The announcement of the group."""
-        prompt, ids, banned = self.prompt, self.ids, self.rollouts[0].banned if self.rollouts else ()
-        return GroupStart(
-            ids.group_id,
-            ids.first_request_id,
-            prompt.token_ids,
-            prompt.params,
-            prompt.metadata,
-            self.origin,
-            banned,
-            prompt.adapter,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +84,7 @@ class HeldGroups:
         return min(self._versions, default=None)
 
     def add(self, size: GroupSize, sign: int = 1) -> None:
+        """sign: −1 removes a group."""
         self.num_tokens += sign * size.num_tokens
         self.num_rollouts += sign * size.num_rollouts
         self.nbytes += sign * size.nbytes
@@ -115,6 +92,3 @@ class HeldGroups:
             self._versions[size.oldest] += sign
             if not self._versions[size.oldest]:
                 del self._versions[size.oldest]
-
-    def remove(self, size: GroupSize) -> None:
-        self.add(size, -1)

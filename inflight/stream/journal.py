@@ -102,7 +102,7 @@ class JournalWriter:
                     # The journal is one file from here on, unless a reader has it open.
                     self._database.execute("PRAGMA journal_mode = DELETE")
                 except sqlite3.Error as error:
-                    if not _is_busy(error):
+                    if not getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
                         raise
                     self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except sqlite3.Error as error:
@@ -241,10 +241,6 @@ def _row(database: sqlite3.Connection, number: int) -> tuple[int, bytes] | None:
     if row is None or not isinstance(row[2], bytes) or zlib.crc32(row[2]) != row[1]:
         return None
     return row[0], row[2]
-
-
-def _is_busy(error: sqlite3.Error) -> bool:
-    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
 
 
 def _reason(error: Exception) -> str:

@@ -78,7 +78,6 @@ class KeptFrames:
                 self._file = None if self._file is frame.file else self._file
 
     def close(self) -> None:
-        """Delete all frames."""
         self.forget(self.next)
 
     def _spill(self, data: bytes) -> _Spilled | None:

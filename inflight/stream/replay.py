@@ -91,20 +91,16 @@ class ReplaySource:
     """Source of a journal's frames for a ledger, read as fast as groups are taken. Reading begins when a caller waits.
     From then on it reads ahead up to a bound, and beyond the bound only while a caller waits for later groups."""
 
-    def __init__(self, reader: JournalReader, summary: JournalSummary):
+    def __init__(self, reader: JournalReader, summary: JournalSummary, ledger: Ledger):
         """summary: counts of the part of the journal that is to be read; frames that a writer appends later are left
-        out."""
+        out. ledger: receives the frames. Its waiting callers and the bytes that it stores decide when to read."""
         self._reader = reader
         self._events = islice(_events(reader), summary.num_frames + summary.num_gaps)
-        self._ledger: Ledger | None = None
+        self._ledger = ledger
         self._began = False
         self._looked_at = 0
         self.state = "replaying"
         self.silent_s, self.is_urgent = 0.0, False
-
-    def read_for(self, ledger: Ledger) -> None:
-        """Begin when a caller waits at this ledger, and bound the bytes that it stores."""
-        self._ledger = ledger
 
     def receive(self, timeout_ms: int) -> TokenFrame | None:
         """Return the next frame; None if the ledger has too little room in time, or the journal has ended. Raises
@@ -122,12 +118,9 @@ class ReplaySource:
         return event
 
     def close(self) -> None:
-        """Stop reading."""
         self.state = "ended"
 
     def _may_read(self) -> bool:
-        if self._ledger is None:
-            return False
         if self._began and self._reader.num_bytes < self._looked_at + _LOOK_EVERY_BYTES:
             return True
         has_room = self._began and self._ledger.nbytes < _READ_AHEAD_BYTES

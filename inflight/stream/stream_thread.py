@@ -20,7 +20,7 @@ MEMORY_BYTES = 1 << 30
 
 
 class FrameSource(Protocol):
-    """Source of frames; `StreamReader` and `MergedFrames` document the methods."""
+    """Source of frames; `StreamReader` and `FleetStream` document the methods."""
 
     @property
     def state(self) -> str: ...

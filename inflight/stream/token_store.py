@@ -46,7 +46,6 @@ class TokenStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return self._ends.nbytes + sum(column.nbytes for column in self._columns.values())
 
     def open(self, columns: list[str]) -> StoredTokens:

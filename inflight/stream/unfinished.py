@@ -32,7 +32,6 @@ class UnfinishedGroup:
 
     @property
     def ids(self) -> range:
-        """Ids of its requests."""
         return ids_of(self.start)
 
     @property
@@ -41,7 +40,6 @@ class UnfinishedGroup:
         return bool(self.finished) or any(request.num_tokens for request in self.requests.values())
 
     def partial(self) -> list[Rollout]:
-        """Return the unfinished samples, with the tokens so far."""
         return [request.rollout("") for request in self.requests.values()]
 
     def drawn(self) -> dict[int, list[int]]:
@@ -102,7 +100,6 @@ class UnfinishedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens so far."""
         return self.store.length(self.tokens)
 
     def lacks(self) -> list[str]:

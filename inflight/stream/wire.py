@@ -1,12 +1,10 @@
 """Messages between the two ends of a stream other than frames: MessagePack, tagged by type."""
 
-from typing import Any
-
 import msgspec
 
 from inflight.core.decoders import msgpack_decoder
-from inflight.core.errors import ProtocolError
 from inflight.core.frames import Count
+from inflight.core.messages import read
 
 MAX_WIRE_BYTES = 64 << 10
 """Maximum size of these messages. A peer that sends the engine a larger one is disconnected."""
@@ -81,16 +79,9 @@ _TO_READER = msgpack_decoder(ToReader)
 
 def to_writer(data: bytes) -> ToWriter:
     """Decode a message to the writer. Raises ProtocolError."""
-    return _read(_TO_WRITER, data)
+    return read(_TO_WRITER, data, "a message on the stream")
 
 
 def to_reader(data: bytes) -> ToReader:
     """Decode a message to the reader. Raises ProtocolError."""
-    return _read(_TO_READER, data)
-
-
-def _read(decoder: msgspec.msgpack.Decoder, data: bytes) -> Any:
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"a message on the stream cannot be read: {error}") from error
+    return read(_TO_READER, data, "a message on the stream")

@@ -89,7 +89,6 @@ class StreamWriter:
 
     @property
     def num_unsent(self) -> int:
-        """Number of frames that were not sent yet."""
         return self.kept.next + len(self._held_back) - self._next_to_send
 
     def send(self, frame: TokenFrame, *, at_once: bool = True) -> None:

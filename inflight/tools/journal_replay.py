@@ -45,10 +45,10 @@ class Replay(RolloutStream, ClosedAtEnd):
 
         self.summary = summarize(JournalReader(directory, skip_damage=skip_damage), note)
         """Content of the journal."""
-        source = ReplaySource(JournalReader(directory, skip_damage=skip_damage), self.summary)
+        ledger = Ledger()
         super().__init__(
-            source,
-            Ledger(),
+            ReplaySource(JournalReader(directory, skip_damage=skip_damage), self.summary, ledger),
+            ledger,
             tokenizer=tokenizer,
             meter=StalenessMeter(),
             check_engine=lambda: None,
@@ -57,7 +57,6 @@ class Replay(RolloutStream, ClosedAtEnd):
         self._scoring.on_next = self._note_versions
         self.ledger.expect([*self.group_ids, *left_out])
         self.ledger.drop(left_out)
-        source.read_for(self.ledger)
 
     def _note_versions(self, group: Group) -> None:
         newest = max((int(r.weight_versions.max()) for r in group if len(r.weight_versions)), default=0)

@@ -18,6 +18,7 @@ from inflight.core.rollout import Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.engine import Engine
 from inflight.engine.model.shapes import byte_tokenizer, shape_config
+from inflight.stream.assignments import start_of
 from inflight.stream.held_groups import SavedGroup
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped
@@ -237,4 +238,4 @@ def test_batches_a_journal_and_a_resumed_group_have_them(tmp_path):
     group = list(again[0].rollouts[:4])
     ids = Ids(group[0].group_id, group[0].request_id)
     saved = SavedGroup(ids, False, Prompt(group[0].prompt_token_ids.tolist(), params), None, group)
-    assert saved.start.banned == ((258, 512),)
+    assert start_of(saved).banned == ((258, 512),)
