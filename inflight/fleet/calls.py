@@ -1,10 +1,13 @@
 """Calls to all engines of a fleet."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import sleep
 from types import MappingProxyType
 from typing import Any, TypeVar
+
+import msgspec
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
@@ -85,12 +88,10 @@ class FleetCalls:
         return ENDED
 
     def statuses(self) -> dict[Member, Status]:
-        """Return the counters of each engine that takes prompts."""
         return self.call_all(lambda client: client.call("status", returns=Status))
 
     def digests(self, least: int, timeout_s: float) -> Digests:
-        """Return the digests of the newest version of a member; all members compute them, each of a version from
-        `least` on. Raises InflightError if two members hold different tensors under one version, and TimeoutError."""
+        """Do what `Engine.digests` does. least: the oldest version that counts."""
         deadline_ns = now_ns() + int(timeout_s * 1e9)
 
         def ask(client: EngineClient) -> list[Digests]:
@@ -116,3 +117,22 @@ class FleetCalls:
     def close(self) -> None:
         """Accept no further calls. Queued calls fail at once, as the engines are closed."""
         self._threads.shutdown(wait=False)
+
+
+def summed(parts: Sequence[Status]) -> Status:
+    """Return the counters of several engines as one: sums of counts, the oldest version, and the versions of all."""
+    if len(parts) == 1:
+        return parts[0]
+    names = [field.name for field in msgspec.structs.fields(Status) if field.type is int]
+    counts = {name: sum(getattr(part, name) for part in parts) for name in names}
+    counts["version"] = min(part.version for part in parts)
+    seconds: Counter[str] = Counter()
+    for part in parts:
+        seconds.update(part.seconds_by_state)
+    return Status(
+        **counts,
+        paused=all(part.paused for part in parts),
+        asleep=all(part.asleep for part in parts),
+        versions=sorted({version for part in parts for version in part.versions}),
+        seconds_by_state=dict(seconds),
+    )

@@ -22,7 +22,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.process.client import EngineClient
 from inflight.engine.prompts import PromptLike, make_prompts
-from inflight.fleet.calls import FleetCalls
+from inflight.fleet.calls import FleetCalls, summed
 from inflight.fleet.fleet import WAKE_TIMEOUT_S, Fleet
 from inflight.fleet.fleet_stream import FleetStream
 from inflight.fleet.member import Member
@@ -30,7 +30,6 @@ from inflight.fleet.membership import Membership, check_members, start_all
 from inflight.fleet.process.base import Placement
 from inflight.fleet.publishing import PublishedFleet
 from inflight.fleet.rescheduler import Rescheduler
-from inflight.fleet.status import summed
 from inflight.fleet.submissions import Submissions
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.observability.trace import Trace
@@ -175,7 +174,7 @@ class Engine(ClosedAtEnd):
                 fleet, tokenizer = self._fleet, self.tokenizer  # loading can take longer than silence_s
                 self._frames.open()
                 self._stream = RolloutStream(
-                    self._frames.merged,
+                    self._frames,
                     fleet.ledger,
                     tokenizer=tokenizer,
                     tokenizer_lock=self._tokenizer_lock,
@@ -446,7 +445,7 @@ class Engine(ClosedAtEnd):
             while self._at_end:
                 at_end.callback(self._at_end.pop())
             for monitor in self._membership.monitors:
-                at_end.callback(monitor.join, _JOIN_S)
+                at_end.callback(monitor.thread.join, _JOIN_S)
             at_end.callback(self._rescheduler.close)
             for part in (self._submissions, self._calls, fleet):
                 at_end.callback(part.close)

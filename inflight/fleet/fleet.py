@@ -118,8 +118,7 @@ class Fleet:
         if self.closing.is_set():
             raise InflightError("the engine was closed")
         self.lock.wait(_CHECK_S)
-        waited.tick()
-        waited.tell(what)
+        waited.tick(what)
 
     def abandon(self, group_ids: Collection[int]) -> None:
         """Discard groups, and end their unfinished samples without waiting for the engines."""

@@ -1,13 +1,9 @@
-"""Connections to engines, and the frames of all of them as one source."""
+"""Connections to the processes of engines."""
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from time import sleep
-
-import zmq
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, JournalError
@@ -17,12 +13,8 @@ from inflight.stream.reader import StreamReader
 
 logger = logging.getLogger(__name__)
 
-_TEND_NS = 100_000_000
-"""Interval at which every reader is polled while others have frames, so that it acknowledges and notices silence."""
 _QUIET_NS = 100_000_000
 """Time without a frame after which the frames of an ended engine are taken to be read completely."""
-_STATES = ("generating", "waits for the trainer", "waits for weights", "paused", "asleep", "idle")
-"""States of an engine, by priority; the first that some engine has is the state of the fleet."""
 
 
 class EngineFrames:
@@ -49,12 +41,10 @@ class EngineFrames:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens received."""
         return self.reader.num_tokens if self.reader is not None else 0
 
     @property
     def num_rollouts(self) -> int:
-        """Number of samples that have ended."""
         return self.reader.num_rollouts if self.reader is not None else 0
 
     @property
@@ -108,87 +98,3 @@ class EngineFrames:
         if self.reader is not None:
             self.reader.close()
         self.read.set()
-
-
-class MergedFrames:
-    """The frames of all engines, read alternately. Engines can join at any time. One engine alone is read directly."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._parts: tuple[EngineFrames, ...] = ()
-        self._ready: deque[EngineFrames] = deque()
-        """Connections that might have a frame."""
-        self._poller, self._polled = zmq.Poller(), self._parts
-        self._tended_ns = 0
-        self._closed = False
-
-    def add(self, part: EngineFrames) -> None:
-        """Read the frames of another process too."""
-        with self._lock:
-            if not self._closed:
-                self._parts = (*self._parts, part)
-                return
-        part.close()
-
-    @property
-    def state(self) -> str:
-        """The state of the most active engine."""
-        states = {part.reader.state for part in self._parts if part.reader is not None and not part.read.is_set()}
-        return next((state for state in _STATES if state in states), "" if states else "restarting")
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since anything arrived from any engine."""
-        return min((part.silent_s for part in self._parts), default=0.0)
-
-    @property
-    def is_urgent(self) -> bool:
-        """True while another engine waits for the last frames of one that has ended."""
-        return any(part.is_leaving for part in self._parts)
-
-    def receive(self, timeout_ms: int) -> TokenFrame | None:
-        """Return the next frame of an engine, or None if none arrives in time."""
-        parts = self._parts
-        if len(parts) == 1 and parts[0].error is None:
-            return self._receive_from(parts[0], timeout_ms)
-        if now_ns() - self._tended_ns > _TEND_NS:
-            self._tended_ns = now_ns()
-            self._ready = deque(parts)
-        if not self._ready:
-            self._ready.extend(self._poll(timeout_ms))
-        while self._ready:
-            part = self._ready.popleft()
-            frame = self._receive_from(part, 0)
-            if frame is not None:
-                self._ready.append(part)  # after the others
-                return frame
-        return None
-
-    def close(self) -> None:
-        """Close all connections. Safe to call twice."""
-        with self._lock:
-            self._closed = True
-        for part in self._parts:
-            part.close()
-
-    def _receive_from(self, part: EngineFrames, timeout_ms: int) -> TokenFrame | None:
-        frame = part.receive(timeout_ms)
-        if frame is None and part.is_over:
-            with self._lock:
-                self._parts = tuple(other for other in self._parts if other is not part)
-            part.close()
-        return frame
-
-    def _poll(self, timeout_ms: int) -> Sequence[EngineFrames]:
-        """Return the connections that have messages, as soon as one has, or none after the timeout."""
-        parts = tuple(part for part in self._parts if part.error is None)
-        if not parts:
-            sleep(timeout_ms / 1e3)
-            return ()
-        if self._polled != parts:
-            self._poller, self._polled = zmq.Poller(), parts
-            for part in parts:
-                assert part.reader is not None
-                self._poller.register(part.reader.socket, zmq.POLLIN)
-        having = {socket for socket, _ in self._poller.poll(timeout_ms)}
-        return [part for part in parts if part.reader is not None and part.reader.socket in having]

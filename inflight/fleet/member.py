@@ -104,8 +104,7 @@ class Member:
                     if self.death is not None or not self.options.restarts or self._closing.is_set():
                         raise self.death or error from None
                     self._condition.wait(_CHECK_S)
-            waited.tick()
-            waited.tell("the engine is being restarted")
+            waited.tick("the engine is being restarted")
 
     # ---- succession ---------------------------------------------------------------------------------------------
 

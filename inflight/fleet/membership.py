@@ -14,7 +14,6 @@ from inflight.fleet.monitor import EngineMonitor
 from inflight.fleet.process.base import Placement
 from inflight.fleet.process.local import Local
 from inflight.fleet.publishing import PublishedFleet
-from inflight.fleet.status import summed
 
 Started = TypeVar("Started")
 
@@ -28,7 +27,6 @@ class Membership:
 
     @property
     def members(self) -> list[Member]:
-        """Generators that serve or are being started again."""
         return [monitor.member for monitor in list(self.monitors) if monitor.member.death is None]
 
     @property
@@ -52,11 +50,10 @@ class Membership:
                 with fleet.lock:
                     fleet.members.remove(member)
                 raise
+            monitor.thread.start()
             self.monitors.append(monitor)
-        monitor.watch()
 
     def remove(self, member: Member) -> None:
-        """End a member, and reassign its groups. Raises ValueError if it is not a member, or the last one."""
         with self._fleet.changing:
             if member not in self.members:
                 raise ValueError("this is not a member of the engine")
@@ -82,7 +79,7 @@ class Membership:
         difference = layout.difference(member.info.layout, ours="the others", theirs="this one", dtypes=True)
         if difference is not None:
             raise LayoutMismatchError(f"all members of an engine hold the same tensors: {difference}")
-        live, own = summed(list(self._calls.statuses().values())).version, member.status().version
+        live, own = min(status.version for status in self._calls.statuses().values()), member.status().version
         has_sent = any(publisher.sent_version for publisher in self._published.open_publishers)
         if live != own and (self._published.lost_kinds or not has_sent):
             kinds = " and ".join(self._published.lost_kinds) or "a version"

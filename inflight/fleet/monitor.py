@@ -30,7 +30,8 @@ class EngineMonitor:
         self.silence_s = min(SILENCE_S, self._timeout_s / 2)
         """Time without a sign of life after which the engine is asked."""
         self._told_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="inflight-monitor", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="inflight-monitor", daemon=True)
+        """Watches the engine, from its start until the fleet closes or `stop` is called."""
 
     def begin(self, least_version: int | None = None) -> None:
         """Send the engine the weights of the other engines, and let it take prompts. least_version: the newest version
@@ -59,10 +60,6 @@ class EngineMonitor:
                 frames.leave()
                 raise
 
-    def watch(self) -> None:
-        """Start watching."""
-        self._thread.start()
-
     def stop(self) -> None:
         """Stop watching, stop the engine's generation, and reassign its groups to other engines."""
         member, fleet = self.member, self._fleet
@@ -72,10 +69,9 @@ class EngineMonitor:
                 member.stop_restarting()
             fleet.lock.notify_all()
         waited = Wait()
-        while self._thread.is_alive():
-            self._thread.join(_CHECK_S)
-            waited.tick()
-            waited.tell("an engine that is removed is being started again")
+        while self.thread.is_alive():
+            self.thread.join(_CHECK_S)
+            waited.tick("an engine that is removed is being started again")
         frames = member.frames
         if frames is not None and not frames.given_up:
             with fleet.lock:
@@ -83,17 +79,15 @@ class EngineMonitor:
             try:
                 self._drain(frames)
                 self._give_up(frames)
-                self._hand_back(frames, group_ids)
+                # A process that another one launched lives on, for the next trainer that attaches to it.
+                frames.client.call("cancel", {"group_ids": group_ids, "request_ids": []})
+                if "pause" not in fleet.held_back:
+                    frames.client.call("resume")
             except InflightError as error:  # it has ended, and other engines draw its unsent tokens again
                 logger.warning("the engine that is removed does not answer: %s", error)
                 self._give_up(frames)
         with fleet.changing:
             self._published.forget_process(member.process.client.endpoint)
-
-    def join(self, timeout_s: float) -> None:
-        """Wait until the thread has ended, as it does when the fleet closes."""
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
@@ -220,17 +214,9 @@ class EngineMonitor:
             if not status.num_unacknowledged_bytes + status.num_spilled_bytes:
                 return
             sleep(_CHECK_S / 10)
-            waited.tick()
-            waited.tell("an engine that is removed has frames that were not read")
+            waited.tick("an engine that is removed has frames that were not read")
             if waited.waited_s > self._timeout_s:
                 raise EngineHungError(f"its frames did not arrive within {self._timeout_s:g} s")
-
-    def _hand_back(self, frames: EngineFrames, group_ids: list[int]) -> None:
-        """End groups that other engines continue, and undo the pause of `_drain`. A process that another one launched
-        lives on, for the next trainer that attaches to it."""
-        frames.client.call("cancel", {"group_ids": group_ids, "request_ids": []})
-        if "pause" not in self._fleet.held_back:
-            frames.client.call("resume")
 
 
 def _why_silent(status: Status) -> str:

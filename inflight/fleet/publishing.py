@@ -8,14 +8,14 @@ from inflight.core.waiting import Wait
 from inflight.fleet.fleet import Fleet
 from inflight.fleet.process.base import Process, lives
 from inflight.observability.staleness_meter import StalenessMeter
-from inflight.weights.trainer.engine_link import EngineAddress
+from inflight.weights.trainer.engine_link import EngineAddress, PublishedEngine
 
 if TYPE_CHECKING:
     from inflight.weights.trainer.publisher import Publisher
     from inflight.weights.transports.base import Transport
 
 
-class PublishedFleet:
+class PublishedFleet(PublishedEngine):
     """The publishers to all members, and the processes that they send to."""
 
     def __init__(self, fleet: Fleet, meter: StalenessMeter):
@@ -28,7 +28,6 @@ class PublishedFleet:
 
     @property
     def comes_back(self) -> bool:
-        """True if another process replaces one that ends."""
         return self._fleet.comes_back
 
     @property
@@ -58,7 +57,6 @@ class PublishedFleet:
         return EngineAddress(process.client.endpoint, self, process.client.keys, process.check)
 
     def serving(self) -> list[EngineAddress]:
-        """Return the addresses of serving processes, for publishers. While all are being restarted, wait for one."""
         waited = Wait()
         while True:
             with self._fleet.lock:
@@ -86,12 +84,10 @@ class PublishedFleet:
         return chosen
 
     def follow(self, publisher: "Publisher") -> None:
-        """Have a publisher send to members that join later."""
         with self._fleet.lock:
             self.publishers.add(publisher)
 
     def unfollow(self, publisher: "Publisher") -> None:
-        """Note that a publisher was closed."""
         with self._fleet.lock:
             if publisher.sent_version:
                 self._sent_by_closed.add(publisher.kind)
@@ -102,7 +98,7 @@ class PublishedFleet:
             publisher.remove(endpoint)
 
     def kill(self, endpoint: str) -> None:
-        """Treat the engine at this endpoint as ended: its publisher could not send it weights in time."""
+        """Treat the engine at this endpoint as ended."""
         for member, frames in self._fleet.usable.items():
             if frames.client.endpoint == endpoint:
                 if self._fleet.can_spare(member):

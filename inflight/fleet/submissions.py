@@ -52,12 +52,9 @@ class Submissions:
         several = len(self._fleet.members) > 1 and any(prompt.version not in (None, LIVE_VERSION) for prompt in prompts)
         with self._fleet.lock:  # An engine that is lost in between would block the event loop.
             parts = self._assign(list(enumerate(prompts)), session) if self._fleet.usable and not several else None
-        sent = None if parts is None else _send(parts)
+        submit = partial(self.submit, prompts) if parts is None else partial(self._complete, _send(parts))
         try:
-            if sent is None:
-                submitting = self._threads.submit(self.submit, prompts, reserved=True)
-            else:
-                submitting = self._threads.submit(self._complete, sent, reserved=True)
+            submitting = self._threads.submit(submit, reserved=True)
         except RuntimeError as error:
             raise InflightError("the engine was closed") from error
         try:
@@ -180,7 +177,8 @@ class Submissions:
         lock. Waiting releases it."""
         waited = Wait()
         while True:
-            record = self._fleet.ledger.engines.find(request_id)
+            unfinished = (record for record in self._fleet.ledger.table.records.values() if not record.is_finished)
+            record = next((record for record in unfinished if request_id in record.request_ids), None)
             if record is None:
                 raise InvalidRequestError(
                     f"request {request_id} is not unfinished; submit its prompt and tokens as a new prompt instead"

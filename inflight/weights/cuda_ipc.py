@@ -78,7 +78,6 @@ class CudaSlot:
         return CudaIpcDescriptor(uuid, nbytes, handle, nbytes, offset, counter, counter_offset, event, sync)
 
     def split(self, count: int) -> list["CudaSlot"]:
-        """Return slots of equal size in the memory of this one."""
         return [CudaSlot(part) for part in self.buffer.split(len(self.buffer) // count)]
 
     def unlink(self) -> None:

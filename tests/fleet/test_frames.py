@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from made_frames import ends, make_frame
 
-from inflight.fleet.frames import EngineFrames, MergedFrames
-from inflight.stream.reader import StreamReader
+from inflight.fleet.fleet import Fleet
+from inflight.fleet.fleet_stream import FleetStream
+from inflight.fleet.frames import EngineFrames
 from inflight.stream.writer import StreamWriter
 
 
@@ -18,9 +19,9 @@ class Engine:
     def __init__(self, directory, name: str):
         self.name, self.count = name, 0
         self.writer = StreamWriter(f"ipc://{directory}/{name}")
-        process: Any = SimpleNamespace(welcome=SimpleNamespace(engine_id=name), client=None)
+        welcome = SimpleNamespace(engine_id=name, stream_endpoint=self.writer.endpoint)
+        process: Any = SimpleNamespace(welcome=welcome, client=SimpleNamespace(keys=None))
         self.frames = EngineFrames(process)
-        self.frames.reader = StreamReader(self.writer.endpoint)
 
     def send(self, count: int, **header) -> None:
         for _ in range(count):
@@ -32,7 +33,7 @@ class Engine:
 
 @pytest.fixture
 def merged():
-    merged = MergedFrames()
+    merged = FleetStream(Fleet(), None)
     yield merged
     merged.close()
 
@@ -41,14 +42,14 @@ def merged():
 def engines(tmp_path, merged):
     engines = [Engine(tmp_path, name) for name in "ab"]
     for engine in engines:
-        merged.add(engine.frames)
+        merged._read(engine.frames, None)
     yield engines
     merged.close()
     for engine in engines:
         engine.writer.close()
 
 
-def receive(merged: MergedFrames, engines: list[Engine], count: int) -> list[tuple[str, int]]:
+def receive(merged: FleetStream, engines: list[Engine], count: int) -> list[tuple[str, int]]:
     """The engines and the numbers of so many frames."""
     received, deadline = [], time.monotonic() + 120
     while len(received) < count:
@@ -120,14 +121,14 @@ def test_what_an_engine_sent_before_it_ended_is_read_while_another_is_busy(merge
     assert not merged.is_urgent
 
 
-def receive_nothing(merged: MergedFrames, engines: list[Engine]) -> None:
+def receive_nothing(merged: FleetStream, engines: list[Engine]) -> None:
     for _ in range(20):
         for engine in engines:
             engine.writer.flush()
         assert merged.receive(5) is None
 
 
-def until_read(merged: MergedFrames, engine: Engine) -> None:
+def until_read(merged: FleetStream, engine: Engine) -> None:
     deadline = time.monotonic() + 120
     while not engine.frames.read.is_set():
         assert time.monotonic() < deadline
@@ -138,12 +139,12 @@ def test_without_engines_nothing_comes_and_they_are_being_restarted(merged, tmp_
     assert merged.receive(1) is None
     assert merged.state == "restarting"
     engine = Engine(tmp_path, "c")
-    merged.add(engine.frames)
+    merged._read(engine.frames, None)
     engine.send(1)
     assert receive(merged, [engine], 1) == [("c", 0)]
     merged.close()
     late = Engine(tmp_path, "d")
-    merged.add(late.frames)
+    merged._read(late.frames, None)
     assert late.frames.read.is_set()
     for each in (engine, late):
         each.writer.close()

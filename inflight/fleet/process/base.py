@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from inflight.core.errors import EngineDiedError
 from inflight.core.messages import Welcome
@@ -14,24 +14,33 @@ if TYPE_CHECKING:
     from inflight.weights.transports.base import Transport
 
 
-class Process(Protocol):
-    """The process of an engine, on any machine. `LocalProcess` documents the methods."""
+class Process:
+    """The process of an engine, on any machine. By default another process launched it: only answers show that it
+    lives, and closing the connection does not end it."""
 
     client: EngineClient
     welcome: Welcome
     """Description of the engine, with endpoints as they are reached from here."""
-    shares_memory: bool
+    shares_memory = False
     """True if this process can write to the slots of the engine."""
 
     @property
     def name(self) -> str:
         """Its name in messages."""
-        ...
+        return self.client.endpoint
 
-    def check(self) -> None: ...
-    def kill(self) -> None: ...
-    def remove(self) -> None: ...
-    def close(self) -> None: ...
+    def check(self) -> None:
+        """Raise EngineDiedError, with the reason, if the process is known to have ended."""
+
+    def kill(self) -> None:
+        """End the process at once."""
+
+    def remove(self) -> None:
+        """Free the memory and remove the files of a process that has ended."""
+
+    def close(self) -> None:
+        """Close the connection, and end a process that was launched from here. Safe to call twice."""
+        self.client.close()
 
 
 def lives(process: Process) -> bool:

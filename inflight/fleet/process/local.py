@@ -18,12 +18,12 @@ import msgspec
 
 from inflight.core import child
 from inflight.core.errors import BackendError, EngineDiedError, InflightError
-from inflight.core.messages import Welcome, check_same_version
+from inflight.core.messages import check_same_version
 from inflight.core.options import EngineOptions, Startup
 from inflight.core.version import PACKAGE
 from inflight.engine.process.client import EngineClient
 from inflight.engine.process.directory import LOG_NAME, make_directory, remove_orphan_directories
-from inflight.fleet.process.base import Placement
+from inflight.fleet.process.base import Placement, Process
 from inflight.weights.cuda_ipc import ALLOCATOR_VARIABLES, without_expandable_segments
 from inflight.weights.shared_memory import default_directory, remove_orphans
 
@@ -35,7 +35,7 @@ _SHUTDOWN_S = 5.0
 """Bound for the answer to `shutdown`, and again for the end of the process after it."""
 
 
-class LocalProcess:
+class LocalProcess(Process):
     """An engine process that belongs to this process and always ends with it.
 
     Its sockets, locks and log are in a temporary directory. Raises the error that kept the engine from starting.
@@ -61,7 +61,7 @@ class LocalProcess:
             f"ipc://{self.directory}/control", check_engine=self.check, answer_timeout_s=options.answer_timeout_s
         )
         try:
-            self.welcome: Welcome = self.client.hello(timeout_s=options.timeout_s)
+            self.welcome = self.client.hello(timeout_s=options.timeout_s)
             check_same_version(self.welcome.version, self.welcome.protocol, self.welcome.package, who="the engine")
             if self.welcome.no_kernels:
                 logger.warning(
@@ -81,7 +81,6 @@ class LocalProcess:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         return f"process {self.pid}"
 
     def check(self) -> None:
@@ -97,7 +96,6 @@ class LocalProcess:
         return "\n".join(lines[-20:])
 
     def kill(self) -> None:
-        """End the process at once."""
         self._process.kill()
 
     def remove(self) -> None:
@@ -150,12 +148,9 @@ def _start(options: EngineOptions, directory: Path, lock: int) -> subprocess.Pop
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the engine's process: the variables of this process. Those whose names begin with
     INFLIGHT_ENGINE_ are set under the rest of the name, and override others."""
-    theirs = {name: value for name, value in ours.items() if not name.startswith(ENGINE_PREFIX)}
-    theirs |= {
-        name.removeprefix(ENGINE_PREFIX): ours[name]
-        for name in ours
-        if name.startswith(ENGINE_PREFIX) and name != ENGINE_PREFIX
-    }
+    special = {name.removeprefix(ENGINE_PREFIX): ours[name] for name in ours if name.startswith(ENGINE_PREFIX)}
+    special.pop("", None)
+    theirs = {name: value for name, value in ours.items() if not name.startswith(ENGINE_PREFIX)} | special
     kept = without_expandable_segments(theirs)
     for name in ALLOCATOR_VARIABLES:
         if kept.get(name, "") != theirs.get(name, ""):

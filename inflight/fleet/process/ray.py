@@ -45,16 +45,6 @@ _ENGINES_END_BY_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 freed."""
 
 
-@dataclass(frozen=True)
-class Launched:
-    """Address of an engine for other nodes."""
-
-    endpoint: str
-    key: bytes
-    """Its public key."""
-    pid: int
-
-
 class EngineHost:
     """Launches one engine. The engine's process always ends with the actor's process. Ray runs its methods in
     threads."""
@@ -63,9 +53,10 @@ class EngineHost:
         """Return the address of the node, as other nodes reach it."""
         return ray.util.get_node_ip_address()
 
-    def launch(self, options: EngineOptions, client: bytes) -> Launched:
-        """Start an engine that listens on the node's address and accepts only the holder of this public key. The
-        engine's secret key never leaves the node. Raises the errors of `inflight.launch`."""
+    def launch(self, options: EngineOptions, client: bytes) -> tuple[str, bytes, int]:
+        """Start an engine that listens on the node's address and accepts only the holder of this public key. Returns
+        its endpoint for other nodes, its public key and its process id; its secret key never leaves the node. Raises
+        the errors of `inflight.launch`."""
         directory, lock = make_directory()  # a later launch removes it if this one is killed
         try:
             key = make_engine_keys(directory / "keys", client)
@@ -75,7 +66,7 @@ class EngineHost:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
             os.close(lock)
-        return Launched(self._launcher.welcome.tcp_endpoint, key, self._launcher.pid)
+        return self._launcher.welcome.tcp_endpoint, key, self._launcher.pid
 
     def wait(self) -> str:
         """Return the message about the end of the engine's process when it has ended, and remove its files and
@@ -110,21 +101,16 @@ class RayProcess(RemoteProcess):
         public, secret = zmq.curve_keypair()
         self._actor = actor
         try:
-            launched = self._launch(options, public, closing)
+            endpoint, key, self.pid = self._launch(options, public, closing)
             self._end: Future[str] = self._actor.wait.remote().future()
-            keys = ClientKeys(public, secret, launched.key)
-            super().__init__(
-                launched.endpoint, keys=keys, timeout_s=_CONNECT_S, answer_timeout_s=options.answer_timeout_s
-            )
+            keys, timeout_s = ClientKeys(public, secret, key), options.answer_timeout_s
+            super().__init__(endpoint, keys=keys, timeout_s=_CONNECT_S, answer_timeout_s=timeout_s)
         except BaseException:
             self._end_actor()
             raise
-        self.pid = launched.pid
-        """Process id of the engine on its node."""
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         return f"process {self.pid} at {self.client.endpoint}"
 
     def check(self) -> None:
@@ -135,12 +121,10 @@ class RayProcess(RemoteProcess):
         raise EngineDiedError(self._end.result() if lost is None else f"Ray has lost the actor of the engine: {lost}")
 
     def kill(self) -> None:
-        """End the process at once."""
         if ray.is_initialized():  # else it has ended, and a call would make another cluster
             self._actor.end.remote("kill")
 
     def remove(self) -> None:
-        """Free the memory and the resources that an ended process occupies on its node."""
         self._end_by("remove")
 
     def close(self) -> None:
@@ -148,7 +132,7 @@ class RayProcess(RemoteProcess):
         self._end_by("close")
         super().close()
 
-    def _launch(self, options: EngineOptions, public: bytes, closing: threading.Event) -> Launched:
+    def _launch(self, options: EngineOptions, public: bytes, closing: threading.Event) -> tuple[str, bytes, int]:
         try:
             asked = self._actor.launch.remote(options, public)
             return answer_of(asked, options.timeout_s + _CONNECT_S, closing, "an engine that Ray has placed starts")
@@ -288,7 +272,8 @@ class RayPlacement(Placement):
 
     def _why_not(self) -> str:
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        fit = [node for node in nodes.values() if self._fits(node["Resources"])]
+        asked = self._asked.items()
+        fit = [node for node in nodes.values() if all(node["Resources"].get(name, 0) >= n for name, n in asked)]
         if fit:
             why = f"{len(fit)} of {len(nodes)} nodes have {self._wanted}, and either something else holds that"
             if self.scheduling_strategy != "DEFAULT":
@@ -301,9 +286,6 @@ class RayPlacement(Placement):
             f"Ray has placed no engine within {self.timeout_s:g} s: {why} ({have}). Ask for less in "
             "inflight.RayPlacement, free or add nodes, or wait longer with its timeout_s"
         )
-
-    def _fits(self, resources: Mapping[str, float]) -> bool:
-        return all(resources.get(name, 0) >= count for name, count in self._asked.items())
 
     def _of(self, resources: Mapping[str, float]) -> str:
         return " and ".join(f"{resources.get(name, 0):g} {name}" for name in self._asked)

@@ -8,20 +8,18 @@ import msgspec
 
 from inflight.core.errors import EngineHungError
 from inflight.core.keys import ClientKeys
-from inflight.core.messages import Welcome, check_same_version
+from inflight.core.messages import check_same_version
 from inflight.core.options import EngineOptions
 from inflight.engine.process.client import EngineClient
-from inflight.fleet.process.base import Placement
+from inflight.fleet.process.base import Placement, Process
 
 
-class RemoteProcess:
+class RemoteProcess(Process):
     """Connection to an engine that another process launched. Closing it does not stop the engine.
 
     Raises KeysError, VersionMismatchError, or EngineHungError if the engine does not answer; an engine does not answer
     clients with wrong keys.
     """
-
-    shares_memory = False
 
     def __init__(self, endpoint: str, *, keys: ClientKeys, timeout_s: float, answer_timeout_s: float):
         """endpoint: address at which the engine listens. timeout_s: bound for the first answer. It arrives when the
@@ -43,26 +41,7 @@ class RemoteProcess:
             self.client.close()
             raise
         stream_endpoint = f"{endpoint.rpartition(':')[0]}:{welcome.tcp_stream_port}"
-        self.welcome: Welcome = msgspec.structs.replace(welcome, stream_endpoint=stream_endpoint)
-        """Description of the engine, with the endpoint of its stream as it is reached from here."""
-
-    @property
-    def name(self) -> str:
-        """Its name in messages."""
-        return self.client.endpoint
-
-    def check(self) -> None:
-        """Return: only answers show that the process lives."""
-
-    def kill(self) -> None:
-        """Return: only the process that launched the engine can end it."""
-
-    def remove(self) -> None:
-        """Return: the files of the engine are on its own machine."""
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.client.close()
+        self.welcome = msgspec.structs.replace(welcome, stream_endpoint=stream_endpoint)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from math import nan
 from typing import Any, NoReturn
@@ -99,7 +100,8 @@ class AttachedEngine(Engine):
     def _wait_for(self, name: str, what: str, late: str) -> None:
         """Return when rank 0 has set a value. Raises RankLostError, with the text of `late` after `rank_timeout_s`."""
         bound_s = self.options.rank_timeout_s
-        self._store.wait(name, bound_s, what=lambda: what, late=lambda: late, check=self._watch.check)
+        has_come = partial(self._store.has, name)
+        self._store.wait(has_come, bound_s, what=lambda: what, late=lambda: late, check=self._watch.check)
 
     def _read_state(self) -> None:
         self._state = (self._store.get("state") or b"").decode(errors="replace")
@@ -111,7 +113,8 @@ _FOR_RANK_0 = "only rank 0, which launched the engine, can do this; other ranks 
 def _wait_for_launch(store: RankStore, options: EngineOptions) -> None:
     bound_s = options.timeout_s + options.rank_timeout_s
     late = f"rank 0 has launched no engine within {bound_s:g} s; every rank calls launch() the same number of times"
-    store.wait("launched", bound_s, what=lambda: "rank 0 launches the engine", late=lambda: late)
+    has_come = partial(store.has, "launched")
+    store.wait(has_come, bound_s, what=lambda: "rank 0 launches the engine", late=lambda: late)
     launched = msgpack_decoder(Launched).decode(store.get("launched") or b"")
     if launched.error is not None:
         raise from_wire(*launched.error)
@@ -127,7 +130,7 @@ class SharedStream:
 
     def __init__(self, store: RankStore, check: Callable[[], None], state: Callable[[], str], timeout_s: float):
         """check: raises if a rank is lost. state: returns the state of rank 0."""
-        self._store, self._check, self._state, self._timeout_s = store, check, state, timeout_s
+        self._store, self.check, self._state, self._timeout_s = store, check, state, timeout_s
         self.rank, self.size = store.rank, store.size
         self._number = 1
         """Number of the next batch."""
@@ -153,23 +156,19 @@ class SharedStream:
             self.last_reward, self.dropped = share.info.last_reward, Dropped(**share.info.dropped)
             yield share.batch()
 
-    def check(self) -> None:
-        """Raise RankLostError if a rank is known to be lost."""
-        self._check()
-
     def receive(self) -> tuple[str, bytes] | None:
         """Return the content of the next share, such as "batch", and its bytes; None at the end. Raises the errors of
         `batches`."""
         store, name = self._store, f"batch/{self._number}"
         store.wait(
-            name,
+            partial(store.has, name),
             self._timeout_s,
             what=lambda: f"rank 0 {self._state()}",
             late=lambda: (
                 f"rank 0 lives and {self._state()} within {self._timeout_s:g} s (launch with rank_timeout_s for "
                 "another bound)"
             ),
-            check=self._check,
+            check=self.check,
             # Generation has no bound here; rank 0 checks that the engine lives.
             is_bounded=lambda: self._state() != WAITS_FOR_ROLLOUTS,
         )

@@ -4,16 +4,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from time import sleep
-from typing import Literal, Protocol, TypeVar
+from functools import partial
+from typing import Literal, TypeVar
 
 import msgspec
 
+from inflight.core.closing import ClosedAtEnd
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InflightError, ProtocolError, RankLostError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
-from inflight.core.waiting import Wait
 from inflight.fleet.ranks.store import RankStore
 from inflight.fleet.ranks.watch import RankWatch
 from inflight.training.data.batch import PackedBatch
@@ -24,14 +24,9 @@ WAITS_FOR_ROLLOUTS = "waits for rollouts"
 NOTHING_ASKED = "has not asked for a batch"
 BATCH = "batch"
 """Content of the shares of `RolloutStream.batches`."""
-_FIRST_PAUSE_S = 0.001
 
 
-class Closable(Protocol):
-    def close(self) -> None: ...
-
-
-Started = TypeVar("Started", bound=Closable)
+Started = TypeVar("Started", bound=ClosedAtEnd)
 
 
 class Launched(msgspec.Struct, frozen=True):
@@ -72,7 +67,7 @@ class RankSharing:
         self._store, self._timeout_s, self._submit = store, options.rank_timeout_s, submit
         self.size = store.size
         """Number of ranks."""
-        self._kind: Literal["share", "end", "error"] = "share"
+        self._has_ended = False
         self._common: tuple[str, int] | None = None
         """Place and size of the newest share if all ranks get the same one."""
         self._number = self._taken = 0
@@ -83,15 +78,12 @@ class RankSharing:
         self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="inflight-ranks")
         self._set_state(NOTHING_ASKED)
         self.watch = RankWatch(store, self._take_calls)
+        self.check = self.watch.check
         try:
             store.set("launched", msgspec.msgpack.encode(Launched(options.model)))
         except BaseException:
             self.close()
             raise
-
-    def check(self) -> None:
-        """Raise RankLostError if a rank is known to be lost."""
-        self.watch.check()
 
     def shares(self, batches: Iterator[PackedBatch], stream: RolloutStream) -> Iterator[PackedBatch]:
         """Yield rank 0's share of each batch, and keep the shares of the other ranks for them. Ends on all ranks at
@@ -102,7 +94,7 @@ class RankSharing:
                 self.wait_for_rollouts()
                 batch = next(batches, None)
                 if batch is None:
-                    self._offer("end")
+                    self._offer(Offer("end"))
                     self.settle()
                     return
                 own, *others = split(batch, self.size, last_reward=stream.last_reward, dropped=stream.dropped)
@@ -123,7 +115,7 @@ class RankSharing:
         else:
             for rank, share in enumerate(shares, start=1):
                 self._store.put(f"{place}/{rank}", share)
-        self._offer("share", what=what, is_common=self._common is not None)
+        self._offer(Offer("share", what=what, is_common=self._common is not None))
 
     def wait_for_rollouts(self) -> None:
         """Let the other ranks wait for the next share without a bound, since generation has none."""
@@ -134,7 +126,7 @@ class RankSharing:
         not …"."""
         kind = type(error).__name__
         with suppress(RankLostError):  # the others notice that, and this rank raises its own error
-            self._offer("error", (kind, f"rank 0 could not {doing}: {kind}: {error}"))
+            self._offer(Offer("error", (kind, f"rank 0 could not {doing}: {kind}: {error}")))
 
     def note_publisher(self, version: int) -> None:
         """Let the other ranks count from the version with which rank 0's next publisher begins."""
@@ -150,17 +142,10 @@ class RankSharing:
         self._store.set("state", state.encode())
         self._store.count("events", 1)
 
-    def _offer(
-        self,
-        kind: Literal["share", "end", "error"],
-        error: tuple[str, str] = ("", ""),
-        *,
-        what: str = BATCH,
-        is_common: bool = False,
-    ) -> None:
+    def _offer(self, offer: Offer) -> None:
         self._number += 1
-        self._kind = kind
-        self._store.set(f"batch/{self._number}", msgspec.msgpack.encode(Offer(kind, error, what, is_common)))
+        self._has_ended = offer.kind == "end"
+        self._store.set(f"batch/{self._number}", msgspec.msgpack.encode(offer))
         self._set_state(NOTHING_ASKED)
 
     def settle(self) -> None:
@@ -168,29 +153,31 @@ class RankSharing:
         if self._number == self._taken:
             self.check()
             return
-        wait, missing, pause_s = Wait(), set(range(1, self._store.size)), _FIRST_PAUSE_S
-        while missing:
+        missing = set(range(1, self.size))
+
+        def is_settled() -> bool:
             left = set(self.watch.left)  # A rank takes its share before it leaves.
-            missing = {rank for rank in missing if not self._store.has(f"taken/{self._number}/{rank}")}
-            if not missing or (self._kind == "end" and missing <= left):  # closed ranks need no end
-                break
-            self.check()
-            named = f"rank {', '.join(map(str, sorted(missing)))}"
-            late = f"{named} has not taken its share of batch {self._number}"
-            absent = _why_absent(missing - self.watch.peers.keys())
+            missing.difference_update([r for r in missing if self._store.has(f"taken/{self._number}/{r}")])
+            if not missing or (self._has_ended and missing <= left):  # closed ranks need no end
+                return True
             if missing & left:
-                self.watch.lose(RankLostError(f"{named} has closed its engine, and rank 0 goes on with batches"))
-            elif wait.waited_s > self._timeout_s:
-                bound = f"within {self._timeout_s:g} s (launch with rank_timeout_s for another bound)"
-                self.watch.lose(RankLostError(f"{late} {bound}{absent}"))
-            self.check()
-            wait.tick()
-            wait.tell(f"{late}{absent}")
-            sleep(pause_s)
-            pause_s = min(2 * pause_s, self._store.pause_s)
+                error = f"{_named(missing)} has closed its engine, and rank 0 goes on with batches"
+                self.watch.lose(RankLostError(error))
+            return False
+
+        def late(bound: str = "") -> str:
+            absent = _why_absent(missing - self.watch.peers.keys())
+            return f"{_named(missing)} has not taken its share of batch {self._number}{bound}{absent}"
+
+        bound = f" within {self._timeout_s:g} s (launch with rank_timeout_s for another bound)"
+        try:
+            self._store.wait(is_settled, self._timeout_s, what=late, late=partial(late, bound), check=self.check)
+        except RankLostError as error:
+            self.watch.lose(error)
+            raise
         self.check()
         self._taken = self._number
-        for name in (f"batch/{self._number}", *(f"taken/{self._number}/{r}" for r in range(1, self._store.size))):
+        for name in (f"batch/{self._number}", *(f"taken/{self._number}/{r}" for r in range(1, self.size))):
             self._store.delete(name)
         if self._common is not None:
             self._store.delete(*self._common)
@@ -238,10 +225,14 @@ def announce(store: RankStore, start: Callable[[], Started], share: Callable[[St
         raise
 
 
+def _named(ranks: set[int]) -> str:
+    return f"rank {', '.join(map(str, sorted(ranks)))}"
+
+
 def _why_absent(ranks: set[int]) -> str:
     if not ranks:
         return ""
     return (
-        f"; rank {', '.join(map(str, sorted(ranks)))} has not attached: every rank calls inflight.launch(), unless "
+        f"; {_named(ranks)} has not attached: every rank calls inflight.launch(), unless "
         "rank 0 keeps its batches to itself with inflight.Engine(inflight.EngineOptions(…))"
     )

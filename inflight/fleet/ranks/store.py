@@ -92,7 +92,7 @@ class RankStore:
 
     def wait(
         self,
-        name: str,
+        is_over: Callable[[], bool],
         bound_s: float,
         *,
         what: Callable[[], str],
@@ -100,17 +100,16 @@ class RankStore:
         check: Callable[[], None] = lambda: None,
         is_bounded: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Return when a rank has set a value. Raises RankLostError with the text of `late` after `bound_s` seconds, and
+        """Return when `is_over` returns True. Raises RankLostError with the text of `late` after `bound_s` seconds, and
         the errors of `check`. what: the awaited event, for the log. is_bounded: returns False while the time does not
         count."""
         waited, counted_s, pause_s = Wait(), 0.0, _FIRST_PAUSE_S
-        while not self.has(name):
+        while not is_over():
             check()
             sleep(pause_s)
             pause_s = min(2 * pause_s, self.pause_s)
-            passed_s = waited.tick()
+            passed_s = waited.tick(what())
             counted_s = counted_s + passed_s if is_bounded() else 0.0
-            waited.tell(what())
             if counted_s > bound_s:
                 raise RankLostError(late())
 

@@ -200,7 +200,11 @@ class CopyThread:
                     if published.adapters and last is None:
                         published = replace(published, adapters=frozenset())
                         self._engines.published(published)
-                    published = self.copying = self._with_changes(published, target.views[slot])
+                    changed = published.adapters
+                    if self._source.adapters and not changed:
+                        changed = set(map(adapter_of, target.views[slot]))
+                    self._changed_at = self._changed_at | dict.fromkeys(changed, published.version)
+                    published = self.copying = replace(published, changed_at=self._changed_at)
                 began_ns = now_ns()
                 self._copy(target.views[slot], published, last)
                 note(f"publish copy, version {published.version}", began_ns)
@@ -238,12 +242,6 @@ class CopyThread:
                 )
             with self.handing:  # A thread with given weights is using the engine's connection.
                 self.target.listen()
-
-    def _with_changes(self, published: PublishedVersion, views: dict[str, torch.Tensor]) -> PublishedVersion:
-        """Return a version that is about to be copied, with the versions that changed its adapters."""
-        changed = published.adapters or (set(map(adapter_of, views)) if self._source.adapters else ())
-        self._changed_at = self._changed_at | dict.fromkeys(changed, published.version)
-        return replace(published, changed_at=self._changed_at)
 
     def _copy(
         self, views: dict[str, torch.Tensor], published: PublishedVersion, last: dict[str, torch.Tensor] | None

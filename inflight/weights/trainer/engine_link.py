@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -53,24 +53,20 @@ _CHECKSUMS_S = 600.0
 """Time limit for an engine to compute the checksums of its weights."""
 
 
-class PublishedEngine(Protocol):
+class PublishedEngine:
     """An engine of one member or several, as its publishers use it."""
 
-    @property
-    def changing(self) -> Any:
-        """Lock that is held while members join and leave, and while a publisher attaches."""
-
-    @property
-    def comes_back(self) -> bool:
-        """True if another process takes the place of one that ends, until `check` raises."""
-        ...
+    changing: AbstractContextManager[Any] = nullcontext()
+    """Lock that is held while members join and leave, and while a publisher attaches."""
+    comes_back = False
+    """True if another process takes the place of one that ends, until `check` raises."""
 
     def check(self) -> None:
         """Raise if no member is left."""
 
     def serving(self) -> "list[EngineAddress]":
         """Return the processes that serve. While all are being restarted, wait for one. Raises what `check` does."""
-        ...
+        raise NotImplementedError
 
     def follow(self, publisher: Any) -> None:
         """Call `publisher.add` with each process that joins, and `publisher.remove` when it has ended. Called with
@@ -103,24 +99,15 @@ class EngineAddress:
     """Raises EngineDiedError if the process is known to have ended."""
 
 
-class LoneEngine:
+class LoneEngine(PublishedEngine):
     """An engine of which only the endpoint of its process is known."""
-
-    comes_back = False
 
     def __init__(self, endpoint: str, check: Callable[[], None] = lambda: None):
         """check: raises if the process is known to have ended."""
-        self.changing: AbstractContextManager[Any] = nullcontext()
         self._endpoint, self.check = endpoint, check
 
     def serving(self) -> list[EngineAddress]:
         return [EngineAddress(self._endpoint, self)]
-
-    def follow(self, publisher: Any) -> None: ...
-    def unfollow(self, publisher: Any) -> None: ...
-    def published(self, version: int, called_ns: int, adapters: Collection[str] = ()) -> None: ...
-    def stepped(self, unpublished_steps: int, adapters: Collection[str] = ()) -> None: ...
-    def kill(self, endpoint: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -346,8 +333,7 @@ class EngineMessages:
         wait, found = waiting.Wait(), list[Digests]()
         while not found:
             found = read(_DIGESTS, expect(self.ask(self._call("checksums", {"asked": request})), Result).value)
-            wait.tick()
-            wait.tell(f"{self._engine} computes checksums of its weights")
+            wait.tick(f"{self._engine} computes checksums of its weights")
             if wait.waited_s > _CHECKSUMS_S:
                 raise EngineBusyError(f"the engine has no checksums of its weights after {_CHECKSUMS_S:.0f} s")
             if not found:

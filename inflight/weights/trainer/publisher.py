@@ -78,7 +78,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             raise ValueError("a publisher needs at least one engine to begin with")
         self._engines = Engines([_published(engine) for engine in (engines if several else [engines])])
         self._copies = copies = CopyThread(source, self._engines, check_finite=check_finite)
-        self._attach = partial(_attach, source, timeout_s)
+        self._timeout_s = timeout_s
         self._transports: dict[PublishedEngine, Transport] = {}
         """Transports of engines that were added with one."""
         link: EngineLink | None = None
@@ -139,7 +139,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         copies = self._copies
         if isinstance(engine, EngineAddress):
             transport = transport or self._transports.get(engine.engine, self._transport)
-            link = self._target.add(partial(self._attach_later, engine, transport), transport)
+            link = self._target.add(partial(self._attach, engine, transport, is_late=True), transport)
             with copies.condition:
                 self.matches = self.matches and link.matches
                 copies.differs = copies.differs or (link.matches is False and not copies.has_published)
@@ -155,10 +155,15 @@ class Publisher(AbstractContextManager["Publisher"]):
             self._transports[added] = transport
             added.follow(self)
 
-    def _attach_later(self, address: EngineAddress, transport: Transport) -> EngineLink:
-        """Attach to an engine that gets the last sent version. Raises ValueError if its version is larger."""
-        link = self._attach(address, transport)
-        if self._copies.has_published and link.version > self.version:
+    def _attach(self, address: EngineAddress, transport: Transport, *, is_late: bool = False) -> EngineLink:
+        """Attach to an engine. is_late: it gets the last sent version. Raises ValueError if its version is larger."""
+        if not isinstance(transport, Transport):
+            raise TypeError(
+                "transport must be inflight.Slots(), inflight.Broadcast(), inflight.Files(directory=…) or one of your "
+                f"own (a subclass of inflight.weights.transports.Transport), got {transport!r}"
+            )
+        link = EngineLink(address, self._source, transport=transport.name(), timeout_s=self._timeout_s)
+        if is_late and self._copies.has_published and link.version > self.version:
             link.release()
             raise ValueError(
                 f"the engine at {address.endpoint} has version {link.version} of another publisher, and takes no "
@@ -294,12 +299,3 @@ def _published(engine: Engine) -> PublishedEngine:
     if isinstance(engine, str):
         return LoneEngine(engine)
     return engine if hasattr(engine, "serving") else engine.address.engine
-
-
-def _attach(source: WeightSource, timeout_s: float, address: EngineAddress, transport: Transport) -> EngineLink:
-    if not isinstance(transport, Transport):
-        raise TypeError(
-            "transport must be inflight.Slots(), inflight.Broadcast(), inflight.Files(directory=…) or one of your "
-            f"own (a subclass of inflight.weights.transports.Transport), got {transport!r}"
-        )
-    return EngineLink(address, source, transport=transport.name(), timeout_s=timeout_s)
