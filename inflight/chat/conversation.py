@@ -6,16 +6,15 @@ new messages, and the beginning of the next answer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from inflight.chat.encoding import Encoder
 from inflight.chat.readers import Read, ReplyReaders
 from inflight.chat.rendering import Message, Renderer, Tools, with_arguments
-from inflight.chat.reply_templates import call_opening, known_calls, own_template, thinking_marks
+from inflight.chat.reply_templates import known_calls, thinking_marks
 from inflight.chat.suffixes import Suffixes, calls_of
 from inflight.chat.text import TextDecoder
 from inflight.core.continuation import Continuation
@@ -25,16 +24,6 @@ _STOPS = ("<|return|>", "<|call|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>",
 """Names of tokens that end an answer, in addition to the tokenizer's own."""
 _TAIL = 64
 """Number of last tokens of a prompt that contain the beginning of the answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A drawn answer as a message."""
-
-    message: dict[str, Any]
-    """Has role and content; reasoning_content and tool_calls if there are some."""
-    calls: Literal["none", "read", "unreadable"]
-    """"unreadable": the content contains the beginning of a tool call that cannot be read."""
 
 
 class Conversation:
@@ -48,7 +37,6 @@ class Conversation:
         self._suffixes = Suffixes(self._renderer, self._encoder.control)
         self._decoder = TextDecoder(tokenizer)
         self._readers = ReplyReaders(self._decoder, split_reasoning=True)
-        self._opening, self._has_template = call_opening(tokenizer), own_template(tokenizer) is not None
         vocabulary = tokenizer.get_vocab()
         named = {vocabulary[name] for name in _STOPS if name in vocabulary}
         own = {token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if isinstance(token, int)}
@@ -99,8 +87,9 @@ class Conversation:
         ids = self._encoder.encode(suffix.text, mark, inside=True)
         return ids[self._num_drawn(token_ids[-1], ids, suffix.close) :]
 
-    def read(self, prompt_ids: Sequence[int], drawn_ids: Sequence[int], tools: Tools | None = None) -> Answer:
-        """Return the drawn tokens as an answer. It raises for no tokens. prompt_ids: the tokens before them."""
+    def read(self, prompt_ids: Sequence[int], drawn_ids: Sequence[int], tools: Tools | None = None) -> dict[str, Any]:
+        """Return the drawn tokens as a message: role and content; reasoning_content and tool_calls if there are some.
+        It raises for no tokens. prompt_ids: the tokens before them."""
         prompt, ids = list(prompt_ids[-_TAIL:]), list(drawn_ids)
         if ids and (ids[-1] in self._stops or self._encoder.is_control(ids[-1], in_answers=True)):
             ids.pop()
@@ -110,10 +99,8 @@ class Conversation:
         if read.reasoning:
             message["reasoning_content"] = read.reasoning
         if read.calls:
-            message["tool_calls"] = [call.body for call in read.calls]
-            return Answer(message, "read")
-        begun = tools and self._opening.search(text if self._has_template else read.content)
-        return Answer(message, "unreadable" if begun else "none")
+            message["tool_calls"] = read.calls
+        return message
 
     def _parts(self, prompt: list[int], text: str, tools: Tools) -> Read:
         reader = self._readers.of(prompt, None, tools)

@@ -31,28 +31,14 @@ Tools = Sequence[Mapping[str, Any]]
 """The tools of a request, as the OpenAI API has them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a function by a model."""
-
-    name: str
-    arguments: str
-    """JSON."""
-    id: str = field(default_factory=lambda: f"chatcmpl-tool-{uuid.uuid4().hex}")
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
 @dataclass(slots=True)
 class Read:
     """New parts of a reply."""
 
     reasoning: str = ""
     content: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    """All calls, with the last part."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """All tool calls, as the OpenAI API has them, with the last part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +162,7 @@ class Reader:
         is_next = event["type"] == "region_open" and self._trim and text.strip()
         return text.rstrip() + "\n" if is_next else text
 
-    def _calls(self) -> list[ToolCall]:
+    def _calls(self) -> list[dict[str, Any]]:
         """Return all calls of the reply; no calls if one cannot be read."""
         try:
             message = parse_response(self._text, dict(self._template), prefix=self._prefix, tools=self._tools)
@@ -201,7 +187,7 @@ def _as_text(field: Mapping[str, Any]) -> dict[str, Any]:
     return {**marks, "repeats": True, "transform": "{content}"}
 
 
-def _calls_of(value: Any) -> list[ToolCall]:
+def _calls_of(value: Any) -> list[dict[str, Any]]:
     """Convert a value, or JSON text of values, to tool calls. Raises KeyError, TypeError or ValueError if it has
     none."""
     if isinstance(value, str):
@@ -214,9 +200,10 @@ def _calls_of(value: Any) -> list[ToolCall]:
         raise TypeError(f"the name of a tool is {name!r}")
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
-    call = ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
-    (call.name + call.arguments).encode()  # A lone surrogate cannot be sent.
-    return [call]
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    (name + text).encode()  # A lone surrogate cannot be sent.
+    called = {"name": name, "arguments": text}
+    return [{"id": f"chatcmpl-tool-{uuid.uuid4().hex}", "type": "function", "function": called}]
 
 
 def _json_values(text: str) -> list[Any]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -17,17 +17,9 @@ Tools = Sequence[Mapping[str, Any]]
 _PROBE = "inflight-probe"
 
 
-@dataclass(frozen=True, slots=True)
-class _CallForm:
-    """The form of tool calls that a template understands."""
-
-    text_arguments: bool = False
-    """Arguments are JSON text instead of a mapping."""
-    short_ids: bool = False
-    """Ids have nine letters and digits."""
-
-
-_CALL_FORMS = (_CallForm(), _CallForm(text_arguments=True), _CallForm(short_ids=True))
+_CALL_FORMS = ("plain", "text arguments", "short ids")
+"""Forms of tool calls that templates understand: arguments as a mapping, arguments as JSON text, or ids of nine letters
+and digits."""
 
 
 class Renderer:
@@ -39,7 +31,9 @@ class Renderer:
         self._tokenizer = tokenizer
         self._as_parts, self._form = False, _CALL_FORMS[0]
         """Contents are lists of parts; the form of the last calls that were rendered."""
-        self._as_parts = not self._shows("user") and self._shows_parts()
+        if not self._shows("user"):
+            self._as_parts = True
+            self._as_parts = self._shows("user")
         self._developer = "developer"
         """Role of messages of developers. Templates leave out or refuse roles that they do not have."""
         self._developer = "developer" if self._shows("developer") else "system"
@@ -67,7 +61,7 @@ class Renderer:
         messages: Sequence[Message],
         tools: Tools | None,
         generate: bool,
-        form: _CallForm,
+        form: str,
         template_kwargs: Mapping[str, Any],
     ) -> str:
         plain: Any = [self._plain(message, form) for message in messages]
@@ -77,7 +71,7 @@ class Renderer:
         )
         return str(rendered)
 
-    def _plain(self, message: Message, form: _CallForm) -> dict[str, Any]:
+    def _plain(self, message: Message, form: str) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
         if plain.get("role") == "developer":
             plain["role"] = self._developer
@@ -88,10 +82,10 @@ class Renderer:
         if self._as_parts and isinstance(content, str):
             plain["content"] = [{"type": "text", "text": content}]
         if calls := plain.get("tool_calls"):
-            plain["tool_calls"] = [with_arguments(call, as_text=form.text_arguments) for call in calls]
-            if form.short_ids:
+            plain["tool_calls"] = [with_arguments(call, as_text=form == "text arguments") for call in calls]
+            if form == "short ids":
                 plain["tool_calls"] = [{**call, "id": _short(call.get("id"))} for call in plain["tool_calls"]]
-        if form.short_ids and "tool_call_id" in plain:
+        if form == "short ids" and "tool_call_id" in plain:
             plain["tool_call_id"] = _short(plain["tool_call_id"])
         return plain
 
@@ -103,10 +97,6 @@ class Renderer:
         except Exception:
             return False
 
-    def _shows_parts(self) -> bool:
-        self._as_parts = True
-        return self._shows("user")
-
 
 def with_arguments(call: Any, *, as_text: bool = False) -> Any:
     """Return a tool call whose arguments are a mapping, or JSON text."""
@@ -117,16 +107,9 @@ def with_arguments(call: Any, *, as_text: bool = False) -> Any:
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False)
     elif not as_text and isinstance(arguments, str):
-        arguments = _decoded(arguments)
+        with suppress(ValueError, RecursionError):  # Text that is not JSON stays.
+            arguments = json.loads(arguments or "{}")
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _decoded(arguments: str) -> Any:
-    """Return arguments as a mapping; text that is no JSON as it is."""
-    try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def _text_of(part: Any) -> str:

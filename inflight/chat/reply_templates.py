@@ -145,23 +145,6 @@ def known_calls(tokenizer: PreTrainedTokenizerBase | None) -> Fields:
     return next((fields for mark, fields in _FORMATS.items() if mark in text or mark in text.lower()), {})
 
 
-def call_opening(tokenizer: PreTrainedTokenizerBase | None) -> re.Pattern[str]:
-    """Return a pattern that finds the beginning of a tool call, whether or not the call can be read: in the content of
-    a reply, or in its whole text if the tokenizer has a response template."""
-    own = own_template(tokenizer)
-    if own is not None:
-        fields = [field for name, field in own["fields"].items() if name.startswith(CALLS)]
-        literal = [re.escape(field["open"]) for field in fields if isinstance(field.get("open"), str)]
-        return re.compile("|".join([*literal, r"<\|channel\|>commentary\s+to=", r"<\|start\|>assistant\s+to="]))
-    text = _chat_template(tokenizer)
-    mark = next((mark for mark in _FORMATS if mark in text or mark in text.lower()), None)
-    if mark is None:
-        return re.compile(r"(?!)")
-    if _FORMATS[mark] is _BARE:
-        return re.compile(r"<\|python_tag\|>|\A\s*\{\s*\"(?:name|type|function)\"")
-    return re.compile(f"{re.escape(mark)}|<｜tool▁call▁begin｜>|<\\|tool_call_begin\\|>")
-
-
 def thinking_marks(tokenizer: PreTrainedTokenizerBase | None) -> Marks:
     """Return the marks in the chat template, or in the vocabulary as one token each; otherwise <think> and </think>."""
     text, vocabulary = _chat_template(tokenizer), {} if tokenizer is None else tokenizer.get_vocab()

@@ -13,6 +13,7 @@ A way is used if it shows the contents of all new messages in order.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from inflight.chat.rendering import Message, Renderer, Tools
@@ -78,7 +79,7 @@ class Suffixes:
         probes = [{**message, "content": content} for message, content in zip(new, contents, strict=True)]
         ways: list[_Way] = [self._mark]
         if new[0].get("role") == "tool":
-            ways = [self._difference, self._difference_without_thought, self._mark]
+            ways = [self._difference, partial(self._difference, has_thought=False), self._mark]
         for way in ways:
             suffix = _tried(way, calls, probes, tools, template_kwargs)
             if suffix is not None and re.search(".*".join(map(re.escape, contents)), suffix.text, re.DOTALL):
@@ -97,22 +98,18 @@ class Suffixes:
         return Suffix(text, self._common(text, close))
 
     def _difference(
-        self, calls: Calls, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
+        self,
+        calls: Calls,
+        new: Sequence[Message],
+        tools: Tools | None,
+        template_kwargs: Mapping[str, Any],
+        *,
+        has_thought: bool = True,
     ) -> Suffix | None:
-        # Without a thought, some templates write an empty one into the last message.
-        call = {"role": "assistant", "reasoning_content": "t", "content": "", "tool_calls": _openai(calls, new, tools)}
-        return self._after_call(call, new, tools, template_kwargs)
-
-    def _difference_without_thought(
-        self, calls: Calls, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
-    ) -> Suffix | None:
-        # With a user after the results, some templates leave the thought out.
-        call = {"role": "assistant", "content": "", "tool_calls": _openai(calls, new, tools)}
-        return self._after_call(call, new, tools, template_kwargs)
-
-    def _after_call(
-        self, call: Message, new: Sequence[Message], tools: Tools | None, template_kwargs: Mapping[str, Any]
-    ) -> Suffix | None:
+        # Without a thought, some templates write an empty one into the last message. With a user after the results,
+        # some leave the thought out.
+        thought = {"reasoning_content": "t"} if has_thought else {}
+        call = {"role": "assistant", **thought, "content": "", "tool_calls": _openai(calls, new, tools)}
         render = self._renderer.render
         before = render([_QUESTION, call], tools, generate=False, **template_kwargs)
         whole = render([_QUESTION, call, *new], tools, generate=True, **template_kwargs)

@@ -290,7 +290,7 @@ async def end(opened: _Open, request: Request) -> Response:
         raise ApiError(403, "the rollout function ends this episode, not its agent")
     if fields.reward is not None and fields.error is not None:
         raise ApiError(400, "an episode with an error has no reward: send one of them", param="error")
-    if fields.reward is not None and not opened.session.has_drawn:
+    if fields.reward is not None and opened.session.last is None:
         raise ApiError(400, "a reward is added to the last drawn turn, and no turn has been drawn", param="reward")
     if opened.offer.end.done():
         raise no_session()

@@ -18,7 +18,7 @@ from inflight.core.errors import InflightError, QueueFullError
 from inflight.core.extras import needing
 from inflight.core.rollout import Rollout, samples_of
 from inflight.core.waiting import Wait
-from inflight.episodes.call_log import on_restart_of
+from inflight.episodes.calls import on_restart_of
 from inflight.episodes.episodes import RolloutFunction
 from inflight.episodes.limits import EpisodeEnd
 from inflight.episodes.reply import Reply

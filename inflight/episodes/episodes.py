@@ -2,51 +2,38 @@
 
 import asyncio
 import logging
-import math
 import socket
 import threading
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 from inflight.core.arguments import named
+from inflight.core.closing import ClosedAtEnd
 from inflight.core.errors import InflightError
 from inflight.core.extras import needing
-from inflight.core.failures import Failures, reason_of
 from inflight.core.messages import Prompt
-from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.core.workers import is_async, without_exit
-from inflight.engine.loop.sequence import sample_seed
-from inflight.episodes.group import EpisodeGroup
+from inflight.core.workers import is_async
 from inflight.episodes.held_loop import HeldLoop
-from inflight.episodes.limits import TIMEOUTS, EpisodeEnd, Limits
-from inflight.episodes.session import Session
-from inflight.episodes.settling import Reward, finish_reason, settle
+from inflight.episodes.limits import TIMEOUTS, Limits
+from inflight.episodes.playing import EpisodeGroup, Player
+from inflight.episodes.playing import RolloutFunction as RolloutFunction
 from inflight.episodes.turns import Turns
 from inflight.fleet.engine import Engine
-from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.open_groups import PLAYER
 from inflight.training.data.rollout_stream import RolloutStream
 
 logger = logging.getLogger(__name__)
 
-RolloutFunction = Callable[[Session, Any], Coroutine[Any, Any, Reward]]
-"""An async function of a session and of the row that was submitted. It returns the reward, which is added to the last
-turn; several named parts, which are added up; or None, if `Session.reward` has set the rewards."""
-
-_CHECK_S = 0.25
 _CLOSE_S = 5.0
-_NO_REWARD = "completed: no reward"
-_RECENT = 256
-"""Number of last episodes whose mean reward is recorded."""
 _OPEN: "WeakSet[Episodes]" = WeakSet()
 
 
 @named()
-class Episodes:
+class Episodes(ClosedAtEnd):
     """An engine whose prompts are rows of tasks, and whose samples are episodes. `grpo`, `engine.stream.batches` and
     custom loops use it like the engine itself.
 
@@ -98,17 +85,13 @@ class Episodes:
                 f"{prefix_across_versions} and {max_running}"
             )
         self.engine, self.limits = engine, limits or Limits()
-        self._rollout = rollout
-        self._min_share, self._max_running = min_share, max_running
+        self.staleness = engine.staleness
+        """The staleness of the engine's tokens."""
         self.counts: Counter[str] = Counter()
         """Number of episodes by the reason of their end ("completed", "max_turns", "error: ValueError", …); of
         "completed: no reward", "attempts", "turns", "drawn tokens", "prompt tokens", "reused prompt tokens",
         "conversations rendered again", "calls that timed out", "turns drawn before" and "calls made before" the restart
         of the trainer, and of "calls not stored" (their results cannot be saved)."""
-        self._failures = Failures("an episode", logger, retries, self.counts)
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Time that episodes spent in "turns", "calls", "waits" for rate limits, and "rendering", added up over
-        episodes."""
         if agents is None and agents_url is not None:
             raise ValueError('agents_url needs agents="HOST:PORT", the address to listen on')
         self._address = None if agents is None else _open_address(agents, agents_url)
@@ -116,17 +99,17 @@ class Episodes:
         """Base URL of the endpoints of sessions, and of workers; None without `agents`."""
         self.turns = Turns(engine, adapter, prefix_across_versions, self.counts, partial(_import_server, self._address))
         """Draws the turns."""
-        self.num_running = 0
-        """Number of episodes in progress."""
-        self._rewards: deque[float] = deque(maxlen=_RECENT)
+        self._player = Player(rollout, self.turns, self.limits, retries, min_share=min_share, max_running=max_running)
+        self.seconds = self._player.seconds
+        """Time that episodes spent in "turns", "calls", "waits" for rate limits, and "rendering", added up over
+        episodes."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._places: asyncio.Semaphore | None = None
         self._groups: dict[int, asyncio.Task[None]] = {}
         """Maps the ids of groups in progress to their tasks. Only the event loop changes it."""
         self._is_closed = False
-        self._player = _name_of(rollout)
+        self._name = _name_of(rollout)
         _OPEN.add(self)
 
     can_pin = False
@@ -138,11 +121,6 @@ class Episodes:
     def stream(self) -> RolloutStream:
         """The stream of the engine, which returns groups of episodes like any other."""
         return self.engine.stream
-
-    @property
-    def staleness(self) -> StalenessMeter:
-        """The staleness of the engine's tokens."""
-        return self.engine.staleness
 
     @property
     def members(self) -> list[Any]:
@@ -195,7 +173,7 @@ class Episodes:
         self.engine.stream  # noqa: B018  it reads the frames of the turns
         for index, row in enumerate(rows):
             given = dict(metadata[index]) if metadata else {}
-            task = {"row": row, "metadata": given, PLAYER: self._player}
+            task = {"row": row, "metadata": given, PLAYER: self._name}
             record = self.stream.ledger.episodes.open(Prompt([], params, task), reserved=not train)
             loop.call_soon_threadsafe(self._start, EpisodeGroup.of(record))
             ids.append(record.group_id)
@@ -214,7 +192,7 @@ class Episodes:
         ledger = self.stream.ledger
         with ledger.table.lock:
             records = list(ledger.table.records.values())
-        others = {e._player for e in _OPEN if e.engine is self.engine and not e._is_closed} - {self._player}
+        others = {e._name for e in _OPEN if e.engine is self.engine and not e._is_closed} - {self._name}
         claimed = ledger.episodes.claim(others)
         self.turns.saved.add_drawing(records, {record.group_id for record in claimed})
         for record in claimed:
@@ -244,19 +222,13 @@ class Episodes:
         if self._address is not None:
             self._address[0].close()
 
-    def __enter__(self) -> "Episodes":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ---- the event loop -----------------------------------------------------------------------------------------
 
     def _activity(self) -> dict[str, Any]:
         """Return the fields of an event `Episodes`."""
-        rewards = list(self._rewards)
+        rewards = list(self._player.rewards)
         return {
-            "num_running": self.num_running,
+            "num_running": self._player.num_running,
             "num_calling": self.turns.num_calling,
             "counts": dict(self.counts),
             "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.copy().items()},
@@ -269,7 +241,6 @@ class Episodes:
                 raise InflightError("these episodes were closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._places = asyncio.Semaphore(self._max_running or 1 << 30)
                 self._thread = threading.Thread(target=_run, args=(self._loop,), name="inflight-episodes", daemon=True)
                 self._thread.start()
                 self.stream.episodes.append(self._activity)
@@ -305,123 +276,11 @@ class Episodes:
         asyncio.get_running_loop().stop()
 
     async def _run_group(self, group: EpisodeGroup) -> None:
-        """Run the episodes of a row, and pass their rollouts to the ledger."""
-        samples = range(group.params.n)
-        running = [asyncio.ensure_future(self._run_episode(group, sample)) for sample in samples]
-        try:
-            await asyncio.wait(running)
-        except asyncio.CancelledError:
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running, timeout=self.limits.cleanup_s + _CHECK_S)
-        episodes = [self._result(group, sample, task) for sample, task in zip(samples, running, strict=True)]
-        num_scored = sum(episode[0].reward is not None for episode in episodes)
-        rollouts = [rollout for episode in episodes for rollout in episode]
-        if 0 < num_scored < math.ceil(self._min_share * group.params.n):
-            self.counts["groups with too few episodes"] += 1
-            for rollout in rollouts:
-                rollout.reward, rollout.finish_reason = None, "cancelled"
+        """Play the episodes of a row, and pass their rollouts to the ledger."""
+        rollouts = await self._player.play(group)
         if unclaimed := self.turns.saved.forget(group.id):
             self.engine.abandon(unclaimed)
         self.stream.ledger.episodes.fill(group.id, rollouts)
-
-    def _result(self, group: EpisodeGroup, sample: int, task: "asyncio.Future[list[Rollout]]") -> list[Rollout]:
-        """Return the rollouts of an episode. The trainer waits for its group, so that it always gets one."""
-        if not task.done() or task.cancelled():
-            return [group.nothing(sample, "cancelled")]
-        if (error := task.exception()) is not None:
-            self.counts["error: internal"] += 1
-            logger.error("an episode could not be recorded", exc_info=error)
-            return [group.nothing(sample, "error")]
-        return task.result()
-
-    async def _run_episode(self, group: EpisodeGroup, sample: int) -> list[Rollout]:
-        """Run one episode, again after exceptions that allow it. Returns its rollouts, at least one."""
-        assert self._places is not None
-        attempts: Counter[type[Exception]] = Counter()
-        async with self._places:
-            while True:
-                self.counts["attempts"] += 1
-                session = Session(
-                    self.turns,
-                    group.params,
-                    self.limits,
-                    metadata=group.metadata,
-                    group_id=group.id,
-                    sample=sample,
-                    seed=sample_seed(group.seed, sample),
-                )
-                self.num_running += 1
-                try:
-                    reason, value, error = await self._attempt(session, group.row)
-                finally:
-                    self.num_running -= 1
-                    self.turns.end(group.id, sample)
-                self.counts["conversations rendered again"] += session.conversations.num_rendered_again
-                for stage, seconds in session.seconds.items():
-                    self.seconds[stage] += seconds
-                if error is not None and self._failures.allow_retry(error, attempts):
-                    self.stream.ledger.episodes.forget(group.id, sample)
-                    continue
-                reward, parts, reason = settle(session, value, reason, self.limits, self._failures)
-                self.counts[reason] += 1
-                if reward is not None:
-                    self._rewards.append(reward)
-                elif reason == "completed":
-                    self._note_no_reward()
-                ended = finish_reason(session, reason, reward)
-                return session.rollouts(ended, reward, parts) or [group.nothing(sample, ended)]
-
-    def _note_no_reward(self) -> None:
-        """Count an episode without a reward, and warn of the first one."""
-        if not self.counts[_NO_REWARD]:
-            logger.warning(
-                "a rollout function returned None and has set no reward, so that its episode is not trained; return a "
-                "number, or call session.reward"
-            )
-        self.counts[_NO_REWARD] += 1
-
-    async def _attempt(self, session: Session, row: Any) -> tuple[str, Reward, Exception | None]:
-        """Run the rollout function once. Returns the reason of its end, its result, and its exception."""
-        task = asyncio.ensure_future(without_exit(self._rollout(session, row), "the rollout function"))
-        reason = "cancelled"
-        try:
-            await asyncio.wait([task], timeout=self.limits.episode_s)
-            reason = "episode_timeout"
-        except asyncio.CancelledError:
-            logger.debug("an episode of group %d is cancelled", session.group_id)
-        if not task.done():
-            await self._end(session, task, reason)
-            return reason, None, None
-        reason, is_served = session.ended or "completed", bool(session.at_close)
-        session.close("closed")
-        if task.cancelled():
-            return "cancelled", None, None
-        failure = task.exception()
-        if isinstance(failure, EpisodeEnd):
-            return failure.reason, None, None
-        if failure is None:
-            return reason, task.result(), None
-        if is_served and reason != "completed":  # The agent has failed because its requests were refused.
-            return reason, None, None
-        reason = reason_of(failure)
-        self._failures.log(failure, reason)
-        return reason, None, failure if isinstance(failure, Exception) else None
-
-    async def _end(self, session: Session, task: "asyncio.Future[Any]", reason: str) -> None:
-        """Cancel the task of an episode, and give it time to clean up."""
-        session.close(reason)
-        task.cancel()
-        await asyncio.wait([task], timeout=self.limits.cleanup_s)
-        if not task.done():
-            self.counts["episodes left behind"] += 1
-            logger.warning(
-                "an episode of group %d did not end within %g s after its cancellation; its group continues without it",
-                session.group_id,
-                self.limits.cleanup_s,
-            )
-        elif not task.cancelled():
-            task.exception()  # else asyncio logs that nobody has read it
 
 
 def _name_of(function: Any) -> str:

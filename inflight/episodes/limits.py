@@ -12,6 +12,9 @@ AtEnd = float | Literal["keep", "exclude"]
 """The reward of an episode that reached a limit. keep: the rewards so far. exclude: none, so that it takes no part in
 training, and not in the baseline of its group either. A number: this reward in addition to those so far."""
 
+Reward = float | Mapping[str, float] | None
+"""Result of a rollout function: a reward, its named parts, or None."""
+
 
 @named()
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight.episodes.settling import Reward
+from inflight.episodes.limits import Reward
 from inflight.server.requests import read_request, unless_gone
 from inflight.server.responses import ApiError
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from inflight.core.arguments import named
 from inflight.core.errors import InflightError
+from inflight.episodes.limits import Reward
 from inflight.episodes.session import Session
-from inflight.episodes.settling import Reward
 
 
 class AgentError(InflightError):
@@ -42,7 +42,7 @@ class RemoteAgents:
     async def __call__(self, session: Session, row: Any) -> Reward:
         """Offer an episode to the workers, and return the reward that one of them ends it with. Raises AgentError, and
         TypeError for a row that is not JSON-like."""
-        offer = (await session.agent_server()).offer(session, row, self.key)
+        offer = (await session.turns.agent_server()).offer(session, row, self.key)
         while not offer.end.done():
             left_s = self.idle_s - offer.idle_s
             if left_s <= 0:

@@ -36,8 +36,6 @@ class Reply:
     place: tuple[Segment, int]
     """Its segment, and its index among the drawn turns of the segment."""
     request: Request = field(repr=False)
-    has_unreadable_call: bool = False
-    """True if the content contains the beginning of a tool call that cannot be read."""
     prefix_tokens: int = 0
     """Number of tokens before the turn whose keys and values were reused."""
     forks: Sequence["Reply"] = ()

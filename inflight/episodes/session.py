@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import fsum, isfinite
@@ -18,9 +18,8 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, PromptTooLongError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.core.workers import is_async, without_exit
 from inflight.engine.loop.sequence import sample_seed
-from inflight.episodes.call_log import CallLog
+from inflight.episodes.calls import Calls, name_of
 from inflight.episodes.conversations import Conversations
 from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd, Limits
@@ -55,7 +54,7 @@ class Session:
         seed: int,
     ):
         """seed: of the episode; the draws of each turn depend on it and on the number of the turn."""
-        self._turns, self._limits, self._seed = turns, limits, seed
+        self.turns, self._limits, self._seed = turns, limits, seed
         self.params = params
         """Sampling parameters of every turn."""
         self.metadata = dict(metadata)
@@ -64,7 +63,8 @@ class Session:
         """Number of calls of `spare`."""
         self.group_id, self.sample = group_id, sample
         self.conversations = Conversations()
-        """Its token sequences."""
+        self.segments = self.conversations.segments
+        """Token sequences, in the order of their beginnings."""
         self.num_turns = self.num_tokens = self.num_calls = 0
         """Numbers of turns, drawn tokens and calls."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -75,9 +75,9 @@ class Session:
         """Functions that end the endpoints of this session. `close` calls them."""
         self._drawing: set[asyncio.Task[Any]] = set()
         """Tasks that draw turns."""
-        self._last: tuple[Segment, int] | None = None
-        """The last drawn turn: its segment, and its index among the segment's drawn turns."""
-        self._log = CallLog(turns.episodes, group_id, sample, turns.counts, self._end)
+        self.last: tuple[Segment, int] | None = None
+        """The last drawn turn: its segment, and its index among the segment's drawn turns. None: no turn was drawn."""
+        self._calls = Calls(turns, limits, group_id, sample, self.seconds, self._end)
 
     # ---- turns --------------------------------------------------------------------------------------------------
 
@@ -106,19 +106,17 @@ class Session:
         self._check_open()
         if not messages or messages[-1].get("role") == "assistant":
             raise ValueError("messages must end with a message that the policy answers, of a user or a tool")
-        schemas, adapter = schemas_of(tools), self._turns.adapter if adapter is None else adapter
+        schemas, adapter = schemas_of(tools), self.turns.adapter if adapter is None else adapter
         began = perf_counter()
         digests = digests_of(comparable(messages), (schemas, template_kwargs, adapter))
         segment, given = self.conversations.continue_messages(
-            self._turns.conversation, messages, digests, schemas, template_kwargs, adapter
+            self.turns.conversation, messages, digests, schemas, template_kwargs, adapter
         )
         self.seconds["rendering"] += perf_counter() - began
         segment.give(given)
-        num_prompt = len(segment.token_ids)
         self.conversations.note(digests[-1], segment)
-        return await self._answer(
-            segment, Request(num_prompt, self._most(max_tokens), digests[-1], schemas), None, watch, every
-        )
+        request = Request(len(segment.token_ids), self._most(max_tokens), digests[-1], schemas)
+        return await self._answer(segment, request, watch, every)
 
     async def complete(
         self,
@@ -135,10 +133,10 @@ class Session:
         self._check_open()
         token_ids = [int(token) for token in token_ids]
         segment, given = self.conversations.continue_tokens(
-            token_ids, self._turns.adapter if adapter is None else adapter
+            token_ids, self.turns.adapter if adapter is None else adapter
         )
         segment.give(given)
-        return await self._answer(segment, Request(len(segment.token_ids), self._most(max_tokens)), None, watch, every)
+        return await self._answer(segment, Request(len(segment.token_ids), self._most(max_tokens)), watch, every)
 
     async def fork(
         self, reply: Reply, at: int, n: int = 1, *, watch: Watch | None = None, every: Every = 32
@@ -157,7 +155,7 @@ class Session:
         """Return an address for an agent that calls the API of OpenAI or Anthropic. Its requests are calls of `chat`.
         Only programs on this machine reach it, unless `Episodes` has `agents`. rewards: requests can also set rewards.
         An agent that runs code of the policy could then set its own. It needs the extra `serve`. Raises EpisodeEnd."""
-        return (await self.agent_server()).open(self, rewards=rewards)
+        return (await self.turns.agent_server()).open(self, rewards=rewards)
 
     # ---- rewards ------------------------------------------------------------------------------------------------
 
@@ -167,27 +165,17 @@ class Session:
         value = float(value)
         if not isfinite(value):
             raise ValueError(f"a reward must be finite, got {value}")
-        place = self._last if reply is None else reply.place
+        place = self.last if reply is None else reply.place
         if place is None:
             raise ValueError("reward() adds to the last drawn turn, and no turn has been drawn")
         segment, index = place
         segment.rewards[index] = (segment.rewards[index] or 0.0) + value
 
     @property
-    def segments(self) -> list[Segment]:
-        """Token sequences, in the order of their beginnings."""
-        return self.conversations.segments
-
-    @property
     def total_reward(self) -> float | None:
         """Sum of the rewards so far; None if there are none."""
         given = [total for segment in self.segments if (total := segment.total_reward) is not None]
         return fsum(given) if given else None
-
-    @property
-    def has_drawn(self) -> bool:
-        """True if a turn was drawn."""
-        return self._last is not None
 
     # ---- tools --------------------------------------------------------------------------------------------------
 
@@ -204,56 +192,22 @@ class Session:
         `function.on_restart = "replay"` for a function with a state in this process. Methods, and functions within
         functions, might have a state: they are called again, unless their object or they have another `on_restart`,
         "load" or "drop", or their object has methods `save()` and `load(state)`."""
-        return await self._call(timeout_s, function, arguments, keywords)
-
-    async def _call(
-        self,
-        timeout_s: float | None,
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-        keywords: Mapping[str, Any],
-    ) -> Any:
         self._check_open()
         if 0 < self._limits.max_calls <= self.num_calls:
             self._end("max_calls")
         self.num_calls += 1
-        make = partial(self._make, self._limits.call_s if timeout_s is None else timeout_s)
-        return await self._log.call(make, function, arguments, keywords)
-
-    async def _make(self, timeout_s: float, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
-        """Call a function within a time, in s, and within its rate limit."""
-        rate = self._limits.rates.get(function) if self._limits.rates else None
-        if rate is not None:
-            self.seconds["waits"] += await rate.take(timeout_s)
-        began, call = perf_counter(), None
-        self._turns.num_calling += 1
-        try:
-            call = self._start(function, *arguments, **keywords)
-            # A call that ignores its cancellation is left behind.
-            await asyncio.wait([call], timeout=timeout_s)
-            if not call.done():
-                self._turns.counts["calls that timed out"] += 1
-                name = getattr(function, "__name__", type(function).__name__)
-                raise TimeoutError(f"{name} did not return within {timeout_s:g} s")
-            return call.result()
-        finally:
-            if call is not None:
-                call.cancel()
-            if rate is not None:
-                rate.give_back()
-            self._turns.num_calling -= 1
-            self.seconds["calls"] += perf_counter() - began
+        timeout_s = self._limits.call_s if timeout_s is None else timeout_s
+        return await self._calls.call(timeout_s, function, arguments, keywords)
 
     async def clean_up(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function that releases the resources of the episode, such as `env.close`, as `call` does. It also
         works after the end and after a cancellation, in a `finally` block. It returns after `Limits.cleanup_s` at the
         latest, and logs an exception of the function."""
-        name = getattr(function, "__name__", type(function).__name__)
-        call = self._start(function, *arguments)
+        call, name = self._calls.start(function, *arguments), name_of(function)
         await asyncio.wait([call], timeout=self._limits.cleanup_s)
         if not call.done():
             call.cancel()
-            self._turns.counts["calls that timed out"] += 1
+            self.turns.counts["calls that timed out"] += 1
             logger.warning("%s did not return within %g s, and is left behind", name, self._limits.cleanup_s)
         elif (error := call.exception()) is not None:
             logger.warning("%s has failed at the end of an episode: %s: %s", name, type(error).__name__, error)
@@ -272,7 +226,7 @@ class Session:
             else:
                 try:
                     keywords = json.loads(arguments) if isinstance(arguments, str) else arguments
-                    content = await self._call(None, by_name[name], (), dict(keywords))
+                    content = await self.call(partial(by_name[name], **keywords))
                 except EpisodeEnd:
                     raise
                 except Exception as error:
@@ -304,11 +258,6 @@ class Session:
 
     # ---- for `Episodes` -----------------------------------------------------------------------------------------
 
-    async def agent_server(self) -> Any:
-        """Return the AgentServer of these episodes. Raises EpisodeEnd."""
-        self._check_open()
-        return await self._turns.agent_server()
-
     def close(self, reason: str) -> None:
         """Let every later call raise EpisodeEnd, and end the endpoints and the turns in progress."""
         self.ended = self.ended or reason
@@ -332,17 +281,11 @@ class Session:
         ]
         for rollout in rollouts:
             rollout.reward, rollout.rewards = reward, dict(parts)
-            rollout.prompt = self._turns.text(rollout.prompt_token_ids, self.params)
-            rollout.text = self._turns.text(rollout.token_ids, self.params, rollout.prompt_token_ids.tolist())
+            rollout.prompt = self.turns.text(rollout.prompt_token_ids, self.params)
+            rollout.text = self.turns.text(rollout.token_ids, self.params, rollout.prompt_token_ids.tolist())
         return rollouts
 
     # ---- helpers ------------------------------------------------------------------------------------------------
-
-    def _start(self, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> "asyncio.Future[Any]":
-        """Call a function as a task, or in a thread if it is not async."""
-        if is_async(function):
-            return asyncio.ensure_future(without_exit(function(*arguments, **keywords), "the call function"))
-        return asyncio.wrap_future(self._turns.workers.start(partial(function, *arguments, **keywords)))
 
     def _most(self, max_tokens: int | None) -> int:
         return min(max_tokens or self.params.max_tokens, self.params.max_tokens)
@@ -355,9 +298,7 @@ class Session:
         self.ended = self.ended or reason
         raise EpisodeEnd(reason)
 
-    async def _answer(
-        self, segment: Segment, request: Request, max_tokens: int | None, watch: Watch | None, every: Every
-    ) -> Reply:
+    async def _answer(self, segment: Segment, request: Request, watch: Watch | None, every: Every) -> Reply:
         """Draw a reply after all tokens of the segment, and its forks."""
         watcher = None
         if watch is not None:
@@ -368,7 +309,7 @@ class Session:
 
             watcher = Watcher(watch, every, fork)
         try:
-            reply = await self._draw(segment, request, max_tokens, watcher)
+            reply = await self._draw(segment, request, watcher)
             return reply if watcher is None else replace(reply, forks=await watcher.forks())
         finally:
             if watcher is not None:
@@ -385,13 +326,18 @@ class Session:
     ) -> list[Reply]:
         """Draw n replies after these tokens, the first ones of a segment or of its turn in progress."""
         origin = segment.origin(len(token_ids))
-        most = request.num_prompt + request.max_tokens - len(token_ids)
         branches = [self.conversations.new(token_ids, segment.adapter, origin) for _ in range(n)]
-        return await _all(self._answer(branch, request, most, watch, every) for branch in branches)
+        replies = [asyncio.ensure_future(self._answer(branch, request, watch, every)) for branch in branches]
+        try:
+            return await asyncio.gather(*replies)
+        except BaseException:
+            for other in replies:
+                other.cancel()
+            raise
 
-    async def _draw(self, segment: Segment, request: Request, max_tokens: int | None, watcher: Watcher | None) -> Reply:
+    async def _draw(self, segment: Segment, request: Request, watcher: Watcher | None) -> Reply:
         """Draw a turn after all tokens of the segment."""
-        limits, most = self._limits, request.max_tokens if max_tokens is None else max_tokens
+        limits, most = self._limits, request.num_prompt + request.max_tokens - len(segment.token_ids)
         if 0 < limits.max_turns <= self.num_turns:
             self._end("max_turns")
         if limits.max_tokens:
@@ -399,14 +345,16 @@ class Session:
             if most <= 0:
                 self._end("max_tokens")
         seed = sample_seed(self._seed, self.num_turns) & (2**63 - 1)
-        params = self._turns.params_of_turn(self.params, self.num_turns, seed, most)
+        params = self.turns.params_of_turn(self.params, self.num_turns, seed, most)
         place = Place(self.group_id, self.sample, self.num_turns, segment.digest)
         self.num_turns += 1
         segment.is_busy, began_ns = True, now_ns()
-        self._drawing.add(task := _this_task())
+        task = asyncio.current_task()
+        assert task is not None
+        self._drawing.add(task)
         try:
             async with asyncio.timeout(limits.turn_s) as timer:
-                turn = await self._turns.draw(
+                turn = await self.turns.draw(
                     segment.token_ids, params, place, segment.num_routed, watcher, segment.adapter
                 )
         except TimeoutError:
@@ -425,7 +373,7 @@ class Session:
         if turn.finish_reason not in ("stop", "length", "stopped"):
             raise InflightError(f"a turn ended with {turn.finish_reason!r}")
         segment.draw(turn, began_ns, now_ns(), watcher.rewards if watcher is not None else ())
-        self._last = place = segment, segment.num_turns - 1
+        self.last = place = segment, segment.num_turns - 1
         self.num_tokens += len(turn.token_ids)
         return self._read(place, turn, request)
 
@@ -434,31 +382,12 @@ class Session:
         segment, (num_prompt, _, digest, schemas) = place[0], request
         before, token_ids = segment.token_ids[:num_prompt], segment.token_ids[num_prompt:]
         is_fork = len(token_ids) > len(turn.token_ids)
-        text = self._turns.text(np.array(token_ids), self.params, before) if is_fork else turn.text
-        message, is_unreadable = {}, False
+        text = self.turns.text(np.array(token_ids), self.params, before) if is_fork else turn.text
+        message: dict[str, Any] = {}
         if digest is not None:
             began = perf_counter()
-            answer = self._turns.conversation.read(before, token_ids, schemas)
-            [replied] = digests_of(comparable([answer.message]), digest)
+            message = self.turns.conversation.read(before, token_ids, schemas)
+            [replied] = digests_of(comparable([message]), digest)
             self.seconds["rendering"] += perf_counter() - began
-            self.conversations.note(replied, segment, answer.message)
-            message, is_unreadable = answer.message, answer.calls == "unreadable"
-        reason = turn.finish_reason
-        return Reply(message, text, token_ids, reason, place, request, is_unreadable, turn.prefix_tokens)
-
-
-def _this_task() -> "asyncio.Task[Any]":
-    task = asyncio.current_task()
-    assert task is not None
-    return task
-
-
-async def _all(replies: Iterable[Coroutine[Any, Any, Reply]]) -> list[Reply]:
-    """Return all replies. If one fails, cancel the others, and raise its exception."""
-    tasks = [asyncio.ensure_future(reply) for reply in replies]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise
+            self.conversations.note(replied, segment, message)
+        return Reply(message, text, token_ids, turn.finish_reason, place, request, turn.prefix_tokens)

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -50,6 +50,7 @@ class Turns:
         """Turns of a saved run."""
         self.agents: Any = None
         """The AgentServer, from the first endpoint on."""
+        self._text_of = lru_cache(1 << 16)(self._decode)
         self._bell: TurnBell | None = None
         self._drawn: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         """Maps episodes in progress, by group and sample, to the groups of their turns in the engine."""
@@ -70,15 +71,11 @@ class Turns:
             raise InflightError("the model has no tokenizer: draw turns with session.complete(token_ids)")
         return Conversation(self._tokenizer)
 
-    def _text(self, token: int) -> str:
-        return self._text_of(token)
-
-    @cached_property
-    def _text_of(self) -> Callable[[int], str]:
-        """Returns the text of a token."""
+    def _decode(self, token: int) -> str:
+        """Return the text of a token."""
         if self._tokenizer is None:
             raise InflightError('the model has no tokenizer, which every="line" needs: set a number of tokens')
-        return lru_cache(1 << 16)(lambda token: self._tokenizer.decode([token]))
+        return self._tokenizer.decode([token])
 
     def text(self, token_ids: np.ndarray, params: SamplingParams, before: Sequence[int] = ()) -> str:
         """Return the text of tokens that continue others, "" without a tokenizer."""
@@ -118,7 +115,7 @@ class Turns:
             self.counts["turns drawn before"] += 1
             if watcher is not None:
                 seen = saved.metadata.get(SEEN)
-                parts = parts_of(saved, watcher.every, self._text) if seen is None else parts_until(saved, seen)
+                parts = parts_of(saved, watcher.every, self._text_of) if seen is None else parts_until(saved, seen)
                 for part in parts:
                     await watcher.look(part)
             return saved
@@ -133,7 +130,7 @@ class Turns:
                 session=(place.group_id, place.sample),
             )
         try:
-            turn = await self._collect(self._finished(group_id, params, token_ids), group_id, watcher)
+            turn = await self._collect(group_id, params, token_ids, watcher)
         except BaseException:
             self._engine.abandon([group_id])
             raise
@@ -158,24 +155,24 @@ class Turns:
         if turns := self._drawn.pop((group_id, sample), None):
             self._engine.abandon(turns)
 
-    async def _finished(self, group_id: int, params: SamplingParams, before: Sequence[int]) -> list[list[Rollout]]:
-        """Return the group of a turn when it has ended. The text of its prompt stays empty, since a prompt is long."""
-        [[turn]] = groups = await self._engine.stream.acollect([group_id], texts=False)
-        turn.text = self.text(turn.token_ids, params, before)
-        return groups
-
     async def _collect(
-        self, finished: Coroutine[Any, Any, list[list[Rollout]]], group_id: int, watcher: Watcher | None
+        self, group_id: int, params: SamplingParams, before: Sequence[int], watcher: Watcher | None
     ) -> Rollout:
         """Return a turn when it has ended. A watcher looks at it in the meantime."""
-        if watcher is None:
-            [[turn]] = await finished
+
+        async def finished() -> Rollout:
+            # The text of the prompt stays empty, since a prompt is long.
+            [[turn]] = await self._engine.stream.acollect([group_id], texts=False)
+            turn.text = self.text(turn.token_ids, params, before)
             return turn
+
+        if watcher is None:
+            return await finished()
         if self._bell is None:
             self._bell = TurnBell(self._engine.stream.ledger)
-        final, stopped = asyncio.ensure_future(finished), False
+        final, stopped = asyncio.ensure_future(finished()), False
         try:
-            async for part in self._bell.parts(group_id, final, watcher.every, self._text):
+            async for part in self._bell.parts(group_id, final, watcher.every, self._text_of):
                 if not await watcher.look(part):
                     continue
                 if stopped := not final.done():
@@ -183,7 +180,7 @@ class Turns:
                     cancelled = self.workers.start(partial(self._engine.cancel, request_ids=[part.request_id]))
                     await asyncio.wrap_future(cancelled)
                 break
-            [[turn]] = await final
+            turn = await final
         finally:
             final.cancel()
         return replace(turn, finish_reason="stopped") if stopped and turn.finish_reason == "cancelled" else turn

@@ -9,9 +9,9 @@ from typing import Any
 from inflight.core.errors import InflightError
 from inflight.core.extras import needing
 from inflight.episodes.episodes import RolloutFunction
+from inflight.episodes.limits import Reward
 from inflight.episodes.reply import Reply
 from inflight.episodes.session import Session
-from inflight.episodes.settling import Reward
 
 logger = logging.getLogger(__name__)
 

@@ -126,7 +126,7 @@ class TurnBell(FrameBell):
     """Wakes tasks that watch turns. It listens to the stream only while there are some."""
 
     async def parts(
-        self, group_id: int, final: "asyncio.Future[list[list[Rollout]]]", every: Every, text_of: TextOf
+        self, group_id: int, final: "asyncio.Future[Rollout]", every: Every, text_of: TextOf
     ) -> AsyncIterator[Rollout]:
         """Yield parts of the unfinished sample of a group of one until `final` is done, and then the parts of the
         finished sample that are left."""
@@ -143,8 +143,7 @@ class TurnBell(FrameBell):
                 await asyncio.wait({final}, timeout=_PAUSE_S)
         finally:
             self._follow(-1)
-        [[turn]] = await final
-        for part in parts_of(turn, every, text_of, seen):
+        for part in parts_of(await final, every, text_of, seen):
             yield part
 
     def _follow(self, change: int) -> None:

@@ -286,7 +286,7 @@ class ChatReply(Reply):
 
 
 def _parts(read: Read) -> tuple[str, str, list[dict[str, Any]]]:
-    return read.content, read.reasoning, [call.body for call in read.calls]
+    return read.content, read.reasoning, read.calls
 
 
 class TokenReply(Reply):

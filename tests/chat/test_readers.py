@@ -54,7 +54,7 @@ def read(how, parts):
     for index, part in enumerate(parts):
         new = reader.feed(part, last=index == len(parts) - 1)
         reasoning, content, calls = reasoning + new.reasoning, content + new.content, calls + new.calls
-    return reasoning, content, [(call.name, json.loads(call.arguments)) for call in calls]
+    return reasoning, content, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
 def both(how, text):

@@ -23,9 +23,14 @@ def reader(template):
     return readers(template).of([], None, TOOLS, skip_special_tokens=False)()
 
 
+def named(calls):
+    functions = [call["function"] for call in calls]
+    return [(function["name"], json.loads(function["arguments"])) for function in functions]
+
+
 def calls(template, text):
     read = reader(template).feed(text, last=True)
-    return read.content, [(call.name, json.loads(call.arguments)) for call in read.calls]
+    return read.content, named(read.calls)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,7 @@ def test_what_is_sure_to_be_content_grows_up_to_the_content(template, text):
     parts = [stream.feed(character, last=False) for character in text] + [stream.feed("", last=True)]
     content, expected = calls(template, text)
     assert "".join(part.content for part in parts) == content
-    assert [(call.name, json.loads(call.arguments)) for call in parts[-1].calls] == expected
+    assert named(parts[-1].calls) == expected
 
 
 @pytest.mark.timeout(60)  # a pattern that backtracks would take hours

@@ -16,7 +16,7 @@ from waiting import wait_until
 import inflight
 from inflight.core.errors import InflightError
 from inflight.core.failures import Failures
-from inflight.episodes.settling import settle
+from inflight.episodes.playing import settle
 
 
 def outcome(engine, rollout, *, limits=None, n=4, **options):
@@ -206,7 +206,7 @@ def test_cancelled_groups_arrive_as_cancelled_and_dropped_ones_never(engine):
 @pytest.mark.parametrize("reason", ["max_turns", "max_calls", "context", "turn_timeout"])
 def test_a_caught_limit_has_the_returned_reward(reason):
     given = []
-    session = SimpleNamespace(has_drawn=True, reward=given.append, total_reward=0.75)
+    session = SimpleNamespace(last=("segment", 0), reward=given.append, total_reward=0.75)
     failures = Failures("an episode", logging.getLogger(), None, Counter())
     assert settle(session, 0.25, reason, inflight.Limits(at_limit=-1.0, at_timeout=-1.0), failures)[0] == 0.75
     assert settle(session, None, reason, inflight.Limits(at_limit=-1.0, at_timeout=-2.0), failures)[0] == 0.75

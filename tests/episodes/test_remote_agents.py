@@ -262,7 +262,7 @@ def test_an_episode_whose_worker_dies_goes_to_the_next_one(chat_engine):
     with offering(chat_engine, ["row"], idle_s=0.01, retries={AgentError: 1}) as (episodes, groups):
         first = take(episodes)
         wait_until(lambda: episodes.counts["attempts"] == 2)
-        episodes._rollout.idle_s = PATIENCE_S
+        episodes._player._rollout.idle_s = PATIENCE_S
         second = take(episodes)
         assert (first["row"], second["row"]) == ("row", "row")
         ask(second, [user("Hello")])
@@ -277,7 +277,7 @@ def test_an_episode_that_fails_or_is_left_has_no_reward(chat_engine):
     with offering(chat_engine, [0, 1], idle_s=0.01) as (episodes, groups):
         take(episodes)
         wait_until(lambda: episodes.counts["error: AgentError"] == 1)
-        episodes._rollout.idle_s = PATIENCE_S
+        episodes._player._rollout.idle_s = PATIENCE_S
         task = take(episodes)
         ask(task, [user("Hello")])
         assert end(task, error="a tool has failed")[0] == 204

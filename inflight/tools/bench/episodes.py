@@ -31,7 +31,6 @@ from inflight.engine.model.device import resolve_device
 from inflight.episodes.episodes import Episodes, RolloutFunction
 from inflight.episodes.saved_turns import Place
 from inflight.episodes.session import Session
-from inflight.episodes.turns import Turns
 from inflight.fleet.engine import Engine
 from inflight.fleet.launching import launch
 from inflight.tools.bench.options import EpisodesOptions
@@ -66,16 +65,14 @@ class _Recorded(Episodes):
     def __init__(self, engine: Engine, rollout: RolloutFunction, *, max_running: int):
         super().__init__(engine, rollout, max_running=max_running, prefix_across_versions=ACROSS)
         self.requests: dict[int, Requests] = defaultdict(list)
-        self.turns = _RecordedTurns(engine, None, ACROSS, self.counts, self.turns.import_server)
-        self.turns.requests = self.requests
+        turns: Any = self.turns
+        draw = turns.draw
 
+        async def record(token_ids: list[int], params: SamplingParams, place: Place, *others: Any) -> Rollout:
+            self.requests[place.group_id].append((list(token_ids), params))
+            return await draw(token_ids, params, place, *others)
 
-class _RecordedTurns(Turns):
-    requests: dict[int, Requests]
-
-    async def draw(self, token_ids: list[int], params: SamplingParams, place: Place, *others: Any) -> Rollout:
-        self.requests[place.group_id].append((list(token_ids), params))
-        return await super().draw(token_ids, params, place, *others)
+        turns.draw = record
 
 
 def measure(settings: EpisodesOptions, progress: Progress = untold) -> dict[str, Any]:

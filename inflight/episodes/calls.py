@@ -1,21 +1,25 @@
-"""Log of the calls of tools and environments in an episode. After a restart of the trainer the rollout function gets
-the saved results."""
+"""Calls of tools and environments in an episode. They are logged: after a restart of the trainer the rollout function
+gets the saved results."""
 
 import asyncio
 import inspect
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import blake2b
+from time import perf_counter
 from typing import Any, Literal, NoReturn
 
 import msgspec
 
+from inflight.core.rate_limit import RateLimit
+from inflight.core.workers import is_async, without_exit
+from inflight.episodes.limits import Limits
 from inflight.episodes.stored_values import decode, encode, encode_error
+from inflight.episodes.turns import Turns
 from inflight.stream.held_groups import SavedCall
-from inflight.stream.open_groups import OpenGroups
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +30,6 @@ new environment gets the last state. "drop": saved results are returned, and the
 DROPPED = "dropped after a restart"
 """The reason of the end of an episode whose environment cannot continue."""
 _NOT_STORED = "calls not stored"
-
-Make = Callable[..., Awaitable[Any]]
-"""Calls a function with these arguments."""
 
 
 def on_restart_of(env: Any) -> OnRestart:
@@ -60,7 +61,7 @@ def _takes(kind: type, name: str, count: int) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Calls:
+class _Sequence:
     """Calls of one environment, or of all functions without a state."""
 
     number: int
@@ -75,7 +76,7 @@ class _Calls:
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class CallLog:
+class Calls:
     """The calls of one attempt of an episode. Requests are compared with the saved calls in their order.
 
     A request for the same function with the same arguments gets the saved result. A request that differs deletes the
@@ -85,25 +86,34 @@ class CallLog:
 
     def __init__(
         self,
-        episodes: OpenGroups,
+        turns: Turns,
+        limits: Limits,
         group_id: int,
         sample: int,
-        counts: Counter[str],
+        seconds: defaultdict[str, float],
         end: Callable[[str], NoReturn],
     ):
-        """end: ends the episode by a reason."""
-        self._episodes, self._group_id, self._sample, self._counts, self._end = episodes, group_id, sample, counts, end
-        self._saved = {(call.env, call.number): call for call in episodes.calls(group_id, sample)}
+        """seconds: as `Session.seconds`. end: ends the episode by a reason."""
+        self._turns, self._limits, self._seconds, self._end = turns, limits, seconds, end
+        self._episodes, self._group_id, self._sample, self._counts = turns.episodes, group_id, sample, turns.counts
+        self._saved = {(call.env, call.number): call for call in self._episodes.calls(group_id, sample)}
         """Saved calls that were not requested yet."""
         self._called = {call.env for call in self._saved.values()}
         """Environments that were called before the restart."""
-        self._sequences = [_Calls(0)]
+        self._sequences = [_Sequence(0)]
 
     async def call(
-        self, make: Make, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+        self, timeout_s: float, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
     ) -> Any:
         """Return the saved result of a call, or raise its saved exception; otherwise make the call and note its result.
-        Raises the exceptions of the function."""
+        Raises TimeoutError and the exceptions of the function."""
+        rates = self._limits.rates
+        rate = rates.get(function) if rates else None
+        while isinstance(function, partial):
+            arguments, keywords = [*function.args, *arguments], {**function.keywords, **keywords}
+            function = function.func
+            rate = rates.get(function) if rates and rate is None else rate
+        make = partial(self._make, timeout_s, rate)
         calls, digest = self._find(function, arguments, keywords)
         if calls is None:
             return await make(function, *arguments, **keywords)
@@ -136,13 +146,46 @@ class CallLog:
         self._note(calls, msgspec.structs.replace(request, state=state), partial(encode, result))
         return result
 
+    def start(self, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> "asyncio.Future[Any]":
+        """Call a function as a task, or in a thread if it is not async."""
+        if is_async(function):
+            return asyncio.ensure_future(without_exit(function(*arguments, **keywords), "the call function"))
+        return asyncio.wrap_future(self._turns.workers.start(partial(function, *arguments, **keywords)))
+
+    async def _make(
+        self,
+        timeout_s: float,
+        rate: RateLimit | None,
+        function: Callable[..., Any],
+        /,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> Any:
+        """Call a function within a time, in s, and within its rate limit."""
+        if rate is not None:
+            self._seconds["waits"] += await rate.take(timeout_s)
+        began, call = perf_counter(), None
+        self._turns.num_calling += 1
+        try:
+            call = self.start(function, *arguments, **keywords)
+            # A call that ignores its cancellation is left behind.
+            await asyncio.wait([call], timeout=timeout_s)
+            if not call.done():
+                self._counts["calls that timed out"] += 1
+                raise TimeoutError(f"{name_of(function)} did not return within {timeout_s:g} s")
+            return call.result()
+        finally:
+            if call is not None:
+                call.cancel()
+            if rate is not None:
+                rate.give_back()
+            self._turns.num_calling -= 1
+            self._seconds["calls"] += perf_counter() - began
+
     def _find(
         self, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
-    ) -> tuple[_Calls | None, bytes]:
+    ) -> tuple[_Sequence | None, bytes]:
         """Return the calls that a call belongs to (None: it is not logged), and its digest (b"": it has none)."""
-        while isinstance(function, partial):
-            arguments, keywords = [*function.args, *arguments], {**function.keywords, **keywords}
-            function = function.func
         env, name = _env_of(function), getattr(function, "__qualname__", "")
         if env is None:
             on_restart = getattr(function, "on_restart", "replay" if "<" in name else "load")
@@ -161,11 +204,11 @@ class CallLog:
             digest = b""
         calls = next((calls for calls in self._sequences if calls.env is env), None)
         if calls is None:
-            calls = _Calls(len(self._sequences), env, on_restart)
+            calls = _Sequence(len(self._sequences), env, on_restart)
             self._sequences.append(calls)
         return calls, digest
 
-    def _take(self, calls: _Calls, request: SavedCall) -> tuple[bool, Any]:
+    def _take(self, calls: _Sequence, request: SavedCall) -> tuple[bool, Any]:
         """Return True and the saved result of a request, or False if the call has to be made."""
         saved = self._saved.pop((request.env, request.number), None)
         if saved is not None and saved.digest != request.digest:
@@ -182,7 +225,7 @@ class CallLog:
             self._forget([call for call in self._saved.values() if call.env == calls.number])
         return False, None
 
-    async def _prepare(self, calls: _Calls, make: Make) -> None:
+    async def _prepare(self, calls: _Sequence, make: Callable[..., Any]) -> None:
         """Give a new environment the last state before its first call. Ends the episode if that is impossible."""
         async with calls.loading:
             if calls.is_live:
@@ -195,7 +238,7 @@ class CallLog:
                     await make(calls.env.load, decode(last.state))
             calls.is_live = True
 
-    def _note(self, calls: _Calls, made: SavedCall, encoded: Callable[[], bytes]) -> None:
+    def _note(self, calls: _Sequence, made: SavedCall, encoded: Callable[[], bytes]) -> None:
         """Note the result of a call, if it can be stored."""
         if not made.digest:
             return
@@ -214,6 +257,11 @@ class CallLog:
         for call in calls:
             self._saved.pop((call.env, call.number), None)
         self._episodes.forget_calls(self._group_id, calls)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function, or the class of another object that is called."""
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _env_of(function: Callable[..., Any]) -> Any:

@@ -1,0 +1,248 @@
+"""Plays the episodes of a row: calls the rollout function, and settles the rewards when it has ended."""
+
+import asyncio
+import logging
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from inflight.core.failures import Failures, reason_of
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.core.workers import without_exit
+from inflight.engine.loop.sequence import sample_seed
+from inflight.episodes.limits import TIMEOUTS, AtEnd, EpisodeEnd, Limits, Reward
+from inflight.episodes.session import Session
+from inflight.episodes.turns import Turns
+from inflight.stream.group_table import GroupRecord
+
+logger = logging.getLogger(__name__)
+
+RolloutFunction = Callable[[Session, Any], Coroutine[Any, Any, Reward]]
+"""An async function of a session and of the row that was submitted. It returns the reward, which is added to the last
+turn; several named parts, which are added up; or None, if `Session.reward` has set the rewards."""
+
+_CHECK_S = 0.25
+_NO_REWARD = "completed: no reward"
+_RECENT = 256
+"""Number of last episodes whose mean reward is recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeGroup:
+    """The episodes of one row."""
+
+    id: int
+    row: Any
+    metadata: Mapping[str, Any]
+    params: SamplingParams
+
+    @classmethod
+    def of(cls, record: GroupRecord) -> "EpisodeGroup":
+        """Return the group of an open record."""
+        prompt = record.prompt
+        assert prompt is not None
+        return cls(record.group_id, prompt.metadata["row"], prompt.metadata["metadata"], prompt.params)
+
+    def nothing(self, sample: int, finish_reason: str) -> Rollout:
+        """Return the rollout of an episode that drew nothing."""
+        ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.int64)
+        return Rollout(
+            request_id=0,
+            group_id=self.id,
+            sample=sample,
+            params=self.params,
+            metadata=dict(self.metadata),
+            prompt_token_ids=ids,
+            token_ids=ids,
+            logprobs=np.zeros(0, np.float32),
+            weight_versions=numbers,
+            sampled_at_ns=numbers,
+            finish_reason=finish_reason,
+        )
+
+
+class Player:
+    """Calls the rollout function for each episode of a group. One event loop uses it."""
+
+    def __init__(
+        self,
+        rollout: RolloutFunction,
+        turns: Turns,
+        limits: Limits,
+        retries: Mapping[type[Exception], int] | None,
+        *,
+        min_share: float,
+        max_running: int,
+    ):
+        """The arguments are as for `Episodes`."""
+        self._rollout, self._turns, self._limits, self._min_share = rollout, turns, limits, min_share
+        self._counts = turns.counts
+        self._failures = Failures("an episode", logger, retries, self._counts)
+        self._places = asyncio.Semaphore(max_running or 1 << 30)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """As `Episodes.seconds`."""
+        self.num_running = 0
+        """Number of episodes in progress."""
+        self.rewards: deque[float] = deque(maxlen=_RECENT)
+        """Rewards of the last episodes."""
+
+    async def play(self, group: EpisodeGroup) -> list[Rollout]:
+        """Play the episodes of a group, and return their rollouts, at least one for each. If this task is cancelled,
+        the episodes are cancelled, and it returns their rollouts."""
+        samples = range(group.params.n)
+        running = [asyncio.ensure_future(self._play(group, sample)) for sample in samples]
+        try:
+            await asyncio.wait(running)
+        except asyncio.CancelledError:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=self._limits.cleanup_s + _CHECK_S)
+        episodes = [self._result(group, sample, task) for sample, task in zip(samples, running, strict=True)]
+        num_scored = sum(episode[0].reward is not None for episode in episodes)
+        rollouts = [rollout for episode in episodes for rollout in episode]
+        if 0 < num_scored < math.ceil(self._min_share * group.params.n):
+            self._counts["groups with too few episodes"] += 1
+            for rollout in rollouts:
+                rollout.reward, rollout.finish_reason = None, "cancelled"
+        return rollouts
+
+    def _result(self, group: EpisodeGroup, sample: int, task: "asyncio.Future[list[Rollout]]") -> list[Rollout]:
+        """Return the rollouts of an episode. The trainer waits for its group, so that it always gets one."""
+        if not task.done() or task.cancelled():
+            return [group.nothing(sample, "cancelled")]
+        if (error := task.exception()) is not None:
+            self._counts["error: internal"] += 1
+            logger.error("an episode could not be recorded", exc_info=error)
+            return [group.nothing(sample, "error")]
+        return task.result()
+
+    async def _play(self, group: EpisodeGroup, sample: int) -> list[Rollout]:
+        """Play one episode, again after exceptions that allow it. Returns its rollouts, at least one."""
+        attempts: Counter[type[Exception]] = Counter()
+        async with self._places:
+            while True:
+                self._counts["attempts"] += 1
+                session = Session(
+                    self._turns,
+                    group.params,
+                    self._limits,
+                    metadata=group.metadata,
+                    group_id=group.id,
+                    sample=sample,
+                    seed=sample_seed(group.params.seed or 0, sample),
+                )
+                self.num_running += 1
+                try:
+                    reason, value, error = await self._attempt(session, group.row)
+                finally:
+                    self.num_running -= 1
+                    self._turns.end(group.id, sample)
+                self._counts["conversations rendered again"] += session.conversations.num_rendered_again
+                for stage, seconds in session.seconds.items():
+                    self.seconds[stage] += seconds
+                if error is not None and self._failures.allow_retry(error, attempts):
+                    self._turns.episodes.forget(group.id, sample)
+                    continue
+                reward, parts, reason = settle(session, value, reason, self._limits, self._failures)
+                self._counts[reason] += 1
+                if reward is not None:
+                    self.rewards.append(reward)
+                elif reason == "completed":
+                    if not self._counts[_NO_REWARD]:
+                        logger.warning(
+                            "a rollout function returned None and has set no reward, so that its episode is not "
+                            "trained; return a number, or call session.reward"
+                        )
+                    self._counts[_NO_REWARD] += 1
+                ended = finish_reason(session, reason, reward)
+                return session.rollouts(ended, reward, parts) or [group.nothing(sample, ended)]
+
+    async def _attempt(self, session: Session, row: Any) -> tuple[str, Reward, Exception | None]:
+        """Run the rollout function once. Returns the reason of its end, its result, and its exception."""
+        task = asyncio.ensure_future(without_exit(self._rollout(session, row), "the rollout function"))
+        reason = "cancelled"
+        try:
+            await asyncio.wait([task], timeout=self._limits.episode_s)
+            reason = "episode_timeout"
+        except asyncio.CancelledError:
+            logger.debug("an episode of group %d is cancelled", session.group_id)
+        if not task.done():
+            await self._end(session, task, reason)
+            return reason, None, None
+        reason, is_served = session.ended or "completed", bool(session.at_close)
+        session.close("closed")
+        if task.cancelled():
+            return "cancelled", None, None
+        failure = task.exception()
+        if isinstance(failure, EpisodeEnd):
+            return failure.reason, None, None
+        if failure is None:
+            return reason, task.result(), None
+        if is_served and reason != "completed":  # The agent has failed because its requests were refused.
+            return reason, None, None
+        reason = reason_of(failure)
+        self._failures.log(failure, reason)
+        return reason, None, failure if isinstance(failure, Exception) else None
+
+    async def _end(self, session: Session, task: "asyncio.Future[Any]", reason: str) -> None:
+        """Cancel the task of an episode, and give it time to clean up."""
+        session.close(reason)
+        task.cancel()
+        await asyncio.wait([task], timeout=self._limits.cleanup_s)
+        if not task.done():
+            self._counts["episodes left behind"] += 1
+            logger.warning(
+                "an episode of group %d did not end within %g s after its cancellation; its group continues without it",
+                session.group_id,
+                self._limits.cleanup_s,
+            )
+        elif not task.cancelled():
+            task.exception()  # else asyncio logs that nobody has read it
+
+
+def settle(
+    session: Session, value: Reward, reason: str, limits: Limits, failures: Failures
+) -> tuple[float | None, dict[str, float], str]:
+    """Return the reward of an ended episode, its named parts, and the reason of its end. value: the result of the
+    rollout function. reason: "completed", the name of a limit, or an error. failures: logs a result that is not a
+    reward; its reason is "error: reward"."""
+    parts: dict[str, float] = {}
+    is_limit = reason.startswith("max_") or reason == "context"
+    if reason == "completed" or ((is_limit or reason in TIMEOUTS) and value is not None):
+        try:
+            if isinstance(value, Mapping):
+                parts = {str(name): float(part) for name, part in value.items()}
+                value = sum(parts.values())
+            if value is not None:
+                session.reward(value)
+        except (TypeError, ValueError) as error:
+            reason = "error: reward"
+            failures.log(error, reason)
+            return None, {}, reason
+        return session.total_reward, parts, reason
+    at_end: AtEnd = "exclude"
+    if reason in TIMEOUTS:
+        at_end = limits.at_timeout
+    elif is_limit:
+        at_end = limits.at_limit
+    if at_end == "exclude" or session.last is None:
+        return None, {}, reason
+    if at_end != "keep":
+        session.reward(at_end)
+    return session.total_reward or 0.0, {}, reason
+
+
+def finish_reason(session: Session, reason: str, reward: float | None) -> str:
+    """Return "length" for an episode that was cut by a limit or in its last turn, "cancelled" for one that takes no
+    part in training, and "error" after an exception."""
+    if reason.startswith("error"):
+        return "error"
+    if reason != "completed":
+        return "cancelled" if reward is None else "length"
+    last = [segment.last_finish_reason for segment in session.segments if segment.num_turns]
+    return last[-1] if last else "stop"
