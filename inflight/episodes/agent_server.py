@@ -10,14 +10,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -32,12 +31,12 @@ from inflight.episodes.reply import Reply
 from inflight.episodes.session import Session
 from inflight.server import answers
 from inflight.server.anthropic import MessagesRequest, error_response, stream_events, whole_message
-from inflight.server.http_server import most_connections
+from inflight.server.http_server import uvicorn_options
 from inflight.server.options import ServerOptions
 from inflight.server.prompts import plain_messages, template_kwargs
 from inflight.server.request_log import RequestLog
 from inflight.server.requests import ChatRequest, read_chat, read_request, unless_gone
-from inflight.server.responses import DONE, ApiError, answer, as_api_error, encode, event
+from inflight.server.responses import DONE, ApiError, answer, encode, event
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +92,11 @@ class AgentServer:
         listening, self._url = address or open_address(f"{_HOST}:0", None)
         app = Starlette(
             routes=[
+                Route("/sessions", self._claim, methods=["POST"]),
                 self._route("/v1/chat/completions", chat),
                 self._route("/v1/messages", messages, error_response),
                 self._route("/reward", reward),
                 self._route("/end", end),
-                Route(
-                    "/sessions", self._answering("/sessions", self._offers.claim, ApiError.response), methods=["POST"]
-                ),
             ],
             exception_handlers={HTTPException: _on_http_error},
         )
@@ -109,14 +106,10 @@ class AgentServer:
             lifespan="off",
             ws="none",
             log_config=None,
-            log_level="error",
             access_log=False,
             server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=int(options.keep_alive_s),
             timeout_graceful_shutdown=_GRACE_S,
-            limit_concurrency=most_connections(options.max_connections) + 1,  # It counts the connection of the request.
-            backlog=2048,
+            **uvicorn_options(options),
         )
         self._server = uvicorn.Server(config)
         # Connections wait in the queue of the socket until the task has begun.
@@ -185,37 +178,19 @@ class AgentServer:
 
     def _route(self, path: str, handler: _Handler, refuse: Callable[[ApiError], Response] = ApiError.response) -> Route:
         """Return a route below the addresses of sessions."""
-        name = f"/sessions/…/{handler.__name__}"
-        return Route(
-            f"/sessions/{{id}}{path}",
-            self._answering(name, partial(self._of_session, handler), refuse),
-            methods=["POST"],
-        )
 
-    def _answering(
-        self, name: str, respond: Callable[[Request], Awaitable[Response]], refuse: Callable[[ApiError], Response]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """Return a function that answers errors, and notes requests by this name."""
+        async def respond(request: Request) -> Response:
+            opened = self._opened(request)
+            with nullcontext() if opened.offer is None else opened.offer.request():
+                return await handler(opened, request)
 
-        async def answering(request: Request) -> Response:
-            began_s, reason = time.monotonic(), ""
-            try:
-                response = await respond(request)
-            except ClientDisconnect:
-                response, reason = Response(status_code=499), "the client closed the connection"
-            except Exception as error:
-                told = as_api_error(error, f"a request for {name}")
-                response, reason = refuse(told), told.message
-            seconds, reason = time.monotonic() - began_s, shorten(reason.replace("\n", " "), 400)
-            self._log.note(request.method[:20], name, response.status_code, seconds, "an agent", reason)
-            return response
+        async def answered(request: Request) -> Response:
+            return await self._log.answer(request, f"/sessions/…/{handler.__name__}", respond(request), refuse)
 
-        return answering
+        return Route(f"/sessions/{{id}}{path}", answered, methods=["POST"])
 
-    async def _of_session(self, handler: _Handler, request: Request) -> Response:
-        opened = self._opened(request)
-        with nullcontext() if opened.offer is None else opened.offer.request():
-            return await handler(opened, request)
+    async def _claim(self, request: Request) -> Response:
+        return await self._log.answer(request, "/sessions", self._offers.claim(request))
 
     def _opened(self, request: Request) -> _Open:
         """Return the session of a request. Raises ApiError."""

@@ -1,13 +1,11 @@
-"""Rollout functions that play environments of Gymnasium, skyrl-gym, TextArena and OpenEnv.
-
-Their packages are not imported: an environment needs the methods of its interface, and a server its messages. The
-attribute `on_restart` of an environment ("replay", "load" or "drop") decides about its episodes after a restart of the
-trainer, as `Session.call` describes."""
+"""Rollout functions that play environments of Gymnasium, skyrl-gym, TextArena and OpenEnv. Their packages are not
+imported. The attribute `on_restart` of an environment ("replay", "load" or "drop") decides about its episodes after a
+restart of the trainer (`OnRestart`)."""
 
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import wraps
 from itertools import zip_longest
@@ -41,12 +39,11 @@ def gym_rollout(
     """Return a rollout function for environments of Gymnasium: `reset(seed=, options=) -> (observation, info)`,
     `step(action) -> (observation, reward, terminated, truncated, info)`, and `close()`.
 
-    Every reply is an action, and its reward is a reward of that turn. `reset` gets the seed and the options that
-    the row has as a mapping. Without a seed, the seed is the number of the group, so that the
-    episodes of a group begin alike. to_messages: returns the messages of an observation; None: an observation is text,
-    the message of a user. to_action: returns the action of a reply; None: its content.
-    An environment that is truncated has reached one of its limits, and not the end of the task. The episode ends by
-    the reason "max_steps", and `Limits.at_limit` decides about its reward.
+    Every reply is an action, and its reward is a reward of that turn. `reset` gets the seed and the options that the
+    row has as a mapping. Without a seed, the seed is the number of the group, so that its episodes begin alike.
+    to_messages: returns the messages of an observation; None: an observation is text, the message of a user. to_action:
+    returns the action of a reply; None: its content. If an environment is truncated, the episode ends by the reason
+    "max_steps", and `Limits.at_limit` decides about its reward.
     """
     to_messages, to_action = to_messages or _as_user, to_action or (lambda reply: reply.content)
 
@@ -73,9 +70,8 @@ def skyrl_rollout(make_env: MakeEnvironment) -> RolloutFunction:
     """Return a rollout function for environments of skyrl-gym (`BaseTextEnv`): `init(prompt) -> (messages, info)`,
     `step(action) -> {"observations": messages, "reward": …, "done": …}`, and `close()`.
 
-    `init` gets row["prompt"], and `step` the whole text of a reply with its thoughts and calls. The function raises
-    InflightError for an environment whose `postprocessed_action` differs from this text: the trainer learns from the
-    drawn tokens, and the environment would have judged others.
+    `init` gets row["prompt"], and `step` the whole text of a reply with its thoughts and calls. Raises InflightError if
+    `postprocessed_action` differs from this text: the environment would have judged other tokens than the drawn ones.
     """
 
     async def rollout(session: Session, row: Mapping[str, Any]) -> None:
@@ -105,10 +101,9 @@ def textarena_rollout(make_env: MakeEnvironment, *, num_players: int = 2) -> Rol
 
     The policy plays all players. Each player has its own conversation, and so its own token sequence; its messages are
     the observations that are new to it. An observation is a list of (sender, text, …), as games with "-raw" in their
-    name return it, or the text of all observations so far. At the end each player's reward is added to its last turn.
-    The seed is as in `gym_rollout`; TextArena seeds the random numbers of the whole process with it.
-    The reward of the episode is the sum over the players, which is 0 in a zero-sum game. Train with
-    `GRPOConfig(advantages=player_advantages)`, which compares the players separately.
+    name return it, or the text of all observations so far. At the end each player's reward is added to its last turn:
+    train with `GRPOConfig(advantages=player_advantages)`, which compares the players separately. The seed is as in
+    `gym_rollout`; TextArena seeds the random numbers of the whole process with it.
     """
 
     async def rollout(session: Session, row: Any) -> None:
@@ -123,7 +118,8 @@ def textarena_rollout(make_env: MakeEnvironment, *, num_players: int = 2) -> Rol
                 if isinstance(observation, str):
                     new, seen[player] = observation.removeprefix(seen[player]), observation
                 else:
-                    new = "\n".join(_lines(player, observation))
+                    others = [(sender, text) for sender, text, *_ in observation if sender != player]
+                    new = "\n".join(text if sender < 0 else f"[Player {sender}] {text}" for sender, text in others)
                 messages = conversations[player]
                 messages.append({"role": "user", "content": new})
                 reply = last[player] = await session.chat(messages)
@@ -150,12 +146,10 @@ def openenv_rollout(
 
     url: address of the server, such as "http://host:8000", or a function that returns it for a row. to_messages:
     returns the messages of an observation, a mapping. to_action: returns the fields of the action for a reply. Each
-    step rewards its turn. `reset` gets the row's "options" and the seed, as in `gym_rollout`.
-    While the server has no free environment (`max_concurrent_envs`, 1 by default), `reset` tries again, for
-    `Limits.call_s` at most; `Episodes(max_running=…)` prevents this. An error of the server raises InflightError.
-    OpenEnv does not distinguish the end of a task from a limit of the environment.
-    on_restart: "replay" sends the messages of an episode again after a restart of the trainer, to a new environment.
-    "drop" ends the episode. The state of a server cannot be loaded: "load" raises ValueError.
+    step rewards its turn. `reset` gets the row's "options" and the seed, as in `gym_rollout`, and tries again while the
+    server has no free environment (`max_concurrent_envs`, 1 by default), for `Limits.call_s` at most. An error of the
+    server raises InflightError. on_restart: "replay" sends the messages of an episode to a new environment after a
+    restart of the trainer. "drop" ends the episode. Raises ValueError for others.
     """
     if on_restart not in ("replay", "drop"):
         raise ValueError(f'on_restart must be "replay" or "drop", got {on_restart!r}')
@@ -228,14 +222,11 @@ def player_advantages(groups: Sequence[Sequence[Rollout]]) -> list[float]:
     """Return an advantage for each token sequence: the sum of its rewards, relative to the mean of the same sequence
     (the first, the second, …) in the other episodes of its group (RLOO). For `GRPOConfig(advantages=…)` with
     `textarena_rollout`, in which each player has one sequence and the first players move in the same order."""
-    compared, found = [], {}
-    for group in groups:
-        compared += [
-            [rollout for rollout in rollouts if rollout is not None] for rollouts in zip_longest(*samples_of(group))
-        ]
-    values = iter(rloo_advantages([[_sum_of_rewards(rollout) for rollout in rollouts] for rollouts in compared]))
-    for rollouts in compared:
-        found |= {id(rollout): next(values) for rollout in rollouts}
+    of_players = [rollouts for group in groups for rollouts in zip_longest(*samples_of(group))]
+    compared = [[rollout for rollout in rollouts if rollout is not None] for rollouts in of_players]
+    sums = [[sum(turn.reward or 0.0 for turn in rollout.turns) for rollout in rollouts] for rollouts in compared]
+    in_order = [id(rollout) for rollouts in compared for rollout in rollouts]
+    found = dict(zip(in_order, rloo_advantages(sums), strict=True))
     return [found[id(rollout)] for group in groups for rollout in group]
 
 
@@ -304,13 +295,3 @@ def _as_user(observation: Any) -> list[Message]:
 def _seed_of(session: Session, row: Any) -> int:
     seed = row.get("seed") if isinstance(row, Mapping) else None
     return session.group_id if seed is None else int(seed)
-
-
-def _lines(player: int, observation: Iterable[Sequence[Any]]) -> list[str]:
-    """Return the texts of an observation without the player's own."""
-    others = [(sender, text) for sender, text, *_ in observation if sender != player]
-    return [text if sender < 0 else f"[Player {sender}] {text}" for sender, text in others]
-
-
-def _sum_of_rewards(rollout: Rollout) -> float:
-    return sum(turn.reward or 0.0 for turn in rollout.turns)

@@ -2,7 +2,6 @@
 
 import ipaddress
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from enum import Enum
@@ -10,14 +9,13 @@ from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from inflight.core.messages import shorten
 from inflight.core.version import __version__
 from inflight.server import control, models, serving
-from inflight.server.responses import ApiError, always, as_api_error
+from inflight.server.responses import ApiError, always
 from inflight.server.served import Endpoint, Served
 
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
@@ -109,7 +107,7 @@ def make_app(served: Served) -> Starlette:
         """Reply to an unknown path, or to a method that the path does not support."""
         status = error.status_code if isinstance(error, HTTPException) else 500
         told = ApiError(status, f"{request.method} {request.url.path[:200]}: {getattr(error, 'detail', 'failed')}")
-        _log(served, request, request.url.path[:200], status, 0.0, told.message)
+        served.log.note(request, request.url.path[:200], status, 0.0, told.message)
         return told.response()
 
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: on_http_error})
@@ -118,27 +116,18 @@ def make_app(served: Served) -> Starlette:
 
 
 def _guarded(served: Served, path: str, endpoint: Endpoint, access: Access) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        _check_access(served, request, access)
+        return await endpoint(served, request)
+
     async def guarded(request: Request) -> Response:
-        began_s, reason = time.monotonic(), ""
-        try:
-            _check_access(served, request, access)
-            response = await endpoint(served, request)
-        except ClientDisconnect:
+        response = await served.log.answer(request, path, respond(request))
+        if response.status_code == 499:
             served.metrics.cancelled.inc()
-            response, reason = Response(status_code=499), "the client closed the connection"  # without a reader
-        except Exception as error:
-            told = as_api_error(error, f"a request for {path}")
-            response, reason = told.response(), told.message
-        _log(served, request, path, response.status_code, time.monotonic() - began_s, reason)
         served.metrics.requests.labels(path, response.status_code).inc()
         return response
 
     return guarded
-
-
-def _log(served: Served, request: Request, path: str, status: int, seconds: float, reason: str) -> None:
-    client = request.client.host if request.client else "a local client"
-    served.log.note(request.method[:20], path, status, seconds, client, shorten(reason.replace("\n", " "), 400))
 
 
 def _check_access(served: Served, request: Request, access: Access) -> None:

@@ -263,7 +263,7 @@ async def _live_version(served: Served) -> int:
 
 
 def _version(served: Served, version: int) -> dict[str, Any]:
-    return {"weight_version": served.updates.labels.of(version), "version": version}
+    return {"weight_version": served.updates.labels.get(version, str(version)), "version": version}
 
 
 def _done(message: str, **more: Any) -> Response:

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from typing import Any
 
 from inflight.core.errors import InflightError
 from inflight.core.http_thread import HttpThread, listen
@@ -40,22 +41,9 @@ class HttpServer(HttpThread):
             logger.warning("whoever reaches port %d may change the weights: there is no token", options.port)
         listening = listening or listen(options.host, options.port)
         self._served = Served(engine, options)
-        most = most_connections(options.max_connections)
-        if most < options.max_connections:
-            logger.info("the server takes %d connections, because this process can open few files", most)
-        super().__init__(
-            listening,
-            make_app(self._served),
-            host=options.host,
-            name="inflight-server",
-            grace_s=_GRACE_S,
-            limit_concurrency=most + 1,  # It counts the connection of the request.
-            lifespan="on",
-            log_level="error",  # Messages that are not HTTP could fill a log.
-            proxy_headers=False,  # A header must not turn a client into a peer on the loopback.
-            timeout_keep_alive=int(options.keep_alive_s),
-            backlog=2048,
-        )
+        app, name = make_app(self._served), "inflight-server"
+        limits = uvicorn_options(options)
+        super().__init__(listening, app, host=options.host, name=name, grace_s=_GRACE_S, lifespan="on", **limits)
 
     def close(self) -> None:
         """End the requests in progress and the server. Clients receive the tokens so far. Safe to call twice."""
@@ -102,7 +90,16 @@ class HttpServer(HttpThread):
             signal.signal(signal.SIGTERM, before)
 
 
-def most_connections(wanted: int) -> int:
-    """Return the number of connections that leaves the process files for other uses, at most `wanted`."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(_FEWEST, soft - OTHER_FILES))
+def uvicorn_options(options: ServerOptions) -> dict[str, Any]:
+    """Return the limits of a server as options of uvicorn. Connections leave the process files for other uses."""
+    most, (soft, _) = options.max_connections, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and max(_FEWEST, soft - OTHER_FILES) < most:
+        most = max(_FEWEST, soft - OTHER_FILES)
+        logger.info("the server takes %d connections, because this process can open few files", most)
+    return {
+        "limit_concurrency": most + 1,  # It counts the connection of the request.
+        "log_level": "error",  # Messages that are not HTTP could fill a log.
+        "proxy_headers": False,  # A header must not turn a client into a peer on the loopback.
+        "timeout_keep_alive": int(options.keep_alive_s),
+        "backlog": 2048,
+    }

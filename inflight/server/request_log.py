@@ -1,8 +1,16 @@
-"""Log lines of requests: a refusal at once and with its reason, replies counted over some seconds."""
+"""Answers requests, and logs them: a refusal at once and with its reason, replies counted over some seconds."""
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from inflight.core.messages import shorten
+from inflight.server.responses import ApiError, as_api_error
 
 logger = logging.getLogger("inflight.server.requests")
 
@@ -24,9 +32,29 @@ class RequestLog:
         """Maps kinds to the times of the requests in this interval."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def note(self, method: str, path: str, status: int, seconds: float, client: str, reason: str = "") -> None:
+    async def answer(
+        self,
+        request: Request,
+        path: str,
+        response: Awaitable[Response],
+        refuse: Callable[[ApiError], Response] = ApiError.response,
+    ) -> Response:
+        """Return a response, or the response to its error, and note the request. refuse: makes that response."""
+        began_s, reason = time.monotonic(), ""
+        try:
+            answered = await response
+        except ClientDisconnect:
+            answered, reason = Response(status_code=499), "the client closed the connection"  # without a reader
+        except Exception as error:
+            told = as_api_error(error, f"a request for {path}")
+            answered, reason = refuse(told), told.message
+        self.note(request, path, answered.status_code, time.monotonic() - began_s, reason)
+        return answered
+
+    def note(self, request: Request, path: str, status: int, seconds: float, reason: str = "") -> None:
         """Count a request when it is answered or its stream begins. reason: of a refusal."""
-        because = f": {reason}" if reason else ""
+        method, client = request.method[:20], request.client.host if request.client else "a local client"
+        because = f": {shorten(reason.replace(chr(10), ' '), 400)}" if reason else ""
         logger.debug("%s %s %d in %.3f s for %s%s", method, path, status, seconds, client, because)
         if status < 400 and path in _QUIET:
             return

@@ -19,10 +19,6 @@ _MOST_LABELS = 1000
 class VersionNames(dict[int, str]):
     """Maps versions to the names that clients gave them. A version without a name has its number."""
 
-    def of(self, version: int) -> str:
-        """Return the name of a version."""
-        return self.get(version, str(version))
-
     def note(self, version: int, name: str | None) -> None:
         """Name a version. None: it has its number."""
         if name is None:

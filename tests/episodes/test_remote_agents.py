@@ -403,7 +403,7 @@ def test_keys_and_times_of_workers_are_checked(options):
 
 def test_connections_are_bounded(engine, monkeypatch):
     """Further ones get 503 until others end."""
-    monkeypatch.setattr(agent_server, "most_connections", lambda wanted: 4)
+    monkeypatch.setattr(agent_server, "uvicorn_options", lambda _: {"limit_concurrency": 5})
     with inflight.Episodes(engine, RemoteAgents(), agents=HERE) as episodes, contextlib.ExitStack() as open_ones:
         ids = episodes.submit([[1]], PARAMS, train=False)
         host, port = episodes._address[0].getsockname()

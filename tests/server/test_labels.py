@@ -40,5 +40,5 @@ def test_a_version_that_goes_live_late_keeps_its_name_and_one_that_was_refused_l
             asyncio.run(publishing)
     else:
         assert asyncio.run(publishing) == 1
-    assert updates.labels.of(1) == name
+    assert updates.labels.get(1, "1") == name
     updates.close()

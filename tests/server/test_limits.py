@@ -15,6 +15,7 @@ from waiting import wait_until
 
 import inflight
 from inflight.server import http_server
+from inflight.server.options import ServerOptions
 from inflight.tools.serve import allow_files
 
 
@@ -253,8 +254,9 @@ def test_more_connections_than_there_may_be(served):
 
 def test_connections_leave_files_to_the_rest_of_the_process(monkeypatch):
     monkeypatch.setattr(http_server.resource, "getrlimit", lambda _: (1024, 4096))
-    assert http_server.most_connections(4096) == 512
-    assert http_server.most_connections(100) == 100
+    for wanted, taken in ((4096, 512), (100, 100)):
+        limits = http_server.uvicorn_options(ServerOptions(max_connections=wanted))
+        assert limits["limit_concurrency"] == taken + 1  # with the connection of the request
 
 
 def status_of(server):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,8 @@ def lines_of(caplog: pytest.LogCaptureFixture, *requests: tuple, level: int = lo
     async def note() -> None:
         log = RequestLog()
         for method, path, status, reason in requests:
-            log.note(method, path, status, 0.5, "10.0.0.1", reason)
+            request = SimpleNamespace(method=method, client=SimpleNamespace(host="10.0.0.1"))
+            log.note(request, path, status, 0.5, reason)  # type: ignore[arg-type]
         log.flush()
 
     with caplog.at_level(level, "inflight.server.requests"):
