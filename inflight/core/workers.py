@@ -17,6 +17,11 @@ def is_async(function: Any) -> bool:
     )
 
 
+def name_of(function: Any) -> str:
+    """Return the name of a function, or the class of another object that is called."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
 async def without_exit(coroutine: Coroutine[Any, Any, Any], name: str) -> Any:
     """Return the result of a coroutine. Raises RuntimeError instead of SystemExit and KeyboardInterrupt, which would
     end the event loop."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 import msgspec
 
 from inflight.core.rate_limit import RateLimit
-from inflight.core.workers import is_async, without_exit
+from inflight.core.workers import is_async, name_of, without_exit
 from inflight.episodes.limits import Limits
 from inflight.episodes.stored_values import decode, encode, encode_error
 from inflight.episodes.turns import Turns
@@ -257,11 +257,6 @@ class Calls:
         for call in calls:
             self._saved.pop((call.env, call.number), None)
         self._episodes.forget_calls(self._group_id, calls)
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function, or the class of another object that is called."""
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _env_of(function: Callable[..., Any]) -> Any:

@@ -185,21 +185,17 @@ class Episodes(ClosedAtEnd):
         that have it, if there are some.
 
         The rollout function is called again. As long as it asks for the same turns, it gets the ones that were drawn
-        before. Turns in progress continue from their tokens. Calls of `Session.call` get their saved
-        results in the same way.
+        before, and turns in progress continue from their tokens. Calls of `Session.call` get their saved results.
         """
-        loop, started = self._running_loop(), []
-        ledger = self.stream.ledger
+        loop, ledger = self._running_loop(), self.stream.ledger
         with ledger.table.lock:
             records = list(ledger.table.records.values())
         others = {e._name for e in _OPEN if e.engine is self.engine and not e._is_closed} - {self._name}
         claimed = ledger.episodes.claim(others)
-        self.turns.saved.add_drawing(records, {record.group_id for record in claimed})
+        self.turns.load(records, claimed)
         for record in claimed:
-            self.turns.saved.add_drawn(record.rollouts)
             loop.call_soon_threadsafe(self._start, EpisodeGroup.of(record))
-            started.append(record.group_id)
-        return started
+        return [record.group_id for record in claimed]
 
     def cancel(self, group_ids: Sequence[int] | None = None) -> None:
         """End the episodes of these groups (None: of all). They arrive with finish_reason "cancelled"."""
@@ -278,8 +274,7 @@ class Episodes(ClosedAtEnd):
     async def _run_group(self, group: EpisodeGroup) -> None:
         """Play the episodes of a row, and pass their rollouts to the ledger."""
         rollouts = await self._player.play(group)
-        if unclaimed := self.turns.saved.forget(group.id):
-            self.engine.abandon(unclaimed)
+        self.turns.forget(group.id)
         self.stream.ledger.episodes.fill(group.id, rollouts)
 
 

@@ -244,5 +244,5 @@ def finish_reason(session: Session, reason: str, reward: float | None) -> str:
         return "error"
     if reason != "completed":
         return "cancelled" if reward is None else "length"
-    last = [segment.last_finish_reason for segment in session.segments if segment.num_turns]
+    last = [segment.drawn[-1].turn.finish_reason for segment in session.segments if segment.drawn]
     return last[-1] if last else "stop"

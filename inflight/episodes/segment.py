@@ -51,6 +51,20 @@ def num_common(ours: list[int], theirs: list[int]) -> int:
 
 
 @dataclass(slots=True, eq=False)
+class DrawnTurn:
+    """A turn of a segment that an engine drew. Its prompt can be empty."""
+
+    turn: Rollout
+    began_ns: int
+    """Time of its request."""
+    ended_ns: int
+    part_rewards: Sequence[tuple[int, float]] = ()
+    """Rewards of parts of it, in order, each with the number of tokens up to the end of the part."""
+    reward: float | None = None
+    """Its reward without the rewards of its parts."""
+
+
+@dataclass(slots=True, eq=False)
 class Segment:
     """Tokens of one growing sequence: a first prompt, then drawn and given turns in alternation.
 
@@ -67,14 +81,8 @@ class Segment:
     """All tokens, the prompt included."""
     is_busy: bool = False
     """True while a turn of it is drawn."""
-    _parts: list[Rollout | int] = field(default_factory=list)
+    _parts: list[DrawnTurn | int] = field(default_factory=list)
     """Drawn turns, and lengths of given ones."""
-    _times: list[tuple[int, int]] = field(default_factory=list)
-    """For each drawn turn the times of its request and of its end."""
-    rewards: list[float | None] = field(default_factory=list)
-    """For each drawn turn its reward, without the rewards of parts of it."""
-    _part_rewards: list[Sequence[tuple[int, float]]] = field(default_factory=list)
-    """For each drawn turn the rewards of parts of it, each with the number of the turn's tokens up to its end."""
     num_routed: int = 0
     """Number of leading tokens whose experts are in the drawn turns."""
 
@@ -95,19 +103,14 @@ class Segment:
         self._hash.update(np.array(token_ids, np.int32).tobytes())
 
     @property
-    def num_turns(self) -> int:
-        """Number of drawn turns."""
-        return len(self._times)
+    def drawn(self) -> list[DrawnTurn]:
+        """Drawn turns."""
+        return [part for part in self._parts if isinstance(part, DrawnTurn)]
 
     @property
     def ends_with_reply(self) -> bool:
         """True if its last tokens are a drawn turn."""
-        return bool(self._parts) and isinstance(self._parts[-1], Rollout)
-
-    @property
-    def last_finish_reason(self) -> str:
-        """The finish_reason of the last drawn turn; "" without one."""
-        return next((part.finish_reason for part in reversed(self._parts) if isinstance(part, Rollout)), "")
+        return bool(self._parts) and isinstance(self._parts[-1], DrawnTurn)
 
     def give(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not draw."""
@@ -123,41 +126,38 @@ class Segment:
             segment = segment.forked_from[0]
         return segment, length - len(segment.prompt)
 
-    def draw(self, turn: Rollout, began_ns: int, ended_ns: int, part_rewards: Sequence[tuple[int, float]] = ()) -> None:
-        """Append a turn that an engine drew after all tokens so far. Its prompt can be empty. part_rewards: rewards of
-        parts of it, each with the number of tokens up to the end of the part."""
-        self._append(turn.token_ids.tolist())
-        self.num_routed += 0 if turn.routed_experts is None else len(turn.routed_experts)
-        self._parts.append(turn)
-        self._times.append((began_ns, ended_ns))
-        self._part_rewards.append(part_rewards)
-        self.rewards.append(None)
+    def draw(self, drawn: DrawnTurn) -> None:
+        """Append a turn that an engine drew after all tokens so far."""
+        self._append(drawn.turn.token_ids.tolist())
+        self.num_routed += 0 if drawn.turn.routed_experts is None else len(drawn.turn.routed_experts)
+        self._parts.append(drawn)
 
     @property
     def total_reward(self) -> float | None:
         """Sum of all rewards; None if there are none."""
-        given = [reward for reward in self.rewards if reward is not None]
-        given += [reward for parts in self._part_rewards for _, reward in parts]
+        given = [each.reward for each in self.drawn if each.reward is not None]
+        given += [reward for each in self.drawn for _, reward in each.part_rewards]
         return fsum(given) if given else None
 
     def rollout(
         self, *, group_id: int, sample: int, params: SamplingParams, metadata: dict[str, Any], finish_reason: str
     ) -> Rollout:
         """Return the segment up to its last drawn token as a rollout without a reward. It needs a drawn turn."""
-        parts = self._parts[: max(i for i, part in enumerate(self._parts) if isinstance(part, Rollout)) + 1]
-        drawn = [part for part in parts if isinstance(part, Rollout)]
-        turns, begin, drawn_turns = [], 0, zip(self._times, self.rewards, self._part_rewards, strict=True)
-        for part in parts:
+        last = max(index for index, part in enumerate(self._parts) if isinstance(part, DrawnTurn))
+        parts: list[Rollout | int] = []
+        turns, begin = [], 0
+        for part in self._parts[: last + 1]:
             if isinstance(part, int):
+                parts.append(part)
                 turns.append(Turn(begin, begin + part, False))
             else:
-                (began, ended), reward, part_rewards = next(drawn_turns)
-                prefix = part.prefix_tokens, part.prefix_version
-                whole = Turn(
-                    begin, begin + len(part.token_ids), True, reward, part.finish_reason, began, ended, *prefix
-                )
-                turns += _split(whole, part_rewards, part.sampled_at_ns)
+                turn, end = part.turn, begin + len(part.turn.token_ids)
+                parts.append(turn)
+                times, prefix = (part.began_ns, part.ended_ns), (turn.prefix_tokens, turn.prefix_version)
+                whole = Turn(begin, end, True, part.reward, turn.finish_reason, *times, *prefix)
+                turns += _split(whole, part.part_rewards, turn.sampled_at_ns)
             begin = turns[-1].end
+        drawn = [part for part in parts if isinstance(part, Rollout)]
         first, num_prompt = drawn[0], len(self.prompt)
         return Rollout(
             request_id=first.request_id,
@@ -186,15 +186,13 @@ class Segment:
         if self.forked_from is None:
             return None
         parent, length = self.forked_from
-        first = next((part for part in parent._parts if isinstance(part, Rollout)), None)
         # A turn that was cut off by a limit is not in its segment.
         is_there = len(parent.prompt) + length <= len(parent.token_ids)
-        return (first.request_id, length) if first is not None and is_there else None
+        return (parent.drawn[0].turn.request_id, length) if parent.drawn and is_there else None
 
 
 def _split(turn: Turn, part_rewards: Sequence[tuple[int, float]], sampled_at_ns: np.ndarray) -> list[Turn]:
-    """Split a drawn turn after each part with a reward. part_rewards: as in `Segment.draw`, in order. sampled_at_ns:
-    i64[T], times of its tokens."""
+    """Split a drawn turn after each part with a reward. sampled_at_ns: i64[T], times of its tokens."""
     turns, rest = [], turn
     for count, reward in part_rewards:
         end = turn.begin + count

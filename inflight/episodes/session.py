@@ -18,16 +18,16 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, PromptTooLongError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
+from inflight.core.workers import name_of
 from inflight.engine.loop.sequence import sample_seed
-from inflight.episodes.calls import Calls, name_of
+from inflight.episodes.calls import Calls
 from inflight.episodes.conversations import Conversations
 from inflight.episodes.endpoint import Endpoint
 from inflight.episodes.limits import EpisodeEnd, Limits
 from inflight.episodes.reply import Reply, Request
-from inflight.episodes.saved_turns import Place
-from inflight.episodes.segment import Message, Segment, comparable, digests_of
+from inflight.episodes.segment import DrawnTurn, Message, Segment, comparable, digests_of
 from inflight.episodes.tools import Tool, schemas_of
-from inflight.episodes.turns import Turns
+from inflight.episodes.turns import Place, Turns
 from inflight.episodes.watching import Every, Feedback, Watch, Watcher, feedback_of
 from inflight.training.data.advantages import WEIGHT
 
@@ -169,7 +169,8 @@ class Session:
         if place is None:
             raise ValueError("reward() adds to the last drawn turn, and no turn has been drawn")
         segment, index = place
-        segment.rewards[index] = (segment.rewards[index] or 0.0) + value
+        drawn = segment.drawn[index]
+        drawn.reward = (drawn.reward or 0.0) + value
 
     @property
     def total_reward(self) -> float | None:
@@ -277,7 +278,7 @@ class Session:
                 finish_reason=finish_reason,
             )
             for segment in self.segments
-            if segment.num_turns
+            if segment.drawn
         ]
         for rollout in rollouts:
             rollout.reward, rollout.rewards = reward, dict(parts)
@@ -372,8 +373,8 @@ class Session:
             self._end("cancelled")
         if turn.finish_reason not in ("stop", "length", "stopped"):
             raise InflightError(f"a turn ended with {turn.finish_reason!r}")
-        segment.draw(turn, began_ns, now_ns(), watcher.rewards if watcher is not None else ())
-        self.last = place = segment, segment.num_turns - 1
+        segment.draw(DrawnTurn(turn, began_ns, now_ns(), watcher.rewards if watcher is not None else ()))
+        self.last = place = segment, len(segment.drawn) - 1
         self.num_tokens += len(turn.token_ids)
         return self._read(place, turn, request)
 

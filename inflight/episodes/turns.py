@@ -3,10 +3,10 @@
 import asyncio
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,15 +17,30 @@ from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import MAX_PRIORITY, SamplingParams
 from inflight.core.workers import Workers
-from inflight.episodes.saved_turns import EPISODE, SEEN, Place, SavedTurns
 from inflight.episodes.watching import TurnBell, Watcher, parts_of, parts_until
 from inflight.fleet.engine import Engine
+from inflight.stream.group_table import GroupRecord
 from inflight.stream.open_groups import OpenGroups
 
 PROTECT_S = 60.0
 """`SamplingParams.protect_s` of turns, the default of `Limits.call_s`."""
 _TAIL = 64
 """Tokens of the prompt on which the text of a turn can depend."""
+EPISODE = "inflight.episode"
+"""Key of the place of a turn in the metadata of its group."""
+_SEEN = "inflight.seen"
+"""Key of the numbers of tokens of a turn that the function that watches it got, in the metadata of the noted turn."""
+
+
+class Place(NamedTuple):
+    """The place of a turn in a run."""
+
+    group_id: int
+    sample: int
+    number: int
+    """Number of the turn among the turns of its episode, in the order of their requests."""
+    digest: str
+    """Digest of all tokens before the turn."""
 
 
 class Turns:
@@ -46,8 +61,8 @@ class Turns:
         self.workers = Workers("call")
         self.num_calling = 0
         """Number of calls of tools in progress."""
-        self.saved = SavedTurns()
-        """Turns of a saved run."""
+        self.saved: dict[Place, Rollout | int] = {}
+        """Turns of a saved run, and groups that draw its turns in progress."""
         self.agents: Any = None
         """The AgentServer, from the first endpoint on."""
         self._text_of = lru_cache(1 << 16)(self._decode)
@@ -76,6 +91,22 @@ class Turns:
         if self._tokenizer is None:
             raise InflightError('the model has no tokenizer, which every="line" needs: set a number of tokens')
         return self._tokenizer.decode([token])
+
+    def load(self, records: Iterable[GroupRecord], claimed: Sequence[GroupRecord]) -> None:
+        """Load the turns of a saved run. claimed: the groups of its episodes. records: all groups, the ones that draw
+        turns in progress among them."""
+        group_ids = {record.group_id for record in claimed}
+        for record in records:
+            metadata = record.prompt.metadata if record.prompt is not None else {}
+            if EPISODE in metadata and record.is_wanted and (place := Place(*metadata[EPISODE])).group_id in group_ids:
+                self.saved[place] = record.group_id
+        self.saved |= {Place(*turn.metadata[EPISODE]): turn for record in claimed for turn in record.rollouts}
+
+    def forget(self, group_id: int) -> None:
+        """Discard the saved turns that no episode of a group has asked for."""
+        left = [self.saved.pop(place) for place in list(self.saved) if place.group_id == group_id]
+        if drawing := [turn for turn in left if isinstance(turn, int)]:
+            self._engine.abandon(drawing)
 
     def text(self, token_ids: np.ndarray, params: SamplingParams, before: Sequence[int] = ()) -> str:
         """Return the text of tokens that continue others, "" without a tokenizer."""
@@ -110,11 +141,11 @@ class Turns:
     ) -> Rollout:
         """Return the turn after these tokens, without its prompt and with the experts of its new tokens. A turn of a
         saved run is not drawn again: its tokens are returned, or an engine continues it."""
-        saved = self.saved.take(place)
+        saved = self.saved.pop(place, None)
         if isinstance(saved, Rollout):
             self.counts["turns drawn before"] += 1
             if watcher is not None:
-                seen = saved.metadata.get(SEEN)
+                seen = saved.metadata.get(_SEEN)
                 parts = parts_of(saved, watcher.every, self._text_of) if seen is None else parts_until(saved, seen)
                 for part in parts:
                     await watcher.look(part)
@@ -144,7 +175,7 @@ class Turns:
         prompt = turn.prompt_token_ids[:0]
         turn = replace(turn, prompt_token_ids=prompt, routed_experts=experts)
         if turn.finish_reason in ("stop", "length", "stopped"):
-            seen = {} if watcher is None else {SEEN: watcher.seen}
+            seen = {} if watcher is None else {_SEEN: watcher.seen}
             metadata = {EPISODE: list(place), **seen}
             noted = replace(turn, group_id=place.group_id, sample=place.sample, metadata=metadata)
             self.episodes.note_turn(noted)

@@ -6,8 +6,7 @@
         trainer.add_callback(PublishCallback(publisher))  # of inflight.integrations.transformers
         trainer.train()
 
-`ahead` keeps the generator busy while TRL trains, and `behavior_ratio(GRPOTrainer)` makes a trainer whose clip bounds
-the ratio to the policy that drew each token. trl itself is not imported here.
+trl itself is not imported here.
 """
 
 import logging
@@ -39,23 +38,17 @@ class EngineRollouts:
     Sampling parameters are the trainer's own, read at each call: max_completion_length, temperature, top_k, top_p,
     min_p, repetition_penalty, its end-of-sequence ids as stop tokens, and of generation_kwargs the ones that
     `SamplingParams` has (under Transformers' names too: stop_strings, max_new_tokens, min_new_tokens). Parameters that
-    the engine does not support, or would silently ignore, are refused by name. Samples have separate seeds:
-    `TrainingArguments.seed` decides the order of the prompts alone.
+    the engine does not support, or would silently ignore, are refused by name. `TrainingArguments.seed` decides the
+    order of the prompts alone. If the engine has adapters, completions are drawn with the one that the trainer trains.
 
-    Text that begins with the beginning-of-sequence token, as a rendered chat template does, does not get it twice. If
-    the engine has adapters, completions are drawn with the one that the trainer trains.
-
-    TRL's importance sampling correction (`vllm_importance_sampling_correction`, on by default, with its mode and
-    bounds) is applied as for vLLM, with the log-probabilities that the engine recorded. It costs TRL a forward pass per
-    generation batch; False disables it. Trainers made by `behavior_ratio` do not use it.
-
-    ahead: number of further generation batches in flight while the trainer trains on the current one. 0: the engine
-    generates inside the call only, with the newest published weights, and idles while the trainer trains. With 1 or
-    more it never stops, and completions are up to that many batches old. A sampler like the trainer's own predicts the
-    next prompts. So `ahead` needs a dataset with a length, and one process.
+    TRL's importance sampling correction (`vllm_importance_sampling_correction`, on by default) is applied as for vLLM,
+    with the log-probabilities that the engine recorded. Trainers made by `behavior_ratio` do not use it.
     """
 
     def __init__(self, engine: Engine, *, ahead: int = 0):
+        """ahead: number of further generation batches in flight while the trainer trains on the current one. 0: the
+        engine generates inside the call only, with the newest published weights. A sampler like the trainer's own
+        predicts the next prompts, so that `ahead` needs a dataset with a length, and one process. Raises ValueError."""
         if ahead < 0:
             raise ValueError(f"ahead must be at least 0, got {ahead}")
         self._engine = engine

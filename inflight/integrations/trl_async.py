@@ -9,7 +9,7 @@
         )
         trainer.train()
 
-It needs neither a server nor vLLM nor a collective, and nothing pauses while weights change.
+Nothing pauses while weights change.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.core.workers import is_async
+from inflight.core.workers import is_async, name_of
 from inflight.fleet.engine import Engine
 from inflight.integrations.trl import check_ended, encode, warn_of_bias
 from inflight.training.data.advantages import group_advantages
@@ -54,13 +54,12 @@ _EPS = 1e-8
 
 
 class EngineWorker:
-    """A `rollout_worker` for AsyncGRPOTrainer: generates completions for the prompts of a dataset again and again,
-    scores them, and sends the trainer samples.
+    """A `rollout_worker` for AsyncGRPOTrainer: generates completions for the prompts of a dataset again and again, in
+    its order, scores them, and sends the trainer samples, all in threads while the trainer trains.
 
-    Generation and rewards run in threads while the trainer trains. A sample's `model_version` is the version of its
-    *oldest* token, so that `max_staleness` holds for every trained token; TRL's own worker reports the version at which
-    the group began. At most `args.max_inflight_tasks` samples are drawn, scored or waiting for the trainer at a time,
-    so that few become too old. Prompts are taken in the dataset's order.
+    A sample's `model_version` is the version of its *oldest* token, so that `max_staleness` holds for every trained
+    token; TRL's own worker reports the version at which the group began. At most `args.max_inflight_tasks` samples are
+    drawn, scored or waiting for the trainer at a time, so that few become too old.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class EngineWorker:
         advantages of 0."""
         functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self._engine, self._dataset, self._args, self._adapter = engine, dataset, args, adapter
-        scorers = {_name(function): _scorer(function, timeout_s) for function in functions}
+        scorers = {name_of(function): _scorer(function, timeout_s) for function in functions}
         for scorer in scorers.values():
             scorer.on_failure = self._note_failure
         self._rewards = Rewards(scorers)
@@ -160,26 +159,9 @@ class EngineWorker:
         assert task is not None
         self._end = lambda: loop.call_soon_threadsafe(task.cancel)
         self._begun.set()
-        params, n = self._params(), self._args.num_generations
-        warn_of_bias(params)
-        self._num_pending = 0
-        async with asyncio.TaskGroup() as groups:
-            for group_id, row in enumerate(_rows(self._dataset)):
-                while 0 < self._num_held > self._args.max_inflight_tasks - n:
-                    self._beat_s = time.monotonic()
-                    await asyncio.sleep(_LOOK_EVERY_S)
-                self._num_pending += n
-                groups.create_task(self._draw(group_id, row, params))
-
-    @property
-    def _num_held(self) -> int:
-        """Return the number of samples that are drawn, scored, or waiting for the trainer."""
-        return self._num_pending + self.rollout_buffer.qsize()
-
-    def _params(self) -> SamplingParams:
-        args, eos = self._args, self._tokenizer.eos_token_id
-        return SamplingParams(
-            n=args.num_generations,
+        args, n, eos = self._args, self._args.num_generations, self._tokenizer.eos_token_id
+        params = SamplingParams(
+            n=n,
             max_tokens=args.max_completion_length,
             temperature=args.temperature,
             top_p=args.top_p,
@@ -188,6 +170,15 @@ class EngineWorker:
             repetition_penalty=args.repetition_penalty,
             stop_token_ids=() if eos is None else (eos,),
         )
+        warn_of_bias(params)
+        self._num_pending = 0
+        async with asyncio.TaskGroup() as groups:
+            for group_id, row in enumerate(_rows(self._dataset)):
+                while 0 < self._num_pending + self.rollout_buffer.qsize() > args.max_inflight_tasks - n:
+                    self._beat_s = time.monotonic()
+                    await asyncio.sleep(_LOOK_EVERY_S)
+                self._num_pending += n
+                groups.create_task(self._draw(group_id, row, params))
 
     async def _draw(self, group_id: int, row: Mapping[str, Any], params: SamplingParams) -> None:
         prompt = row["prompt"]
@@ -202,7 +193,7 @@ class EngineWorker:
         for sample in self._samples(group_id, group, rewards):
             self.rollout_buffer.put(sample)
             self._num_pending -= 1
-        self._tell(group)
+        self.metrics_queue.put({**_metrics(group), "rollout/inflight": float(self._num_pending)})
 
     def _note_failure(self, group: Any, error: Exception) -> None:
         if not isinstance(error, TimeoutError):
@@ -231,19 +222,18 @@ class EngineWorker:
             for rollout, reward, advantage in zip(group, rewards, advantages, strict=True)
         ]
 
-    def _tell(self, group: list[Rollout]) -> None:
-        lengths = [len(rollout.token_ids) for rollout in group]
-        clipped = sum(rollout.finish_reason == "length" for rollout in group)
-        mixed = sum(len(set(rollout.weight_versions.tolist())) > 1 for rollout in group)
-        self.metrics_queue.put(
-            {
-                "completions/mean_length": (float(sum(lengths)), float(len(group))),
-                "completions/max_length": float(max(lengths)),
-                "completions/clipped_ratio": (float(clipped), float(len(group))),
-                "rollout/mixed_versions_frac": (float(mixed), float(len(group))),
-                "rollout/inflight": float(self._num_pending),
-            }
-        )
+
+def _metrics(group: list[Rollout]) -> dict[str, Any]:
+    """Return metrics of a group, as sums and counts if TRL averages them."""
+    lengths = [len(rollout.token_ids) for rollout in group]
+    clipped = sum(rollout.finish_reason == "length" for rollout in group)
+    mixed = sum(len(set(rollout.weight_versions.tolist())) > 1 for rollout in group)
+    return {
+        "completions/mean_length": (float(sum(lengths)), float(len(group))),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": (float(clipped), float(len(group))),
+        "rollout/mixed_versions_frac": (float(mixed), float(len(group))),
+    }
 
 
 def _rows(dataset: Any) -> Iterator[Any]:
@@ -328,7 +318,3 @@ def _completion(rollout: Rollout) -> Any:
 
 def _after_prompt(rollout: Rollout, values: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(len(rollout.prompt_token_ids), values.dtype), values])
-
-
-def _name(function: RewardFunction) -> str:
-    return getattr(function, "__name__", type(function).__name__)

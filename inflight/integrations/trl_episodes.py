@@ -25,17 +25,14 @@ class EpisodeRollouts(EngineRollouts):
 
     The rollout function gets the row of the trainer's dataset, as with `inflight.grpo`. TRL passes only its prompt, so
     that rows with equal prompts must be equal. The prompt of a completion is the first prompt of the episode. Its
-    completion has all later tokens. `env_mask` is 1 for drawn tokens and 0 for given tokens, such as results of tools;
-    given tokens have no part in TRL's loss. Drawn tokens have the log-probabilities that the engine recorded.
+    completion has all later tokens. `env_mask` is 1 for drawn tokens and 0 for given tokens, such as results of tools.
 
     Sampling parameters are the trainer's own, as in `EngineRollouts`. `max_completion_length` bounds each turn, and
     `Limits(max_tokens=…)` an episode. Reward functions receive `episode_reward` of each completion, `weight_versions`
-    (one per completion token, None for given tokens) and `finish_reason`. `episode_reward` of this module returns the
-    first of these.
+    (one per completion token, None for given tokens) and `finish_reason`.
 
-    TRL takes exactly one sequence per completion. An episode with several token sequences, as after a branch or a
-    changed history, is refused with InflightError. An episode without a reward is masked out and has no advantage. If
-    no episode of a batch has a reward, InflightError is raised.
+    Raises InflightError for an episode with several token sequences, as after a branch or a changed history, and if no
+    episode of a batch has a reward. An episode without a reward is masked out and has no advantage.
     """
 
     def __init__(self, episodes: Episodes, *, ahead: int = 0):

@@ -13,8 +13,8 @@ from tiny_models import make_model
 
 import inflight
 from inflight.core.rollout import Turn
-from inflight.episodes.saved_turns import EPISODE, Place
 from inflight.episodes.segment import _split
+from inflight.episodes.turns import EPISODE, Place
 from inflight.episodes.watching import Watcher, parts_of
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
@@ -331,7 +331,7 @@ def test_a_turn_that_was_drawn_before_gets_its_rewards_again(chat_engine):
     [[drawn]] = chat_engine.stream.collect(ids)
     watcher = Watcher(lambda turn: inflight.Feedback(reward=2.0, stop=True), 4, lambda tokens, n: None)  # type: ignore[arg-type,return-value]
     with inflight.Episodes(chat_engine, never) as episodes:
-        episodes.turns.saved.add_drawn([replace(drawn, metadata={EPISODE: list(place)})])
+        episodes.turns.saved[place] = drawn
         turn = asyncio.run(episodes.turns.draw([1, 2, 3], drawn.params, place, 0, watcher, None))
     assert turn.token_ids.tolist() == drawn.token_ids.tolist()
     assert turn.finish_reason == "length"
@@ -355,7 +355,7 @@ def test_a_turn_that_was_drawn_before_is_shown_in_the_same_parts(chat_engine):
     again, place = [], Place(*turn.metadata[EPISODE])
     watcher = Watcher(lambda turn: again.append((len(turn.token_ids), turn.finish_reason)), 16, lambda tokens, n: None)  # type: ignore[arg-type,return-value,func-returns-value]
     with inflight.Episodes(chat_engine, never) as episodes:
-        episodes.turns.saved.add_drawn(noted)
+        episodes.turns.saved[place] = turn
         asyncio.run(episodes.turns.draw([1, 2, 3], params, place, 0, watcher, None))
     assert again == [*((count, "") for count in seen[:-1]), (200, "length")]
 

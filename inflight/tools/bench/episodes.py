@@ -29,8 +29,8 @@ from inflight.core.rollout import Rollout, Turn
 from inflight.core.sampling import SamplingParams
 from inflight.engine.model.device import resolve_device
 from inflight.episodes.episodes import Episodes, RolloutFunction
-from inflight.episodes.saved_turns import Place
 from inflight.episodes.session import Session
+from inflight.episodes.turns import Place
 from inflight.fleet.engine import Engine
 from inflight.fleet.launching import launch
 from inflight.tools.bench.options import EpisodesOptions
