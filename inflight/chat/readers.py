@@ -6,7 +6,7 @@ Transformers' parser reads the text by a response template: the tokenizer's own,
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
+from inflight.chat.rendering import Tools
 from inflight.chat.reply_templates import (
     CALLS,
     KEPT_THOUGHT,
@@ -27,8 +28,8 @@ from inflight.chat.reply_templates import (
 )
 from inflight.chat.text import TextDecoder
 
-Tools = Sequence[Mapping[str, Any]]
-"""The tools of a request, as the OpenAI API has them."""
+_END_TOKENS = 16
+"""Number of a prompt's last tokens that contain its last word, in any vocabulary."""
 
 
 @dataclass(slots=True)
@@ -100,7 +101,8 @@ class ReplyReaders:
             return self._decoder.decode(prompt, skip_special_tokens=False)
         opening, closing = self._marks
         message = continued if isinstance(continued, str) else ""
-        opened = self._decoder.end_of(prompt).rstrip().endswith(opening)
+        end = self._decoder.decode(prompt[-_END_TOKENS:], skip_special_tokens=False)
+        opened = end.rstrip().endswith(opening)
         return opening if opened or message.rfind(opening) > message.rfind(closing) else ""
 
 

@@ -10,9 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from inflight.core.continuation import UNFINISHED, Continuation
 from inflight.core.sampling import SamplingParams
 
-_END_TOKENS = 16
-"""Number of a prompt's last tokens that contain its last word, in any vocabulary."""
-
 
 class TextDecoder:
     """Decodes tokens with a tokenizer that one event loop uses alone. Without a tokenizer all text is empty."""
@@ -30,10 +27,6 @@ class TextDecoder:
         if self.tokenizer is None:
             return ""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
-
-    def end_of(self, ids: Sequence[int]) -> str:
-        """Return the text of the last tokens of a prompt, with special ones."""
-        return self.decode(ids[-_END_TOKENS:], skip_special_tokens=False)
 
     def _special_besides(self, marks: str) -> re.Pattern[str]:
         texts = {self.token(token) for token in special_ids(self.tokenizer)} - {""}

@@ -79,9 +79,8 @@ class _Sequence:
 class Calls:
     """The calls of one attempt of an episode. Requests are compared with the saved calls in their order.
 
-    A request for the same function with the same arguments gets the saved result. A request that differs deletes the
-    saved calls from there on. A function without a saved result is called. An environment that was called once gets all
-    of its further calls.
+    A request that differs deletes the saved calls from there on. A function without a saved result is called. An
+    environment that was called once gets all of its further calls.
     """
 
     def __init__(

@@ -7,8 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address and key of one session, until the episode ends. Only programs on this machine reach it, unless `Episodes`
-    has `agents`."""
+    """Address and key of one session, until the episode ends."""
 
     root: str
     """http://127.0.0.1:PORT/sessions/ID, or with `Episodes.agents_url` as its first part. The base URL for clients of

@@ -38,19 +38,15 @@ class Episodes(ClosedAtEnd):
     custom loops use it like the engine itself.
 
         async def rollout(session, row):
-            messages = [{"role": "user", "content": row["question"]}]
-            reply = await session.chat(messages)
-            messages += [reply.message, {"role": "user", "content": "Are you sure?"}]
-            reply = await session.chat(messages)
+            reply = await session.chat([{"role": "user", "content": row["question"]}])
             return float(row["answer"] in reply.content)
 
         episodes = inflight.Episodes(engine, rollout)
         for report in inflight.grpo(episodes, publisher, model, optimizer, rows, None, config):
             ...
 
-    Each row becomes a group of `SamplingParams.n` episodes. All episodes run in one event loop, in a thread of their
-    own, while the trainer computes and weights change. Each turn is drawn by the newest weights, token by token. What
-    fails is logged, counted in `counts`, and never raised into training.
+    Each row becomes a group of `SamplingParams.n` episodes. All episodes run in one event loop, in a separate thread.
+    Each token is drawn by the newest weights. Failures are logged, counted in `counts`, and never raised into training.
     """
 
     def __init__(
@@ -94,7 +90,11 @@ class Episodes(ClosedAtEnd):
         of the trainer, and of "calls not stored" (their results cannot be saved)."""
         if agents is None and agents_url is not None:
             raise ValueError('agents_url needs agents="HOST:PORT", the address to listen on')
-        self._address = None if agents is None else _open_address(agents, agents_url)
+        self._address: tuple[socket.socket, str] | None = None
+        if agents is not None:
+            with needing("serve", "the address of agents"):
+                from inflight.episodes.agent_server import open_address
+            self._address = open_address(agents, agents_url)
         self.agents_url = self._address and self._address[1]
         """Base URL of the endpoints of sessions, and of workers; None without `agents`."""
         self.turns = Turns(engine, adapter, prefix_across_versions, self.counts, partial(_import_server, self._address))
@@ -283,12 +283,6 @@ def _name_of(function: Any) -> str:
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _open_address(agents: str, agents_url: str | None) -> tuple[socket.socket, str]:
-    with needing("serve", "the address of agents"):
-        from inflight.episodes.agent_server import open_address
-    return open_address(agents, agents_url)
 
 
 def _import_server(address: tuple[socket.socket, str] | None) -> Callable[[], Any]:

@@ -37,9 +37,8 @@ logger = logging.getLogger(__name__)
 class Session:
     """One episode in progress. Its methods raise EpisodeEnd at a limit, and after the end.
 
-    A conversation continues a token sequence exactly as it was drawn: each call of `chat` is compared with the earlier
-    ones, and only the new messages are rendered. Several conversations can be open at once, and calls can run at the
-    same time; two replies to the same messages are two branches with a common beginning.
+    Each call of `chat` is compared with the earlier ones. It continues their tokens as they were drawn, and only new
+    messages are rendered. Calls can run at the same time. Two replies to the same messages are two branches.
     """
 
     def __init__(
@@ -95,13 +94,11 @@ class Session:
         """Draw the reply to chat messages: the whole conversation so far, with earlier replies as they were returned.
 
         tools: functions with type hints and a docstring with "Args:", or schemas of the API of OpenAI. max_tokens: at
-        most `params.max_tokens`, its default. adapter: the LoRA adapter that draws the turn, one of several policies;
-        each has its own token sequences. None: the adapter of the `Episodes`. watch: a function, also async, that gets
-        the unfinished turn, a Rollout, after each further `every` tokens, or with every="line" after each line. Drawing
-        continues in the meantime. It returns True to end the turn, or `Feedback` with a reward or forks. After the end
-        of the turn it gets the rest. template_kwargs: variables of the chat template. Messages that do
-        not continue an earlier call, such as a history without its thoughts, begin a new token sequence. Raises
-        EpisodeEnd, and InvalidRequestError for messages that do not fit the chat template.
+        most `params.max_tokens`, its default. adapter: the LoRA adapter that draws the turn; each has its own token
+        sequences. None: the adapter of the `Episodes`. watch: a function, also async, that gets the unfinished turn, a
+        Rollout, after each further `every` tokens, or with every="line" after each line, and at the end the rest. It
+        returns True to end the turn, or `Feedback`. template_kwargs: variables of the chat template. Raises EpisodeEnd,
+        and InvalidRequestError for messages that do not fit the chat template.
         """
         self._check_open()
         if not messages or messages[-1].get("role") == "assistant":
@@ -187,12 +184,10 @@ class Session:
         in a thread, so that it does not stop other episodes. timeout_s: None is `Limits.call_s`. A function with a rate
         limit (`Limits.rates`) waits for it. Raises TimeoutError, the exceptions of the function, and EpisodeEnd.
 
-        After a restart of the trainer the call returns or raises the saved result without calling the function, as long
-        as requests have the same functions and arguments in the same order. This is so for functions at the top level
-        of a module whose arguments and results are JSON-like, bytes, tuples, or arrays of NumPy; set
-        `function.on_restart = "replay"` for a function with a state in this process. Methods, and functions within
-        functions, might have a state: they are called again, unless their object or they have another `on_restart`,
-        "load" or "drop", or their object has methods `save()` and `load(state)`."""
+        After a restart of the trainer the call returns or raises the saved result, as long as requests have the same
+        functions and arguments in the same order. Arguments and results must be JSON-like, bytes, tuples, or arrays of
+        NumPy. Functions that might have a state are called again: methods, functions within functions, and functions
+        with `function.on_restart = "replay"`. The attribute `on_restart` of an object changes it for its methods."""
         self._check_open()
         if 0 < self._limits.max_calls <= self.num_calls:
             self._end("max_calls")
@@ -201,9 +196,8 @@ class Session:
         return await self._calls.call(timeout_s, function, arguments, keywords)
 
     async def clean_up(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function that releases the resources of the episode, such as `env.close`, as `call` does. It also
-        works after the end and after a cancellation, in a `finally` block. It returns after `Limits.cleanup_s` at the
-        latest, and logs an exception of the function."""
+        """Call a function that releases the resources of the episode, such as `env.close`, also after the end and after
+        a cancellation. Returns after `Limits.cleanup_s` at the latest, and logs an exception of the function."""
         call, name = self._calls.start(function, *arguments), name_of(function)
         await asyncio.wait([call], timeout=self._limits.cleanup_s)
         if not call.done():

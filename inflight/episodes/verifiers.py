@@ -23,12 +23,10 @@ def verifiers_rollout(env: Any) -> RolloutFunction:
     """Return a rollout function for an environment of verifiers 0.4, such as `vf.load_environment(config)`. Needs the
     extra `verifiers`.
 
-    A row is a `vf.Task` of `env.taskset`, or its data as a mapping, `task.data.model_dump(mode="json")`. Each call of
-    the model by an agent is a turn of the session. The rewards of an agent's trace are added to its last turn, by name
-    if only one agent draws. An agent with another client, such as a judge, is not trained.
-    An episode that is not `ok` raises its last error, as the class of verifiers with that name, so that
-    `Episodes(retries={vf.SandboxError: 2})` repeats it. Retries of `env` and of its agents are not used.
-    The environment serves from the first episode until its `Episodes` are closed, and one `Episodes` at a time.
+    A row is a `vf.Task` of `env.taskset`, or its data as a mapping, `task.data.model_dump(mode="json")`. The rewards of
+    an agent's trace are added to its last turn, by name if only one agent draws. An agent with another client, such as
+    a judge, is not trained. An episode that is not `ok` raises its last error, as the class of verifiers with that
+    name. Retries of `env` and of its agents are not used. The environment serves one `Episodes`, until it is closed.
     """
     with needing("verifiers", "verifiers_rollout"):
         vf: Any = import_module("verifiers.v1")

@@ -6,9 +6,8 @@ inflight.
     rollout = InflightEngine(config.rollout)          # where an AReaL script has RemotevLLMEngine(config.rollout)
     rollout.initialize(addr=["10.0.0.7:8000"], train_data_parallel_size=1)
 
-AReaL's own engine for vLLM works too. But it makes the server drop every response before an update, and labels all
-tokens received at once with the version that is live at that time. Here nothing stops for an update, and
-`output_versions` contains the version of the weights that drew each token.
+AReaL's own engine for vLLM works too, but makes the server drop every response before an update. Here nothing stops for
+an update, and `output_versions` contains the version of the weights that drew each token.
 """
 
 # AReaL needs a separate environment.

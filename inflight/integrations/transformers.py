@@ -4,8 +4,8 @@
         trainer = Trainer(model, args, callbacks=[PublishCallback(engine.publisher)], …)
         trainer.train()
 
-examples/transformers_trainer.py has the rest: batches of the engine's stream, and the loss. On several ranks make the
-TrainingArguments before `launch`, since they make the process group.
+examples/transformers_trainer.py is a whole program. On several ranks make the TrainingArguments before `launch`, since
+they make the process group.
 """
 
 import logging
@@ -34,12 +34,12 @@ class PublishCallback(TrainerCallback):
 
     publisher: `engine.publisher`, or another function that makes a publisher of a model. Every rank calls it when
     training begins, with the model as the trainer has wrapped, sharded or moved it, and closes the publisher when
-    training ends. Or a publisher that you made, and close. For the adapters of a PEFT model see `inflight.Publisher`.
+    training ends. Or a publisher that you made, and close.
 
-    A step with gradients that are not finite is skipped: the gradients are dropped before the optimizer sees them.
-    Parameters and the optimizer's state stay unchanged, and nothing is published. With fp16 the gradient scaler does
-    that itself. Callbacks cannot change DeepSpeed's step: steps that it has skipped are not published, and
-    `functools.partial(engine.publisher, check_finite=True)` refuses weights that are not finite.
+    A step with gradients that are not finite is skipped: parameters and the optimizer's state stay unchanged, and
+    nothing is published. With fp16 the gradient scaler does that itself. Callbacks cannot change DeepSpeed's step:
+    steps that it has skipped are not published, and `functools.partial(engine.publisher, check_finite=True)` refuses
+    weights that are not finite.
     """
 
     def __init__(self, publisher: Publishes | Callable[[nn.Module], Publishes], *, every: int = 1):

@@ -1,8 +1,7 @@
 """TRL's clients of a vLLM server, with `inflight serve` (written against trl 1.16).
 
-They request completions over HTTP and send weights by NCCL. NCCL requires vLLM in the trainer's environment, a GPU for
-the trainer and another GPU for the server. Here the trainer writes whole weights to a directory that trainer and server
-both see, and names the directory to the server. The weights go live between two forward passes.
+They send weights by NCCL, which requires vLLM in the trainer's environment and another GPU for the server. Here the
+trainer writes whole weights to a directory that trainer and server both see, and names the directory to the server.
 
     transfer = DirectoryTransfer("http://localhost:8000", "/shared/weights")
     with inflight_server():                                   # vLLM need not be installed next to the trainer
@@ -35,9 +34,9 @@ _NO_NCCL = (
 def inflight_server(directory: str | Path | None = None, *, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Make TRL's trainers and clients of this block use `inflight serve` as their vLLM server.
 
-    They do not require vLLM, which they need for NCCL alone. directory: the directory to which GRPOTrainer's server
-    mode (and RLOOTrainer's and others') writes weights, see DirectoryTransfer; None for trainers with another way to
-    send weights: AsyncGRPOTrainer with a `weight_transfer`, or with adapters. dtype: dtype of the written weights.
+    They do not require vLLM. directory: where GRPOTrainer's server mode (and RLOOTrainer's and others') writes weights,
+    see DirectoryTransfer; None for AsyncGRPOTrainer with a `weight_transfer`, or with adapters. dtype: of the written
+    weights.
     """
 
     class Client(vllm_client.VLLMClient):

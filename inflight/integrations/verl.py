@@ -45,10 +45,9 @@ _STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
 
 
 class InflightServer:
-    """Ray actor that receives verl's requests for one server."""
+    """Ray actor that receives verl's requests for one server. Lengths are verl's configuration values, in tokens."""
 
     def __init__(self, url: str, prompt_length: int, response_length: int):
-        """The lengths, in tokens, are verl's configuration values."""
         self._url, self._prompt_length, self._response_length = url, prompt_length, response_length
         self._session: aiohttp.ClientSession | None = None
 

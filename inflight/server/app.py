@@ -4,8 +4,8 @@ import ipaddress
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from enum import Enum
 from functools import partial
+from typing import Literal
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,23 +22,16 @@ _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
 """Headers of requests that a loopback peer forwards for another machine: a proxy, or a web page."""
 
 
-class Access(Enum):
-    """Clients that are allowed to use an endpoint."""
-
-    EVERYBODY = "everybody"
-    CLIENTS = "clients"
-    """Clients with the token, if there is one."""
-    CONTROL = "control"
-    """Clients with the token; without a token, peers on the loopback."""
-
-
+Access = Literal["everybody", "clients", "control"]
+"""Clients that can use an endpoint. clients: with the token, if there is one. control: with the token; without a token,
+peers on the loopback."""
 ENDPOINTS: Mapping[Access, Mapping[str, Endpoint]] = {
-    Access.EVERYBODY: {
+    "everybody": {
         "GET /health": models.health,
         "GET /ping": models.health,
         "GET /liveness": always({"status": "ok"}),
     },
-    Access.CLIENTS: {
+    "clients": {
         "GET /v1/models": models.list_models,
         "GET /v1/models/{name:path}": models.one_model,
         "GET /version": always({"version": __version__}),
@@ -56,7 +49,7 @@ ENDPOINTS: Mapping[Access, Mapping[str, Endpoint]] = {
         "GET /is_sleeping": control.is_sleeping,
         "POST /skyrl/v1/generate": partial(serving.generate, experts_as_lists=True),
     },
-    Access.CONTROL: {
+    "control": {
         "POST /pause": control.pause,
         "POST /resume": control.resume,
         "POST /abort_requests": control.abort_requests,
@@ -132,13 +125,13 @@ def _guarded(served: Served, path: str, endpoint: Endpoint, access: Access) -> C
 
 def _check_access(served: Served, request: Request, access: Access) -> None:
     """Raise ApiError for a request without access."""
-    if access is Access.EVERYBODY:
+    if access == "everybody":
         return
     if token := served.options.token:
         given = request.headers.get("authorization", "")
         if not secrets.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise ApiError(401, "this server has a token: send it as `Authorization: Bearer TOKEN`")
-    elif access is Access.CONTROL and served.options.control != "anyone" and not _is_local(request):
+    elif access == "control" and served.options.control != "anyone" and not _is_local(request):
         raise ApiError(
             403,
             "control requests are obeyed from this machine alone; start the server with --token, or with --control "

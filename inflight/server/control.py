@@ -99,12 +99,8 @@ async def start_update(served: Served, request: Request) -> Response:
 
 
 async def update_weights(served: Served, request: Request) -> Response:
-    """Publish a checkpoint directory, or receive the tensors that `update_info` names.
-
-    Between start and finish a directory in `update_info` waits for finish. Other clients do not send `update_info`, so
-    they can publish even if a client that began an update has ended. While tensors arrive, other updates wait until
-    finish, or for two minutes without a message.
-    """
+    """Publish a checkpoint directory, or receive the tensors that `update_info` names. Between start and finish a
+    directory in `update_info` waits for finish. While tensors arrive, other updates wait."""
     fields = await read_request(request, _Update, _MOST_NAMES_BYTES)
     info = fields.update_info or {}
     if "names" in info and served.broadcasts.met:
@@ -142,7 +138,7 @@ async def finish_update(served: Served, request: Request) -> Response:
     with _never_sent_again():
         are_tensors = await update.publish_tensors(fields.weight_version)
     if not are_tensors and not update.directories and fields.weight_version is not None:
-        served.updates.labels.note(await _live_version(served), fields.weight_version)
+        served.updates.label(await _live_version(served), fields.weight_version)
     for directory in update.directories:
         await served.updates.publish_directory(directory, fields.weight_version)
     return _done("the weights are live", **_version(served, await _live_version(served)))
@@ -152,7 +148,7 @@ async def update_version(served: Served, request: Request) -> Response:
     """Name the live version."""
     fields = await read_request(request, _NewVersion, _MOST_BYTES)
     version = await _live_version(served)
-    served.updates.labels.note(version, fields.new_version)
+    served.updates.label(version, fields.new_version)
     return _done(f"version {version} is called {fields.new_version}", **_version(served, version))
 
 
@@ -201,8 +197,8 @@ async def unload_adapter(served: Served, request: Request) -> Response:
 
 
 async def pause(served: Served, request: Request) -> Response:
-    """Pause requests. mode=keep: nothing stops, unless the server honours pauses. wait: requests in progress end first,
-    within a bound. abort: they are cancelled."""
+    """Pause. mode=keep: nothing stops, unless the server honours pauses. wait: requests in progress end first, within a
+    bound. abort: they are cancelled."""
     value = await read_body(request, _MOST_BYTES) | dict(request.query_params)
     mode = read_fields(value, _Pause).mode or "abort"
     if mode not in ("keep", "wait", "abort"):

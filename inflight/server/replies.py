@@ -64,9 +64,7 @@ class Choice:
         self._versions += rollout.weight_versions.tolist()
 
     def chat_logprobs(self, reply: "Reply") -> dict[str, Any] | None:
-        if not reply.with_logprobs:
-            return None
-        return answers.chat_logprobs(self.rollout, reply.token_name)
+        return answers.chat_logprobs(self.rollout, reply.token_name) if reply.with_logprobs else None
 
     def fields(self, reply: "Reply") -> dict[str, Any]:
         """Return the fields that the choices of all endpoints have."""
@@ -124,9 +122,9 @@ class Reply(ABC):
     def choice(self, choice: Choice) -> dict[str, Any]:
         """Return the JSON of a whole choice."""
 
-    @abstractmethod
     def delta(self, choice: Choice) -> dict[str, Any] | None:
         """Return the JSON of the newest part of a choice; None if it has nothing for the client."""
+        return self.choice(choice)
 
     def beginning(self) -> Iterator[dict[str, Any]]:
         """Yield events before the first token."""
@@ -157,7 +155,6 @@ class Reply(ABC):
         self.check()
         adapter = self.served.adapter_of(fields.model)
         self.id = answers.new_id(self.kind, fields.request_id or header_id)
-        self.began_s = time.monotonic()
         return await self.served.begin(self.prompts, self.params, adapter, request_id=self.id)
 
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -247,8 +244,6 @@ class CompletionReply(Reply):
             json["prompt_token_ids"] = choice.prompt
         return json | _scores(self, choice.rollout)
 
-    delta = choice
-
     def check(self) -> None:
         super().check()
         if self._echo and self.params.n * sum(map(len, self.prompts)) > _MOST_ECHOED:
@@ -304,8 +299,6 @@ class TokenReply(Reply):
         as_lists = experts.tolist() if self._experts_as_lists and experts is not None else None
         json = {"index": choice.index, "logprobs": choice.chat_logprobs(self), "sampling_mask": None}
         return json | choice.fields(self) | {"routed_experts": as_lists or answers.npy(experts)}
-
-    delta = choice
 
 
 class EventStream(StreamingResponse):

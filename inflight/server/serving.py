@@ -8,13 +8,7 @@ from starlette.responses import Response
 
 from inflight.server.prompts import chat_prompt, completion_prompts
 from inflight.server.replies import ChatReply, CompletionReply, EventStream, Reply, TokenReply
-from inflight.server.requests import (
-    CompletionRequest,
-    GenerateRequest,
-    read_chat,
-    read_request,
-    unless_gone,
-)
+from inflight.server.requests import CompletionRequest, GenerateRequest, read_chat, read_request, unless_gone
 from inflight.server.responses import ApiError, answer
 from inflight.server.served import Served
 

@@ -16,19 +16,6 @@ Value = TypeVar("Value")
 _MOST_LABELS = 1000
 
 
-class VersionNames(dict[int, str]):
-    """Maps versions to the names that clients gave them. A version without a name has its number."""
-
-    def note(self, version: int, name: str | None) -> None:
-        """Name a version. None: it has its number."""
-        if name is None:
-            self.pop(version, None)
-        else:
-            self[version] = name
-        while len(self) > _MOST_LABELS:
-            del self[min(self)]
-
-
 class Updates:
     """Publishes for a server. An update returns when its version is live. The version becomes live between two forward
     passes of the running engine."""
@@ -38,7 +25,8 @@ class Updates:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inflight-server-weights")
         self._publisher: Publisher | None = None
         self._kind = ""
-        self.labels = VersionNames()
+        self.labels: dict[int, str] = {}
+        """Maps versions to the names that clients gave them. A version without a name has its number."""
         self.files = AdapterFiles(engine)
         """All adapters that are loaded: they are published together."""
 
@@ -84,7 +72,7 @@ class Updates:
         loses its name, since another version will have its number."""
         publisher = self._publisher_of(kind)
         version = publisher.version + 1
-        self.labels.note(version, label)
+        self.label(version, label)
         try:
             published = publisher.publish(*weights)
             if kind == "adapters":
@@ -105,10 +93,19 @@ class Updates:
         if kind != "adapters":
             self.files.note_weights(weights[0] if isinstance(weights[0], str) else "")
 
-    def label_next(self, label: str | None) -> None:
+    def label(self, version: int, name: str | None) -> None:
+        """Name a version. None: it has its number."""
+        if name is None:
+            self.labels.pop(version, None)
+        else:
+            self.labels[version] = name
+        while len(self.labels) > _MOST_LABELS:
+            del self.labels[min(self.labels)]
+
+    def label_next(self, name: str | None) -> None:
         """Name the version whose weights `publish` is reading."""
         assert self._publisher is not None
-        self.labels.note(self._publisher.version + 1, label)
+        self.label(self._publisher.version + 1, name)
 
     def close(self) -> None:
         """Close the publisher. Safe to call twice."""

@@ -224,12 +224,12 @@ def test_no_more_is_drawn_than_may_be_in_flight(engine):
     try:
         for _ in range(200):
             time.sleep(0.005)
-            assert worker._num_held <= 8
-        wait_until(lambda: worker._num_held == 8)
+            assert worker._num_pending + worker.rollout_buffer.qsize() <= 8
+        wait_until(lambda: worker._num_pending + worker.rollout_buffer.qsize() == 8)
         gate.set()
         for _ in range(200):
             time.sleep(0.005)
-            assert worker._num_held <= 8
+            assert worker._num_pending + worker.rollout_buffer.qsize() <= 8
         wait_until(lambda: worker.rollout_buffer.qsize() == 8)
         worker.rollout_buffer.get(timeout=5)
         worker.rollout_buffer.get(timeout=5)
