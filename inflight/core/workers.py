@@ -4,6 +4,7 @@ import inspect
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,6 +20,8 @@ def is_async(function: Any) -> bool:
 
 def name_of(function: Any) -> str:
     """Return the name of a function, or the class of another object that is called."""
+    while isinstance(function, partial):
+        function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
 

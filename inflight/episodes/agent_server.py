@@ -63,8 +63,6 @@ class _Open:
     """Requests can set rewards."""
     offer: Offer | None = None
     """Of an episode that a worker plays."""
-    draws: set[asyncio.Future[Reply]] = field(default_factory=set)
-    """Turns in progress."""
     replies: list[Reply] = field(default_factory=list)
     """Drawn turns."""
 
@@ -117,8 +115,7 @@ class AgentServer:
         self._task.add_done_callback(lambda _: listening.close())
 
     def open(self, session: Session, *, rewards: bool, offer: Offer | None = None) -> Endpoint:
-        """Serve a session until it is closed. Then its turns in progress are cancelled. offer: lets requests end the
-        session. Raises EpisodeEnd."""
+        """Serve a session until it is closed. offer: lets requests end the session. Raises EpisodeEnd."""
         if session.ended is not None:
             raise EpisodeEnd(session.ended)
         id, opened = secrets.token_hex(8), _Open(session, secrets.token_urlsafe(24), rewards, offer)
@@ -134,8 +131,6 @@ class AgentServer:
             del self._open[id]
             for name in names:
                 del self._accepted[name]
-            for draw in list(opened.draws):
-                draw.cancel()
             if offer is not None:
                 offer.end.cancel()
 
@@ -283,8 +278,6 @@ async def _draw(opened: _Open, request: Request, fields: ChatRequest) -> tuple[_
     if not plain or plain[-1]["role"] == "assistant":
         raise ApiError(400, "messages must end with a message of a user or a tool", param="messages")
     draw = asyncio.ensure_future(session.chat(plain, tools=fields.tools, max_tokens=fields.max_tokens, **variables))
-    opened.draws.add(draw)
-    draw.add_done_callback(opened.draws.discard)
     try:
         reply = await unless_gone(request, draw)
     except EpisodeEnd as error:

@@ -14,7 +14,6 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from inflight.core.rate_limit import RateLimit
 from inflight.core.workers import is_async, name_of, without_exit
 from inflight.episodes.limits import Limits
 from inflight.episodes.stored_values import decode, encode, encode_error
@@ -106,13 +105,7 @@ class Calls:
     ) -> Any:
         """Return the saved result of a call, or raise its saved exception; otherwise make the call and note its result.
         Raises TimeoutError and the exceptions of the function."""
-        rates = self._limits.rates
-        rate = rates.get(function) if rates else None
-        while isinstance(function, partial):
-            arguments, keywords = [*function.args, *arguments], {**function.keywords, **keywords}
-            function = function.func
-            rate = rates.get(function) if rates and rate is None else rate
-        make = partial(self._make, timeout_s, rate)
+        make = partial(self._make, timeout_s)
         calls, digest = self._find(function, arguments, keywords)
         if calls is None:
             return await make(function, *arguments, **keywords)
@@ -151,16 +144,12 @@ class Calls:
             return asyncio.ensure_future(without_exit(function(*arguments, **keywords), "the call function"))
         return asyncio.wrap_future(self._turns.workers.start(partial(function, *arguments, **keywords)))
 
-    async def _make(
-        self,
-        timeout_s: float,
-        rate: RateLimit | None,
-        function: Callable[..., Any],
-        /,
-        *arguments: Any,
-        **keywords: Any,
-    ) -> Any:
+    async def _make(self, timeout_s: float, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
         """Call a function within a time, in s, and within its rate limit."""
+        rates, limited = self._limits.rates, function
+        while rates and limited not in rates and isinstance(limited, partial):
+            limited = limited.func
+        rate = rates.get(limited) if rates else None
         if rate is not None:
             self._seconds["waits"] += await rate.take(timeout_s)
         began, call = perf_counter(), None
@@ -185,6 +174,9 @@ class Calls:
         self, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
     ) -> tuple[_Sequence | None, bytes]:
         """Return the calls that a call belongs to (None: it is not logged), and its digest (b"": it has none)."""
+        while isinstance(function, partial):
+            arguments, keywords = [*function.args, *arguments], {**function.keywords, **keywords}
+            function = function.func
         env, name = _env_of(function), getattr(function, "__qualname__", "")
         if env is None:
             on_restart = getattr(function, "on_restart", "replay" if "<" in name else "load")
