@@ -42,16 +42,8 @@ class Read:
     """All tool calls, as the OpenAI API has them, with the last part."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Format:
-    template: Template
-    regions: ResponseTemplate
-    """The same template with calls as text, since the parser forgets the text around a call that it cannot read."""
-
-    @classmethod
-    def of(cls, template: Template) -> "_Format":
-        fields = {name: _as_text(field) for name, field in template["fields"].items()}
-        return cls(template, load_response_template({**template, "fields": fields}))
+_Format = tuple[Template, ResponseTemplate]
+"""A template, and the same one with calls as text: the parser forgets the text around a call that it cannot read."""
 
 
 class ReplyReaders:
@@ -78,7 +70,7 @@ class ReplyReaders:
         reply_format = self._format(bool(tools))
         if reply_format is None:
             return None
-        fields = reply_format.template["fields"].items()
+        fields = reply_format[0]["fields"].items()
         marks = str([field for name, field in fields if name != KEPT_THOUGHT]).replace("\\", "")
         hidden = self._decoder.special_besides(marks) if skip_special_tokens else _NOTHING
         prefix = self._prefix(prompt, continued)
@@ -93,7 +85,7 @@ class ReplyReaders:
             template = known_template(calls, self._marks, split_reasoning=self._split_reasoning)
         else:
             template = None
-        return None if template is None else _Format.of(template)
+        return None if template is None else _format_of(template)
 
     def _prefix(self, prompt: list[int], continued: object) -> str:
         """Return the beginning of the reply in the prompt: many templates end it with the mark that opens reasoning."""
@@ -113,9 +105,9 @@ class Reader:
         """prefix: text before the reply. hidden: text that stays in arguments of tools alone. trim: the content
         includes the text after calls, in separate lines, without white space around it. Otherwise it is the text before
         the first call."""
-        self._template, self._prefix, self._hidden, self._trim = reply_format.template, prefix, hidden, trim
+        (self._template, regions), self._prefix, self._hidden, self._trim = reply_format, prefix, hidden, trim
         self._tools: list[Any] = [dict(tool) for tool in tools]
-        self._regions = ResponseParser(reply_format.regions, prefix=prefix)
+        self._regions = ResponseParser(regions, prefix=prefix)
         self._text = self._new = self._reasoning = self._content = ""
         self._held = 0
         """Characters that the parser holds, because they might become a call."""
@@ -177,16 +169,19 @@ class Reader:
         fields = {name: field for name, field in self._template["fields"].items() if not name.startswith(CALLS)}
         if len(fields) == len(self._template["fields"]) or not fields:
             return ""
-        without = _Format.of({**self._template, "fields": fields})
+        without = _format_of({**self._template, "fields": fields})
         reader = Reader(without, self._prefix, (), self._hidden, trim=self._trim)
         reader.feed(self._text, last=True)
         return reader._content
 
 
-def _as_text(field: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field with its text as its value."""
-    marks = {key: value for key, value in field.items() if key.startswith(("open", "close"))}
-    return {**marks, "repeats": True, "transform": "{content}"}
+def _format_of(template: Template) -> _Format:
+    as_text = {"repeats": True, "transform": "{content}"}
+    fields = {
+        name: {key: value for key, value in field.items() if key.startswith(("open", "close"))} | as_text
+        for name, field in template["fields"].items()
+    }
+    return template, load_response_template({**template, "fields": fields})
 
 
 def _calls_of(value: Any) -> list[dict[str, Any]]:
