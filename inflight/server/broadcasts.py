@@ -38,17 +38,13 @@ class Broadcasts:
 
     def __init__(self, engine: ServedEngine, updates: Updates):
         self._engine, self._updates = engine, updates
-        self._group: NcclGroup | None = None
+        self.group: NcclGroup | None = None
+        """The group; None: no trainer was met."""
         self._num_met = 0
         self._lock = threading.Lock()
         """Held while one of the two above is changed, since a thread joins a group."""
         self.begun: PendingUpdate | None = None
         """The unfinished update, if there is one."""
-
-    @property
-    def met(self) -> bool:
-        """True if this server is in a trainer's group."""
-        return self._group is not None
 
     async def meet(self, meeting: Rendezvous) -> None:
         """Join the group of a trainer in place of the previous group. A restarted trainer needs a new group. Raises
@@ -61,7 +57,7 @@ class Broadcasts:
             with self._lock:
                 is_late = turn != self._num_met
                 if not is_late:
-                    self._group = group
+                    self.group = group
             if is_late:
                 group.close()
                 raise BroadcastError("this trainer came too late: another one is met by now, or the server ends")
@@ -73,7 +69,7 @@ class Broadcasts:
         self.give_up()
         with self._lock:
             self._num_met += 1
-            group, self._group = self._group, None
+            group, self.group = self.group, None
         if group is not None:
             await asyncio.wrap_future(_threads.start(group.close))
 
@@ -105,13 +101,13 @@ class Broadcasts:
             # The trainer broadcasts in any case. Unread tensors would be taken for the next ones.
             if self.begun is not None:
                 self.begun.broken_off = True
-            if self._group is not None:
-                await asyncio.wrap_future(_threads.start(self._group.close))
+            if self.group is not None:
+                await asyncio.wrap_future(_threads.start(self.group.close))
             raise
-        if self._group is None or self._group.closed:
+        if self.group is None or self.group.closed:
             begun.broken_off = True
             raise BroadcastError("the trainer's group was left; call /init_weight_transfer_engine to meet again")
-        await begun.receive(self._group, tensors)
+        await begun.receive(self.group, tensors)
 
     def _check_begun(self) -> "PendingUpdate":
         if self.begun is None:

@@ -103,7 +103,7 @@ async def update_weights(served: Served, request: Request) -> Response:
     directory in `update_info` waits for finish. While tensors arrive, other updates wait."""
     fields = await read_request(request, _Update, _MOST_NAMES_BYTES)
     info = fields.update_info or {}
-    if "names" in info and served.broadcasts.met:
+    if "names" in info and served.broadcasts.group is not None:
         with _never_sent_again():
             await served.broadcasts.receive(info)
         return _done("the tensors are here; /finish_weight_update publishes them")

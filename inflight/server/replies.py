@@ -47,17 +47,13 @@ class Choice:
             skip_special_tokens=reply.skip_special_tokens,
         )
         self._versions: list[int] = []
-        self._num_parts = 0
+        self.num_parts = 0
         self.num_characters = 0
         """Length of the texts of the tokens in earlier parts of a completion."""
 
-    @property
-    def is_first(self) -> bool:
-        return self._num_parts == 1
-
     def push(self, rollout: Rollout) -> None:
         """Take the next part of the sample. Raises ApiError for a sample that failed."""
-        self._num_parts += 1
+        self.num_parts += 1
         self.rollout, self.finish_reason = rollout, answers.finish_reason(rollout.finish_reason)
         text = self._sample_text.push(rollout.token_ids.tolist(), rollout.finish_reason)
         self.read = self._reader.feed(text, last=bool(rollout.finish_reason)) if self._reader else Read(content=text)
@@ -229,7 +225,7 @@ class CompletionReply(Reply):
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         text, skip = choice.read.content, self.params.skip_special_tokens
-        if self._echo and choice.is_first:
+        if self._echo and choice.num_parts == 1:
             text = self.served.decoder.decode(choice.prompt, skip_special_tokens=skip) + text
         json = {"index": choice.index, "text": text, "logprobs": None} | choice.fields(self)
         if self.with_logprobs:
@@ -240,7 +236,7 @@ class CompletionReply(Reply):
             drawn = answers.completion_logprobs(choice.rollout, self.token_name, offset=choice.num_characters)
             choice.num_characters += sum(map(len, drawn["tokens"]))
             json["logprobs"] = {name: [*before.get(name, ()), *values] for name, values in drawn.items()}
-        if self.with_ids and choice.is_first:
+        if self.with_ids and choice.num_parts == 1:
             json["prompt_token_ids"] = choice.prompt
         return json | _scores(self, choice.rollout)
 
