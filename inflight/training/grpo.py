@@ -23,12 +23,12 @@ from inflight.observability.loggers import JsonLines, Logger, TensorBoard
 from inflight.training.config import GRPOConfig
 from inflight.training.critic import Critic
 from inflight.training.data.batch import PackedBatch
-from inflight.training.data.demonstrations import Demonstration, next_demonstrations
+from inflight.training.data.demonstrations import Demonstration, packed_by_step
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
-from inflight.training.data.submitter import as_example
+from inflight.training.data.submitter import Submitted
 from inflight.training.data.teacher_scoring import TeacherScorer
 from inflight.training.evaluation import Evaluation, EvaluationResult
 from inflight.training.model.forward import bf16_on_gpu
@@ -39,7 +39,7 @@ from inflight.training.ranks.follower import Follower
 from inflight.training.ranks.group import plain_fields
 from inflight.training.ranks.joining import check_supported, join_ranks
 from inflight.training.ranks.leader import Leader
-from inflight.training.reference import ReferenceScorer, charge_kl, reference_scorer
+from inflight.training.reference import charge_kl, reference_scorer
 from inflight.training.report import StepReport
 from inflight.training.schedules import (
     LIVE_S,
@@ -50,8 +50,8 @@ from inflight.training.schedules import (
     WeightPublisher,
     resolve_schedule,
 )
-from inflight.training.step import StepGradient, Update, check_finite, take_step, train_step
-from inflight.training.teacher import AddTeacher, TeacherLike, prepare_teacher
+from inflight.training.step import Learner, check_finite, train_step
+from inflight.training.teacher import TeacherLike, prepare_teacher
 
 __all__ = ["Example", "GRPOConfig", "StepReport", "grpo", "train_step"]
 
@@ -119,88 +119,44 @@ def grpo(
     An update with a non-finite loss or gradient is not taken; it is counted and logged. Non-finite weights are never
     published: NonFiniteWeightsError ends the run, and the engine keeps its weights.
     """
-    group = join_ranks(engine)
+    group, objective = join_ranks(engine), resolve(config.objective)
     with nullcontext() if group is None else group.together():
         score_reference = reference_scorer(
-            resolve(config.objective),
-            model,
-            reference,
-            reward_kl_weight=config.reward_kl_weight,
-            autocast=config.autocast,
+            objective, model, reference, reward_kl_weight=config.reward_kl_weight, autocast=config.autocast
         )
         score, add_teacher = prepare_teacher(
-            teacher,
-            score,
-            resolve(config.objective),
-            model,
-            engine,
-            config.sampling,
-            autocast=config.autocast,
+            teacher, score, objective, model, engine, config.sampling, autocast=config.autocast
         )
         if group is not None:
             check_supported(model, config)
         check_finite(model)
+        progress = GRPOProgress() if run is None else convert(run.progress.get("grpo", {}), GRPOProgress)
+    if isinstance(objective.entropy_weight, AdaptiveEntropy) and progress.entropy_weight:
+        objective.entropy_weight.load_state_dict(progress.entropy_weight)
+    of_steps = None if demonstrations is None else packed_by_step(islice(demonstrations, progress.step, None))
+    learner = Learner(model, optimizer, config, lr_scheduler, score_reference, add_teacher, of_steps, group)
     ranks: Leader | None = None
-    saved = {} if run is None else run.progress.get("grpo", {})
-    step, state, weight = saved.get("step", 0), saved.get("entropy_weight"), resolve(config.objective).entropy_weight
-    if isinstance(weight, AdaptiveEntropy) and state:
-        weight.load_state_dict(state)
-    of_steps = None if demonstrations is None else islice(demonstrations, step, None)
     if group is not None:
-        group.check_alike(model, plain_fields(config) | {"step": step})
+        group.check_alike(model, plain_fields(config) | {"step": progress.step})
         if group.rank:
             stream: Any = engine.stream
-            return Follower(
-                stream,
-                group,
-                publisher,
-                model,
-                optimizer,
-                config,
-                lr_scheduler,
-                score_reference,
-                add_teacher,
-                run,
-                evaluation,
-                of_steps,
-            ).reports()
+            return Follower(stream, group, learner, publisher, run, evaluation).reports()
         assert engine.stream.sharing is not None
         ranks = Leader(engine.stream.sharing, group)
 
     def steps() -> Iterator[StepReport]:
-        progress = GRPOProgress() if run is None else convert(run.progress.get("grpo", {}), GRPOProgress)
         publishes = progress.step == 0 or publisher.version == 0 or engine.staleness.unpublished_steps > 0
         if ranks is not None:
             ranks.begin(publishes=publishes)
-        if publishes:
-            _publish_first(engine, publisher)
+        if publishes:  # Whichever weights the engine was launched with, it draws with the trainer's.
+            version = publisher.publish()
+            with telling(f"version {version}, the trainer's weights before the first step, goes live"):
+                engine.wait_for_version(version, timeout_s=LIVE_S)
         for each in loggers:
             if isinstance(each, (JsonLines, TensorBoard)) and progress.step:
                 each.continue_after(progress.step)
-        trainer = _Trainer(
-            engine,
-            publisher,
-            model,
-            optimizer,
-            config,
-            lr_scheduler,
-            score_reference,
-            add_teacher,
-            progress,
-            of_steps,
-            ranks,
-        )
-        admission = Admission(
-            engine,
-            publisher,
-            examples,
-            score,
-            config,
-            in_flight=set(progress.in_flight),
-            num_submitted=progress.num_submitted,
-            state=progress.examples,
-            unsubmitted=progress.unsubmitted,
-        )
+        trainer = _Trainer(engine, publisher, learner, progress, ranks)
+        admission = Admission(engine, publisher, examples, score, config, progress)
         if config.train_as_they_finish:
             admission.while_incomplete = trainer.compute
         step = begin = progress.step
@@ -237,26 +193,18 @@ def grpo(
     return steps() if ranks is None else ranks.lead(steps())
 
 
-class GRPOProgress(msgspec.Struct, frozen=True):
+class GRPOProgress(Submitted, frozen=True):
     """Progress of `grpo`, from which a loaded run continues."""
 
     step: int = 0
     """Number of steps taken."""
-    num_submitted: int = 0
-    """Number of examples submitted."""
-    in_flight: list[int] = []
-    """Ids of the groups that were submitted and not taken."""
     num_skipped: int = 0
     """As in StepReport; so is `dropped`."""
     dropped: dict[str, int] = {}
     evaluating: list[int] = []
     """Ids of the groups of an evaluation in progress."""
-    examples: dict[str, Any] | None = None
-    """State of examples that observe rewards."""
     entropy_weight: dict[str, Any] | None = None
     """State of an `AdaptiveEntropy`."""
-    unsubmitted: list[Example] = []
-    """Examples that count in the state `examples`, and were not submitted."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a dict, JSON-like if the examples are. `Run.save` raises for examples that are not."""
@@ -268,7 +216,6 @@ class GRPOProgress(msgspec.Struct, frozen=True):
 class _Step:
     """The groups of the present step that the trainer has computed on."""
 
-    gradient: StepGradient
     taken: ScoredGroups | None = None
     """The groups of the step, as `Admission.take` returns them; None before the first part."""
     scored: ScoredGroups = field(default_factory=ScoredGroups)
@@ -285,28 +232,23 @@ class _Trainer:
 
     engine: RolloutEngine
     publisher: WeightPublisher
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    config: GRPOConfig
-    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None
-    score_reference: ReferenceScorer | None
-    add_teacher: AddTeacher | None
+    learner: Learner
     begin: GRPOProgress
-    demonstrations: Iterator[Sequence[Demonstration]] | None = None
     ranks: Leader | None = None
     """Shares each part of a step with the other ranks; None: the trainer has one rank."""
+    config: GRPOConfig = field(init=False)
     dropped: Dropped = field(init=False)
     num_skipped: int = field(init=False)
     probe: VersionProbe | None = field(init=False)
-    present: _Step = field(init=False)
+    present: _Step = field(init=False, default_factory=_Step)
     nothing_to_learn: NothingToLearn = field(init=False, default_factory=NothingToLearn)
 
     def __post_init__(self) -> None:
+        self.config = self.learner.config
         self.num_skipped, self.dropped = self.begin.num_skipped, Dropped(**self.begin.dropped)
-        self.probe = VersionProbe(self.model) if self.config.probe_every else None
+        self.probe = VersionProbe(self.learner.model) if self.config.probe_every else None
         if self.probe is not None:
             self.probe.remember(self.engine.staleness.trainer_version)
-        self.present = self._empty_step()
 
     def compute(self, scored: ScoredGroups, *, is_whole: bool = False) -> None:
         """Add the gradients of the groups of the present step that were not there in the last call. is_whole: no more
@@ -322,8 +264,9 @@ class _Trainer:
         if len(new.groups) < least:  # Fewer groups than ranks would leave ranks without one.
             return
         present.taken = scored
-        if config.reward_kl_weight and self.score_reference is not None:
-            score, charged = self.score_reference, config
+        score = self.learner.score_reference
+        if config.reward_kl_weight and score is not None:
+            charged = config
             if self.ranks is not None:  # Each rank splits its share into micro-batches.
                 score = self.ranks.reference_scorer(score, config.micro_batch_tokens)
                 charged = replace(config, micro_batch_tokens=0)
@@ -344,12 +287,12 @@ class _Trainer:
         present.scored.has_advantage |= part.has_advantage
         if batch is None:
             assert part.totals is not None
-            present.gradient.count(part.totals if self.ranks is None else self.ranks.count(part.totals))
+            self.learner.count(part.totals if self.ranks is None else self.ranks.count(part.totals))
             return
         batch.observers = self.engine.stream.observers
         present.batches.append(batch)
         of_step = 1.0 if is_whole else len(scored.groups) / config.groups_per_step
-        present.gradient.add(batch if self.ranks is None else self.ranks.share(batch, of_step), share=of_step)
+        self.learner.add(batch if self.ranks is None else self.ranks.share(batch, of_step), share=of_step)
 
     def take(self, step: int, scored: ScoredGroups, admission: Admission) -> StepReport:
         """Train on the groups of a step, and publish."""
@@ -359,25 +302,22 @@ class _Trainer:
         self.dropped += scored.dropped + present.scored.dropped
         if resolve(config.objective).is_about_rewards_alone:
             self.nothing_to_learn.note(present.scored)
-        update, staleness, causes = Update(), None, None
+        causes = None
         if present.batches and probe is not None and step % config.probe_every == 0:
-            with bf16_on_gpu(self.model, config.autocast):
+            with bf16_on_gpu(self.learner.model, config.autocast):
                 causes = probe.causes(present.batches[0])
-        given = next_demonstrations(self.demonstrations)
         if self.ranks is not None:
             self.ranks.step()
+        update, staleness = self.learner.step(), None
+        self.num_skipped += update.num_skipped
         if present.batches:
-            update = take_step(present.gradient, self.lr_scheduler, config, given)
-            self.num_skipped += update.num_skipped
             staleness = measure_consumed(meter, *present.batches)
-        self.present = self._empty_step()
-        with nullcontext() if self.ranks is None else self.ranks.group.together():
-            check_finite(self.model, trainable=True)
-        version = self.publisher.publish()
+        self.present = _Step()
+        version = self.learner.publish(self.publisher)
         if probe is not None:
             probe.remember(meter.trainer_version)
         critic = config.advantages.step() if isinstance(config.advantages, Critic) else None
-        has_reward_kl = config.reward_kl_weight and self.score_reference is not None
+        has_reward_kl = config.reward_kl_weight and self.learner.score_reference is not None
         return StepReport(
             step=step,
             version=version,
@@ -404,54 +344,22 @@ class _Trainer:
         """Drop the gradients of a step that was not taken, and the rollouts that a critic has kept for it."""
         if isinstance(self.config.advantages, Critic):
             self.config.advantages.forget()
-        if self.present.batches:
-            self.optimizer.zero_grad()
-            self.present = self._empty_step()
-
-    def _empty_step(self) -> _Step:
-        gradient = StepGradient(
-            self.model,
-            self.optimizer,
-            self.config,
-            score_reference=self.score_reference,
-            add_teacher=self.add_teacher,
-            ranks=None if self.ranks is None else self.ranks.group,
-        )
-        return _Step(gradient)
+        self.learner.drop()
+        self.present = _Step()
 
     def progress(self, step: int, admission: Admission, evaluating: list[int]) -> GRPOProgress:
         """Return the progress of the run after a step."""
-        submitter, dropped = admission.submitter, asdict(self.dropped)
+        dropped, weight = asdict(self.dropped), resolve(self.config.objective).entropy_weight
         # These were skipped while groups of the next step were submitted.
-        dropped["num_unfit_examples"] += submitter.num_unfit
-        in_flight, weight = sorted(submitter.in_flight), resolve(self.config.objective).entropy_weight
-        of_weight = weight.state_dict() if isinstance(weight, AdaptiveEntropy) else None
-        state = submitter.state
+        dropped["num_unfit_examples"] += admission.submitter.num_unfit
         return GRPOProgress(
-            step,
-            submitter.num_submitted,
-            in_flight,
-            self.num_skipped,
-            dropped,
-            evaluating,
-            state,
-            of_weight,
-            [] if state is None else [_saved(example) for example in submitter.unsubmitted],
+            **msgspec.structs.asdict(admission.submitter.submitted),
+            step=step,
+            num_skipped=self.num_skipped,
+            dropped=dropped,
+            evaluating=evaluating,
+            entropy_weight=weight.state_dict() if isinstance(weight, AdaptiveEntropy) else None,
         )
-
-
-def _saved(example: Any) -> Example:
-    """Return an example for a file, with token ids as a list."""
-    prompt, metadata = as_example(example)
-    return Example(prompt.tolist() if hasattr(prompt, "tolist") else prompt, dict(metadata))
-
-
-def _publish_first(engine: RolloutEngine, publisher: WeightPublisher) -> None:
-    """Publish the trainer's weights and wait until the engine draws with them, whichever weights it was launched
-    with."""
-    version = publisher.publish()
-    with telling(f"version {version}, the trainer's weights before the first step, goes live"):
-        engine.wait_for_version(version, timeout_s=LIVE_S)
 
 
 def _warn_of_early_end(step: int, steps: int, admission: Admission) -> None:

@@ -16,7 +16,7 @@ trainer computes on the groups that a step has so far while it waits for others 
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,14 @@ from inflight.training.data.lead_state import LeadState
 from inflight.training.data.rollout_stream import RolloutStream
 from inflight.training.data.scored_groups import Dropped, ScoredGroups
 from inflight.training.data.scoring import GroupScorer, Score
-from inflight.training.data.submitter import Example, PromptEngine, Submitter, as_example
+from inflight.training.data.submitter import (
+    NOTHING_SUBMITTED,
+    Example,
+    PromptEngine,
+    Submitted,
+    Submitter,
+    as_example,
+)
 
 __all__ = ["SCHEDULES", "Admission", "Example", "RolloutEngine", "Schedule", "WeightPublisher", "as_example"]
 
@@ -69,12 +76,8 @@ class HasProgress(Protocol):
 
 
 class Admission:
-    """The groups of a run of `grpo`: submits prompts, and takes finished groups. As a context manager it cancels the
-    groups in flight at the end.
-
-    Examples that the engine refuses, such as a prompt longer than its context, are skipped, counted and logged by their
-    index. If it refuses all of the first ones, its error is raised.
-    """
+    """The groups of a run of `grpo`: submits prompts (`Submitter`), and takes finished groups. As a context manager it
+    cancels the groups in flight at the end."""
 
     def __init__(
         self,
@@ -83,17 +86,12 @@ class Admission:
         examples: Iterable[Any],
         score: Score | GroupScorer | None,
         config: Any,
-        *,
-        in_flight: Collection[int] = (),
-        num_submitted: int = 0,
-        state: dict[str, Any] | None = None,
-        unsubmitted: Iterable[Example] = (),
+        submitted: Submitted = NOTHING_SUBMITTED,
     ):
         """examples: each is an `Example`, or a prompt as in `as_example`. Examples that might exceed
         `config.micro_batch_tokens` are skipped; before the first step they raise ValueError instead. score: computes
         the rewards of a group as soon as it has finished; None: its rollouts have rewards. config: a `GRPOConfig`; its
-        module imports this one. in_flight, num_submitted, state, unsubmitted: of a run that is continued
-        (`Submitter`)."""
+        module imports this one. submitted: of a run that is continued."""
         self.engine, self.publisher, self._score, self._config = engine, publisher, score, config
         batches_ahead = resolve_schedule(config.schedule).batches_ahead
         self.submitter = Submitter(
@@ -104,10 +102,7 @@ class Admission:
             ahead=config.ahead if batches_ahead is None else batches_ahead,
             most_groups=0 if batches_ahead == 0 else config.groups_in_flight,
             most_tokens=config.micro_batch_tokens,
-            in_flight=in_flight,
-            num_submitted=num_submitted,
-            state=state,
-            unsubmitted=unsubmitted,
+            submitted=submitted,
         )
         if (continue_saved := getattr(engine, "continue_saved", None)) is not None:
             continue_saved()

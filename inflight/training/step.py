@@ -2,7 +2,10 @@
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,6 +28,12 @@ from inflight.training.reference import ReferenceScorer
 from inflight.training.teacher import AddTeacher
 
 logger = logging.getLogger(__name__)
+
+
+class Publishes(Protocol):
+    """The part of a publisher that a learner uses."""
+
+    def publish(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -53,50 +62,45 @@ def train_step(
     add_teacher: AddTeacher | None = None,
     demonstrations: PackedBatch | None = None,
 ) -> Update:
-    """Take the optimizer steps on one batch. A batch on the CPU is moved in micro-batches. score_reference: computes
-    the reference log-probabilities of the KL penalty, if the objective has one and the batch does not contain them.
-    add_teacher: adds the scores of a teacher to a micro-batch. demonstrations: of `pack_demonstrations`; their negative
-    log-likelihood times `config.demonstration_weight` is added to the loss."""
-    gradient = StepGradient(model, optimizer, config, score_reference=score_reference, add_teacher=add_teacher)
-    gradient.add(batch)
-    return gradient.step(demonstrations)
+    """Take the optimizer steps on one batch. A batch on the CPU is moved in micro-batches. The options are fields of
+    `Learner`; demonstrations: of `pack_demonstrations`."""
+    given = None if demonstrations is None else iter([demonstrations])
+    learner = Learner(model, optimizer, config, None, score_reference, add_teacher, given)
+    learner.add(batch)
+    return learner.step()
 
 
-def take_step(
-    gradient: "StepGradient",
-    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
-    config: GRPOConfig,
-    demonstrations: PackedBatch | None = None,
-) -> Update:
-    """Take the optimizer steps of a batch, and a step of the learning rate if one of them was taken."""
-    update = gradient.step(demonstrations)
-    if lr_scheduler is not None and update.num_skipped < config.updates_per_batch:
-        lr_scheduler.step()
-    return update
-
-
-class StepGradient:
-    """The gradient of one optimizer step, of a batch that arrives in one or several parts.
+@dataclass(eq=False)
+class Learner:
+    """Adds up the gradient of an optimizer step, of a batch that arrives in one or several parts, and takes the step.
 
     A token of the step weighs 1 / N times a factor of its own group, with N the tokens, sequences or groups of the step
     (`divisor`). N is known once all parts have arrived. Until then each part is divided by an estimate of N. `step`
     multiplies the sum of the gradients by estimate / N before it clips.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: GRPOConfig,
-        *,
-        score_reference: ReferenceScorer | None = None,
-        add_teacher: AddTeacher | None = None,
-        ranks: RankGroup | None = None,
-    ):
-        """ranks: the ranks that add the gradients of their shares of each part, and take the step together."""
-        self._model, self._optimizer, self._config, self._ranks = model, optimizer, config, ranks
-        self._score_reference, self._add_teacher = score_reference, add_teacher
-        self._objective = resolve(config.objective)
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    config: GRPOConfig
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    score_reference: ReferenceScorer | None = None
+    """Computes the reference log-probabilities of the KL penalty, if the objective has one and the batch lacks them."""
+    add_teacher: AddTeacher | None = None
+    """Adds the scores of a teacher to a micro-batch."""
+    demonstrations: Iterator[PackedBatch] | None = None
+    """For each step a batch. Its negative log-likelihood times `config.demonstration_weight` is added to the loss.
+    Every rank computes all of it."""
+    ranks: RankGroup | None = None
+    """The ranks that add the gradients of their shares of each part, and take the step together."""
+
+    def __post_init__(self) -> None:
+        self._objective = resolve(self.config.objective)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a step without parts."""
+        self.has_batch = False
+        """A part of the step is in the loss."""
         self._count, self._estimate = 0.0, 0.0
         """N of the parts so far, and the estimate of the N of the step (0: there is none yet)."""
         self._parts: list[tuple[PackedBatch, float]] = []
@@ -112,31 +116,53 @@ class StepGradient:
     def add(self, batch: PackedBatch, *, share: float = 1.0) -> None:
         """Add the gradient of a part. share: the expected share of the step that has arrived with this part; 1 if it is
         the only one. It decides the estimate of N, which the result does not depend on, except for rounding."""
-        config = self._config
+        config = self.config
+        self.has_batch = True
         self.count(batch.totals)
         self._estimate = self._estimate or self._count / share or 1.0
         weight = divisor(self._objective.aggregation, batch.totals) / self._estimate
-        parts = equal_micro_batches(batch, config.micro_batch_tokens, self._ranks)
+        parts = equal_micro_batches(batch, config.micro_batch_tokens, self.ranks)
         if self._objective.proximal == "recomputed":
-            with torch.no_grad(), bf16_on_gpu(self._model, config.autocast):
-                scored = [token_logprobs(self._model, part) for part in parts]
+            with torch.no_grad(), bf16_on_gpu(self.model, config.autocast):
+                scored = [token_logprobs(self.model, part) for part in parts]
             parts = [part.with_column("proximal_logprobs", own) for part, own in zip(parts, scored, strict=True)]
-        if self._objective.kl_weight and self._score_reference is not None and batch.reference_logprobs is None:
+        if self._objective.kl_weight and self.score_reference is not None and batch.reference_logprobs is None:
             with span("reference"):
-                parts = [part.with_column("reference_logprobs", self._score_reference(part)) for part in parts]
-        if self._add_teacher is not None:
+                parts = [part.with_column("reference_logprobs", self.score_reference(part)) for part in parts]
+        if self.add_teacher is not None:
             with span("teacher"):
-                parts = [self._add_teacher(part) for part in parts]
+                parts = [self.add_teacher(part) for part in parts]
         if config.updates_per_batch > 1:
             self._parts += [(part, weight) for part in parts]
         for part in parts:
             self._add(part, weight)
 
-    def step(self, demonstrations: PackedBatch | None = None) -> Update:
-        """Take the optimizer steps. A step of which a loss or the gradient is not finite is not taken. demonstrations:
-        each step adds the gradient of their negative log-likelihood; every rank computes all of them."""
+    def step(self) -> Update:
+        """Take the optimizer steps of the parts, and a step of the learning rate if one of them was taken. A step of
+        which a loss or the gradient is not finite is not taken. Without a batch, nothing changes."""
+        demonstrations = None if self.demonstrations is None else next(self.demonstrations)
+        update = self._take(demonstrations) if self.has_batch else Update()
+        if self.has_batch and self.lr_scheduler is not None and update.num_skipped < self.config.updates_per_batch:
+            self.lr_scheduler.step()
+        self._begin()
+        return update
+
+    def publish(self, publisher: Publishes) -> int:
+        """Publish the weights. Raises NonFiniteWeightsError if some that training changes are not finite, on all
+        ranks."""
+        with nullcontext() if self.ranks is None else self.ranks.together():
+            check_finite(self.model, trainable=True)
+        return publisher.publish()
+
+    def drop(self) -> None:
+        """Drop the gradients of a step that was not taken."""
+        if self.has_batch:
+            self.optimizer.zero_grad()
+            self._begin()
+
+    def _take(self, demonstrations: PackedBatch | None) -> Update:
         update, scale = Update(), self._estimate / (self._count or 1.0)
-        for index in range(self._config.updates_per_batch):
+        for index in range(self.config.updates_per_batch):
             if index:
                 self._stats, self._is_lost = None, False
                 for part, weight in self._parts:
@@ -146,15 +172,15 @@ class StepGradient:
                 update.num_skipped += 1
                 continue
             with span("optimizer step"):
-                if self._ranks is not None:
-                    self._ranks.average_gradients(self._model, self._optimizer)
-                scale_gradients(self._optimizer, scale)
-                norm = clip_and_step(self._optimizer, max_grad_norm=self._config.max_grad_norm)
+                if self.ranks is not None:
+                    self.ranks.average_gradients(self.model, self.optimizer)
+                scale_gradients(self.optimizer, scale)
+                norm = clip_and_step(self.optimizer, max_grad_norm=self.config.max_grad_norm)
             update.num_skipped += not math.isfinite(norm)
             if update.grad_norm is None:
                 update.grad_norm = norm
             if index == 0:
-                stats = self._stats if self._ranks is None else self._ranks.sum_stats(self._stats)
+                stats = self._stats if self.ranks is None else self.ranks.sum_stats(self._stats)
                 update.stats, update.nll = replace(stats, loss=stats.loss * scale), nll
         if isinstance(weight := self._objective.entropy_weight, AdaptiveEntropy):
             update.entropy_weight = float(weight)
@@ -171,9 +197,9 @@ class StepGradient:
     def _add_nll(self, demonstrations: PackedBatch, scale: float) -> float:
         """Add the gradient of demonstrations. Returns their negative log-likelihood. scale: the factor of all gradients
         in `step`."""
-        weight = self._config.demonstration_weight / scale
+        weight = self.config.demonstration_weight / scale
         own = replace(PRESETS["none"], aggregation=self._objective.aggregation, max_tokens=self._objective.max_tokens)
-        parts = equal_micro_batches(demonstrations, self._config.micro_batch_tokens, self._ranks)
+        parts = equal_micro_batches(demonstrations, self.config.micro_batch_tokens, self.ranks)
         found = [self._backward(part, weight, own) for part in parts]
         return sum(stats.loss for stats in found if stats is not None) / weight
 
@@ -185,14 +211,14 @@ class StepGradient:
             return None
         loss = stats = None
         try:
-            with span("forward", tokens=part.num_drawn), bf16_on_gpu(self._model, self._config.autocast):
-                loss, stats = policy_loss(self._model, part, objective=objective)
+            with span("forward", tokens=part.num_drawn), bf16_on_gpu(self.model, self.config.autocast):
+                loss, stats = policy_loss(self.model, part, objective=objective)
         except NonFiniteLossError as error:
             logger.warning("an optimizer step was skipped: %s", error)
-        self._is_lost = loss is None if self._ranks is None else self._ranks.any(loss is None)
+        self._is_lost = loss is None if self.ranks is None else self.ranks.any(loss is None)
         if self._is_lost or loss is None or stats is None:
-            self._optimizer.zero_grad()
-            for module in self._model.modules():
+            self.optimizer.zero_grad()
+            for module in self.model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # A backward pass would have done that.
             return None

@@ -15,7 +15,7 @@ import inflight
 from inflight.core.errors import InflightError
 from inflight.training.data.batch import pack
 from inflight.training.objective.objective import PRESETS
-from inflight.training.step import StepGradient, train_step
+from inflight.training.step import Learner, train_step
 
 PAIRS = [([1, 2, 3], [4, 5]), ([6], [7, 8, 9, 10, 11]), ([12, 13], [14])]
 WEIGHT, MAX_TOKENS = 0.3, 20
@@ -49,10 +49,11 @@ def change(config, pairs, parts=(1.0,), model=None):
     """The change of all parameters by a step of SGD with learning rate 1, and its NLL."""
     model = (model or make_model("qwen3")).double()
     before = [p.detach().clone() for p in model.parameters()]
-    gradient = StepGradient(model, torch.optim.SGD(model.parameters(), lr=1.0), config)
+    learner = Learner(model, torch.optim.SGD(model.parameters(), lr=1.0), config)
+    learner.demonstrations = iter([inflight.pack_demonstrations(pairs)]) if pairs else None
     for place, share in enumerate(parts):
-        gradient.add(batch_of(place), share=share)
-    update = gradient.step(inflight.pack_demonstrations(pairs) if pairs else None)
+        learner.add(batch_of(place), share=share)
+    update = learner.step()
     return [was - p.detach() for was, p in zip(before, model.parameters(), strict=True)], update
 
 

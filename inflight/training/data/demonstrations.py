@@ -1,6 +1,6 @@
 """Given answers, whose likelihood a step increases next to the policy gradient."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,16 +24,12 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
     return pack(rollouts, [1.0] * len(rollouts))  # The gradient of −A · log π with A = 1.
 
 
-def next_demonstrations(of_steps: Iterator[Sequence[Demonstration]] | None) -> PackedBatch | None:
-    """Return the demonstrations of the next step; None if there are none in any step. Raises InflightError if they have
-    ended."""
-    if of_steps is None:
-        return None
-    if (found := next(of_steps, None)) is None:
-        raise InflightError(
-            "the demonstrations have ended before the run: give a list for each step, for example by itertools.cycle"
-        )
-    return pack_demonstrations(found)
+def packed_by_step(of_steps: Iterable[Sequence[Demonstration]]) -> Iterator[PackedBatch]:
+    """Yield the demonstrations of each step. Raises InflightError after the last."""
+    yield from map(pack_demonstrations, of_steps)
+    raise InflightError(
+        "the demonstrations have ended before the run: give a list for each step, for example by itertools.cycle"
+    )
 
 
 def _as_rollout(place: int, prompt: ArrayLike, answer: ArrayLike) -> Rollout:

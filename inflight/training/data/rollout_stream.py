@@ -31,7 +31,7 @@ from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
-from inflight.training.data.submitter import PromptEngine, Submitter
+from inflight.training.data.submitter import PromptEngine, Submitted, Submitter
 from inflight.training.data.texts import Texts
 
 _CHECK_S = 0.1
@@ -362,8 +362,7 @@ class RolloutStream:
             params,
             ceil(rollouts / params.n),
             ahead=ahead,
-            in_flight=self.ledger.queue.outstanding,
-            unsubmitted=unsubmitted,
+            submitted=Submitted(in_flight=self.ledger.queue.outstanding, unsubmitted=unsubmitted),
         )
 
     def check_scores(self, scored: ScoredGroups, least: int) -> None:

@@ -3,11 +3,13 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from math import inf
 from typing import Any, NamedTuple, Protocol, cast
+
+import msgspec
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, InvalidRequestError
@@ -37,6 +39,22 @@ class Example(NamedTuple):
 def as_example(example: Any) -> Example:
     """Return an example unchanged, or make one of a prompt for `engine.submit`."""
     return example if isinstance(example, Example) else Example(example, {})
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    """The examples of a run that were submitted, from which another submitter continues."""
+
+    num_submitted: int = 0
+    """Number of examples that were submitted or skipped."""
+    in_flight: list[int] = []
+    """Ids of the groups that were submitted and not taken."""
+    examples: dict[str, Any] | None = None
+    """State of examples that observe rewards."""
+    unsubmitted: list[Example] = []
+    """Examples that count in the state `examples`, and were not submitted."""
+
+
+NOTHING_SUBMITTED = Submitted()
 
 
 class GroupStream(Protocol):
@@ -85,42 +103,37 @@ class Submitter:
         ahead: int | str,
         most_groups: int = 0,
         most_tokens: int = 0,
-        in_flight: Collection[int] = (),
-        num_submitted: int = 0,
-        state: dict[str, Any] | None = None,
-        unsubmitted: Iterable[Any] = (),
+        submitted: Submitted = NOTHING_SUBMITTED,
     ):
         """ahead, most_groups: as in `LeadController`. most_tokens: skip examples that might exceed this with an answer,
-        and raise ValueError for the first ones; 0: no bound. in_flight, num_submitted, state: of a run that is
-        continued. Skips the examples that were submitted, unless the examples observe rewards; these load `state`.
-        unsubmitted: the examples that an earlier submitter has taken and not submitted, from the same iterator or from
-        examples with this state."""
+        and raise ValueError for the first ones; 0: no bound. submitted: of a run that is continued. Its examples are
+        skipped, unless the examples observe rewards; these load its state."""
         self._engine, self._source, self._sampling = engine, examples, sampling
         self._observe = getattr(examples, "observe", None)
         if self._observe is None:
-            self._examples = islice(examples, num_submitted, None)
+            self._examples = islice(examples, submitted.num_submitted, None)
         else:
-            if state is not None and hasattr(examples, "load_state_dict"):
-                cast(Any, examples).load_state_dict(state)
+            if submitted.examples is not None and hasattr(examples, "load_state_dict"):
+                cast(Any, examples).load_state_dict(submitted.examples)
             self._examples = iter(examples)
         self._per_step, self._most_tokens = groups_per_step, most_tokens
         self.is_automatic = ahead == "auto"
         self.lead = LeadController(
             groups_per_step, ahead=ahead, most_groups=most_groups, spare_groups=self._spare_groups
         )
-        self.in_flight = set(in_flight)
+        self.in_flight = set(submitted.in_flight)
         """Ids of groups that were submitted and not taken."""
-        self.num_submitted = num_submitted
+        self.num_submitted = submitted.num_submitted
         """Number of examples that were submitted or skipped."""
         self.num_unfit = 0
         """Number of examples that were skipped since the trainer last set this to 0."""
         self.num_accepted = 0
         """Number of groups that were submitted here."""
         self._num_unfit_in_a_row = 0
-        self._any_accepted = num_submitted > 0  # They were accepted before the run was saved.
+        self._any_accepted = submitted.num_submitted > 0  # They were accepted before the run was saved.
         self._taken_early: set[int] = set()
         """Groups that were taken before their submission returned."""
-        self._buffer: deque[Any] = deque(unsubmitted)
+        self._buffer: deque[Any] = deque(submitted.unsubmitted)
         self._has_ended = False
         """The iterator of examples has ended."""
         self._changed = threading.Condition()
@@ -225,10 +238,13 @@ class Submitter:
             self._observe(group)
 
     @property
-    def state(self) -> dict[str, Any] | None:
-        """State of examples that observe rewards and have a `state_dict`."""
-        is_saved = self._observe is not None and hasattr(self._source, "state_dict")
-        return cast(Any, self._source).state_dict() if is_saved else None
+    def submitted(self) -> Submitted:
+        """The examples that were submitted, as JSON-like values if the examples are. The examples that were taken from
+        the iterator and not submitted are a part of it if the examples observe rewards and have a `state_dict`."""
+        if self._observe is None or not hasattr(self._source, "state_dict"):
+            return Submitted(self.num_submitted, sorted(self.in_flight))
+        state = cast(Any, self._source).state_dict()
+        return Submitted(self.num_submitted, sorted(self.in_flight), state, [_plain(e) for e in self.unsubmitted])
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -450,3 +466,9 @@ class Submitter:
 
 def _now_s() -> float:
     return now_ns() / 1e9
+
+
+def _plain(example: Any) -> Example:
+    """Return an example for a file, with token ids as a list."""
+    prompt, metadata = as_example(example)
+    return Example(prompt.tolist() if hasattr(prompt, "tolist") else prompt, dict(metadata))
