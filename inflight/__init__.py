@@ -53,8 +53,7 @@ _HOME = {
         "inflight.observability.loggers": "JsonLines open_logger PrometheusLogger TensorBoard WandB Trackio",
         "inflight.training.data.scored_groups": "ScoredGroups",
         "inflight.training.data.scoring": "Scorer",
-        "inflight.training.data.teacher_scoring": "Teacher TeacherScorer",
-        "inflight.training.data.teacher_sources": "TeacherScores",
+        "inflight.training.data.teacher_scoring": "Teacher TeacherScorer TeacherScores",
         "inflight.training.teacher": "with_teacher",
         "inflight.training.data.staleness_filter": "StalenessRule",
         "inflight.training.objective.statistics": "LossStats",
@@ -113,7 +112,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.training.data.staleness_filter import StalenessRule as StalenessRule
     from inflight.training.data.teacher_scoring import Teacher as Teacher
     from inflight.training.data.teacher_scoring import TeacherScorer as TeacherScorer
-    from inflight.training.data.teacher_sources import TeacherScores as TeacherScores
+    from inflight.training.data.teacher_scoring import TeacherScores as TeacherScores
     from inflight.training.data.trees import tree_advantages as tree_advantages
     from inflight.training.evaluation import Evaluation as Evaluation
     from inflight.training.grpo import grpo as grpo

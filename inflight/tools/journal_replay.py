@@ -54,7 +54,7 @@ class Replay(RolloutStream, ClosedAtEnd):
             check_engine=lambda: None,
             in_order=True,
         )
-        self._scoring.on_next = self._note_versions
+        self.scoring.on_next = self._note_versions
         self.ledger.expect([*self.group_ids, *left_out])
         self.ledger.drop(left_out)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from inflight.tools.plots import noise_of, trend
 from inflight.tools.recorded_run import RecordedRun
-from inflight.training.data.lead_state import Rule
+from inflight.training.data.lead import Rule
 
 WINDOW, LEAST, ENDS = 50, 20, 10
 """Steps of the trend, the least of them with a reward, and steps of a mean at the start and at the end."""

@@ -7,7 +7,7 @@ from typing import Literal
 from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams, check_not_greedy
 from inflight.training.data.advantages import OF_EACH_GROUP, Advantages, is_per_group, resolve_advantages
-from inflight.training.data.lead_state import check_ahead
+from inflight.training.data.lead import check_ahead
 from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.objective.objective import Objective, resolve
 from inflight.training.schedules import Schedule, resolve_schedule

@@ -1,7 +1,6 @@
 """Held-out prompts, answered by one version of the weights while training continues."""
 
 import logging
-import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -14,7 +13,7 @@ from inflight.core.arguments import named
 from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout, samples_of
 from inflight.core.sampling import SamplingParams
-from inflight.core.spans import span
+from inflight.core.workers import Workers
 from inflight.stream.held_groups import Group
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scoring import GroupScorer, Score, Scorer
@@ -96,6 +95,7 @@ class Evaluation:
         self.sampling, self.every, self.name = sampling or SamplingParams(temperature=0), every, name
         self._scorer = score if score is None or isinstance(score, GroupScorer) else Scorer(score)
         self._own_scorer = None if self._scorer is score else self._scorer
+        self._workers = Workers("evaluation")
         self._running: _Running | None = None
         self.last_begun: int | None = None
         """The step after which the last evaluation began."""
@@ -131,8 +131,8 @@ class Evaluation:
             self._engine.wait_for_version(version, timeout_s=LIVE_S)
         pin = None if self._are_episodes else version
         ids = self._engine.submit(prompts, self.sampling, metadata=metadata, version=pin, train=False)
-        self._running, self.last_begun = _Running(step, version, ids), step
-        threading.Thread(target=self._evaluate, args=(self._running,), name="inflight-evaluation", daemon=True).start()
+        result = self._workers.start(self._evaluate, step, version, ids)
+        self._running, self.last_begun = _Running(step, ids, result), step
 
     def finished(self) -> list[EvaluationResult]:
         """Return the results that have arrived since the last call."""
@@ -172,27 +172,24 @@ class Evaluation:
         else:
             logger.error("the evaluation after step %d has failed: %s: %s", running.step, type(error).__name__, error)
 
-    def _evaluate(self, running: "_Running") -> None:
-        try:
-            with span("evaluation"):
-                groups = self._engine.stream.collect(running.group_ids)
-                if self._scorer is not None:
-                    _score(groups, self._scorer)
-            running.result.set_result(self._result(running, [rollout for group in groups for rollout in group]))
-        except Exception as error:  # `_take_result` reports the error; after `close` it is dropped.
-            self._give_up(running.group_ids)
-            running.result.set_exception(error)
-
-    def _result(self, running: "_Running", rollouts: list[Rollout]) -> EvaluationResult:
+    def _evaluate(self, step: int, version: int, group_ids: list[int]) -> EvaluationResult:
         """Return the result. An episode counts once, whatever its number of rollouts."""
+        try:
+            groups = self._engine.stream.collect(group_ids)
+            if self._scorer is not None:
+                _score(groups, self._scorer)
+        except Exception:  # `_take_result` reports the error; after `close` it is dropped.
+            self._give_up(group_ids)
+            raise
+        rollouts = [rollout for group in groups for rollout in group]
         samples = [rollout for rollout, *_ in samples_of(rollouts)]
         scores = [rollout.reward for rollout in samples if rollout.reward is not None]
         drawn = [int(rollout.weight_versions[rollout.drawn].max(initial=0)) for rollout in rollouts]
         return EvaluationResult(
             name=self.name,
-            step=running.step,
-            version=running.version,
-            newest_version=max(running.version, *drawn),
+            step=step,
+            version=version,
+            newest_version=max(version, *drawn),
             reward=fmean(scores) if scores else None,
             num_failed=len(samples) - len(scores),
             rollouts=rollouts,
@@ -218,6 +215,5 @@ def _score(groups: list[Group], scorer: GroupScorer) -> None:
 @dataclass(frozen=True, slots=True)
 class _Running:
     step: int
-    version: int
     group_ids: list[int]
-    result: "Future[EvaluationResult]" = field(default_factory=Future)
+    result: "Future[EvaluationResult]"

@@ -24,11 +24,10 @@ from inflight.training.config import GRPOConfig
 from inflight.training.critic import Critic
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.demonstrations import Demonstration, packed_by_step
-from inflight.training.data.nothing_to_learn import NothingToLearn
+from inflight.training.data.examples import Submitted
 from inflight.training.data.rewards import mean_parts
-from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
+from inflight.training.data.scored_groups import Dropped, NothingToLearn, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
-from inflight.training.data.submitter import Submitted
 from inflight.training.data.teacher_scoring import TeacherScorer
 from inflight.training.evaluation import Evaluation, EvaluationResult
 from inflight.training.model.forward import bf16_on_gpu
@@ -50,10 +49,10 @@ from inflight.training.schedules import (
     WeightPublisher,
     resolve_schedule,
 )
-from inflight.training.step import Learner, check_finite, train_step
+from inflight.training.step import Learner, check_finite
 from inflight.training.teacher import TeacherLike, prepare_teacher
 
-__all__ = ["Example", "GRPOConfig", "StepReport", "grpo", "train_step"]
+__all__ = ["Example", "GRPOConfig", "StepReport", "grpo"]
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +146,7 @@ def grpo(
     def steps() -> Iterator[StepReport]:
         publishes = progress.step == 0 or publisher.version == 0 or engine.staleness.unpublished_steps > 0
         if ranks is not None:
-            ranks.begin(publishes=publishes)
+            ranks.send("begin", b"publish" if publishes else b"")
         if publishes:  # Whichever weights the engine was launched with, it draws with the trainer's.
             version = publisher.publish()
             with telling(f"version {version}, the trainer's weights before the first step, goes live"):
@@ -307,7 +306,7 @@ class _Trainer:
             with bf16_on_gpu(self.learner.model, config.autocast):
                 causes = probe.causes(present.batches[0])
         if self.ranks is not None:
-            self.ranks.step()
+            self.ranks.send("step")
         update, staleness = self.learner.step(), None
         self.num_skipped += update.num_skipped
         if present.batches:
@@ -351,7 +350,7 @@ class _Trainer:
         """Return the progress of the run after a step."""
         dropped, weight = asdict(self.dropped), resolve(self.config.objective).entropy_weight
         # These were skipped while groups of the next step were submitted.
-        dropped["num_unfit_examples"] += admission.submitter.num_unfit
+        dropped["num_unfit_examples"] += admission.submitter.admittance.num_unfit
         return GRPOProgress(
             **msgspec.structs.asdict(admission.submitter.submitted),
             step=step,
@@ -365,7 +364,7 @@ class _Trainer:
 def _warn_of_early_end(step: int, steps: int, admission: Admission) -> None:
     submitter, lost = admission.submitter, str(admission.unreported)
     reason = f"the examples have ended ({submitter.num_submitted} were submitted or skipped)"
-    if not submitter.is_over:
+    if not submitter.examples.are_over:
         reason = "the schedule has ended, although examples are left"
     rest = "" if lost == "nothing" else f"; omitted after the last step: {lost}"
     logger.warning("training has ended after %d of %d steps: %s%s", step, steps, reason, rest)

@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 from inflight.core.rollout import Rollout, samples_of
 from inflight.observability.staleness_meter import TokenStaleness
 from inflight.training.critic import CriticStats
-from inflight.training.data.lead_state import LeadState
+from inflight.training.data.lead import LeadState
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.evaluation import EvaluationResult
 from inflight.training.objective.probe import RatioCauses

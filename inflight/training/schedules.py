@@ -26,18 +26,12 @@ from inflight.core.by_name import resolve_by_name
 from inflight.core.errors import InflightError
 from inflight.core.spans import span
 from inflight.observability.staleness_meter import StalenessMeter
-from inflight.training.data.lead_state import LeadState
+from inflight.training.data.examples import NOTHING_SUBMITTED, Example, PromptEngine, Submitted, as_example
+from inflight.training.data.lead import LeadState
 from inflight.training.data.rollout_stream import RolloutStream
 from inflight.training.data.scored_groups import Dropped, ScoredGroups
 from inflight.training.data.scoring import GroupScorer, Score
-from inflight.training.data.submitter import (
-    NOTHING_SUBMITTED,
-    Example,
-    PromptEngine,
-    Submitted,
-    Submitter,
-    as_example,
-)
+from inflight.training.data.submitter import Submitter
 
 __all__ = ["SCHEDULES", "Admission", "Example", "RolloutEngine", "Schedule", "WeightPublisher", "as_example"]
 
@@ -147,7 +141,7 @@ class Admission:
             is_usable = scored.add(group)
             missing = count - len(scored.groups)
             submitter.took(group[0].group_id, missing)
-            submitter.observe(group)
+            submitter.examples.observe(group)
             self._check(scored)
             may_replace = is_usable and len(scored.replaced) < self._config.replace_uniform_groups
             is_replaced = may_replace and scored.last_is_uniform(self._config.advantages)
@@ -156,10 +150,10 @@ class Admission:
             elif not is_usable:
                 submitter.replace(missing, version)
         if not scored.groups and not self._num_taken:
-            self.engine.stream.check_scores(scored, 1)
+            self.engine.stream.scoring.check(scored, 1)
         self._num_taken += 1
         self.lead = submitter.begin()
-        scored.dropped.num_unfit_examples, submitter.num_unfit = submitter.num_unfit, 0
+        scored.dropped.num_unfit_examples = submitter.admittance.take_num_unfit()
         if not scored.groups:
             self.unreported = scored.dropped
         return scored
@@ -176,7 +170,7 @@ class Admission:
         num_unusable, count = scored.dropped.num_unusable_groups, self._config.groups_per_step
         if num_unusable <= count:
             return
-        self.engine.stream.check_scores(scored, count)
+        self.engine.stream.scoring.check(scored, count)
         raise InflightError(
             f"{num_unusable} groups failed while one batch of {count} was taken: samples of "
             "them were cancelled, ended with an error (log-probabilities that are not finite, or lost frames), or "

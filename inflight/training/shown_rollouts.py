@@ -60,8 +60,8 @@ class ShownRollouts:
         self._time, self._trainer_version = 0.0, None
 
     def observe(self, batch: PackedBatch, rows: torch.Tensor, log_ratios: np.ndarray) -> Samples | None:
-        """Note the rollouts of a batch or micro-batch. rows: i64[n], its tokens in the loss. log_ratios: f32[n]. Return
-        the event of the previous choice if a new one begins and the previous one was not taken."""
+        """Note the rollouts of a (micro-)batch. rows: i64[n], its tokens in the loss. log_ratios: f32[n]. Returns
+        the event of a previous choice that was not taken, if a new one begins."""
         is_due = now_ns() / 1e9 - self._chosen_s > _EVERY_S
         before = self.take() if is_due else None
         with self._lock:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,15 +24,10 @@ from inflight.training.objective.objective import PRESETS, Objective, resolve
 from inflight.training.objective.statistics import LossStats
 from inflight.training.ranks.group import RankGroup, equal_micro_batches
 from inflight.training.reference import ReferenceScorer
+from inflight.training.schedules import WeightPublisher
 from inflight.training.teacher import AddTeacher
 
 logger = logging.getLogger(__name__)
-
-
-class Publishes(Protocol):
-    """The part of a publisher that a learner uses."""
-
-    def publish(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -50,24 +44,6 @@ class Update:
     """Negative log-likelihood of the demonstrations in the first step, if there were any."""
     entropy_weight: float | None = None
     """Weight of the entropy bonus in these steps, if it is an `AdaptiveEntropy`."""
-
-
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: PackedBatch,
-    config: GRPOConfig,
-    *,
-    score_reference: ReferenceScorer | None = None,
-    add_teacher: AddTeacher | None = None,
-    demonstrations: PackedBatch | None = None,
-) -> Update:
-    """Take the optimizer steps on one batch. A batch on the CPU is moved in micro-batches. The options are fields of
-    `Learner`; demonstrations: of `pack_demonstrations`."""
-    given = None if demonstrations is None else iter([demonstrations])
-    learner = Learner(model, optimizer, config, None, score_reference, add_teacher, given)
-    learner.add(batch)
-    return learner.step()
 
 
 @dataclass(eq=False)
@@ -147,7 +123,7 @@ class Learner:
         self._begin()
         return update
 
-    def publish(self, publisher: Publishes) -> int:
+    def publish(self, publisher: WeightPublisher) -> int:
         """Publish the weights. Raises NonFiniteWeightsError if some that training changes are not finite, on all
         ranks."""
         with nullcontext() if self.ranks is None else self.ranks.together():

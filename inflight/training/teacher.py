@@ -14,8 +14,14 @@ from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.scoring import GroupScorer, Score
-from inflight.training.data.teacher_scoring import ScoreTokens, Teacher, TeacherScorer
-from inflight.training.data.teacher_sources import TeacherEngine, check_tokens
+from inflight.training.data.teacher_scoring import (
+    ScoreTokens,
+    Teacher,
+    TeacherEngine,
+    TeacherScorer,
+    check_tokens,
+    no_reward,
+)
 from inflight.training.model.forward import bf16_on_gpu, score_tokens
 from inflight.training.objective.distillation import LOGPROBS, TOP_IDS, TOP_LOGPROBS
 from inflight.training.objective.objective import Objective
@@ -36,15 +42,8 @@ def with_teacher(teacher: nn.Module, batch: PackedBatch, *, top_k: int = 0, auto
     with bf16_on_gpu(teacher, autocast):
         scores = score_tokens(teacher, batch, at=top_k) if top_k else score_tokens(teacher, batch)
     columns = {LOGPROBS: scores.logprobs, TOP_IDS: scores.ids, TOP_LOGPROBS: scores.at}
-    added = {name: _laid_out(values, batch) for name, values in columns.items() if values is not None}
+    added = {name: batch.laid_out(values) for name, values in columns.items() if values is not None}
     return replace(batch, columns=batch.columns | added)
-
-
-def _laid_out(drawn: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """Return [T, …] with values [n, …] at the drawn tokens, on the batch's device."""
-    column = drawn.new_zeros(len(batch.input_ids), *drawn.shape[1:], device=batch.input_ids.device)
-    column[batch.drawn] = drawn.to(column.device)
-    return column
 
 
 def prepare_teacher(
@@ -86,11 +85,7 @@ def prepare_teacher(
         raise ValueError("teacher is the model that is trained, and its KL is always 0: give another model")
     check_tokens(tokenizer, _tokenizer_of(teacher), _vocab_size(model), _vocab_size(teacher))
     add = partial(with_teacher, teacher.eval(), top_k=objective.teacher_top_k, autocast=autocast)
-    return _no_reward if score is None else score, add
-
-
-def _no_reward(rollout: Any) -> float:
-    return 0.0
+    return no_reward if score is None else score, add
 
 
 def _vocab_size(model: nn.Module) -> int:

@@ -58,7 +58,7 @@ class FakeEngine:
 
     def __init__(self, waits: Callable[[], bool] = lambda: False):
         self._waits = waits
-        self.stream = self.ledger = self
+        self.stream = self.ledger = self.scoring = self
         self.staleness = StalenessMeter()
         self.observers: list[Any] = []
         self.failures: Counter[str] = Counter()
@@ -68,7 +68,7 @@ class FakeEngine:
         self._groups: dict[int, list[Rollout]] = {}
         self._ids = count()
 
-    def check_scores(self, scored: Any, least: int) -> None:
+    def check(self, scored: Any, least: int) -> None:
         """Do nothing: no score fails."""
 
     def publish(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 from inflight.observability.events import Began, Engine, Step
 from inflight.tools.recorded_run import RecordedRun
 from inflight.tools.verdict import ERRORS, Finding, verdict_of
-from inflight.training.data.lead_state import Rule
+from inflight.training.data.lead import Rule
 
 HEALTHY = {"ratio/ess": 0.98, "clipped": 0.01, "truncated": 0.02, "num_groups": 64.0, "num_skipped": 0.0}
 HEALTHY |= {"staleness/age_over_bound": 1.2, "staleness/token_age_ms": 250.0, "lead/rule": float(Rule.JUST_IN_TIME)}

@@ -13,7 +13,7 @@ from waiting import wait_until
 
 import inflight
 from inflight.core.errors import InflightError, InvalidRequestError
-from inflight.training.data import submitter
+from inflight.training.data import examples as examples_module
 
 SAMPLING = inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True)
 CONTEXT = 64  # of the engine of these tests
@@ -188,7 +188,7 @@ def test_a_run_of_which_nothing_fits_ends_with_the_engines_error(engine, schedul
 @pytest.mark.parametrize("schedule", ["inflight", "sync"])
 @pytest.mark.parametrize(("length", "most_tokens"), [(100, 0), (30, 20)], ids=["context", "micro-batch"])
 def test_endless_rows_that_do_not_fit_end_a_run(engine, monkeypatch, length, most_tokens, schedule):
-    monkeypatch.setattr(submitter, "_MOST_UNFIT_IN_A_ROW", 20)
+    monkeypatch.setattr(examples_module, "_MOST_UNFIT_IN_A_ROW", 20)
     model = make_model("qwen3")
     rows = ([1, 2] if index < 4 else [9] * length for index in count())
     options = {"steps": 9, "micro_batch_tokens": most_tokens, "schedule": schedule}

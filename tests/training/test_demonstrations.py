@@ -10,12 +10,13 @@ from bigram_run import Bigram, Run, score_tokens
 from made_batches import make_rollouts
 from rank_cases import AGGREGATIONS, demonstrations
 from tiny_models import make_model
+from train_steps import train_step
 
 import inflight
 from inflight.core.errors import InflightError
 from inflight.training.data.batch import pack
 from inflight.training.objective.objective import PRESETS
-from inflight.training.step import Learner, train_step
+from inflight.training.step import Learner
 
 PAIRS = [([1, 2, 3], [4, 5]), ([6], [7, 8, 9, 10, 11]), ([12, 13], [14])]
 WEIGHT, MAX_TOKENS = 0.3, 20

@@ -12,13 +12,14 @@ import pytest
 import torch
 from made_batches import make_batch, make_rollouts
 from tiny_models import VOCABULARY, make_model
+from train_steps import train_step
 
 import inflight
 from inflight.core.errors import NonFiniteLossError, NonFiniteWeightsError, ScoreError
 from inflight.observability.events import Consumed, Step, Swapped, Version, read_events
 from inflight.training.data.batch import pack
 from inflight.training.data.scored_groups import ScoredGroups
-from inflight.training.grpo import GRPOConfig, grpo, train_step
+from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import Objective

@@ -220,7 +220,7 @@ def test_tokens_are_trained_on_or_left_out_and_nothing_else(recorded, unit, acti
     measure_taken(engine.staleness, scored, batch)
     versions = Counter(np.concatenate([rollout.weight_versions for rollout in rollouts]).tolist())
     trained = Counter() if batch is None else Counter(batch.weight_versions[batch.loss_mask & batch.included].tolist())
-    assert {version: life.dropped for version, life in recorder._lives.of_version.items()} == {
+    assert {version: life.dropped for version, life in recorder._writer.lives.items()} == {
         version: count - trained[version] for version, count in versions.items()
     }
     if batch is not None:

@@ -9,12 +9,13 @@ import torch
 from made_batches import make_rollouts
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
+from train_steps import train_step
 
 import inflight
 from inflight.core.rollout import Turn
 from inflight.training.data.batch import pack
 from inflight.training.data.scored_groups import ScoredGroups
-from inflight.training.grpo import GRPOConfig, train_step
+from inflight.training.grpo import GRPOConfig
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.kl import kl_estimate
 from inflight.training.objective.objective import Objective

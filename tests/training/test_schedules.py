@@ -69,7 +69,7 @@ class Journal:
     def __init__(self, bad_groups=(), num_examples=None, uniform_groups=(), abandoned_after=None):
         self._uniform_groups, self._abandoned_after = uniform_groups, abandoned_after
         self.events = []
-        self.stream = self.ledger = self
+        self.stream = self.ledger = self.scoring = self
         self.version = 0
         self.live = 0
         self.dropped = Dropped()
@@ -108,7 +108,7 @@ class Journal:
 
     failures = Counter()
 
-    def check_scores(self, scored, least):
+    def check(self, scored, least):
         pass
 
     def drop(self, group_ids):

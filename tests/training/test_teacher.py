@@ -19,8 +19,7 @@ from inflight.fleet.ranks.attached import AttachedEngine
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.data.shares import decode_share, encode_share, split
-from inflight.training.data.teacher_scoring import TeacherScorer
-from inflight.training.data.teacher_sources import check_tokens
+from inflight.training.data.teacher_scoring import TeacherScorer, check_tokens
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.model.forward import score_tokens
 from inflight.training.objective.distillation import LOGPROBS, TOP_IDS, TOP_LOGPROBS

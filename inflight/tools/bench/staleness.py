@@ -15,7 +15,7 @@ from inflight.tools.bench.options import StalenessOptions
 from inflight.tools.bench.peers import vllm_python
 from inflight.tools.demo.trainer import Threads, load_trainer, split_cores, torch_threads
 from inflight.tools.progress import Progress, untold
-from inflight.training.data.lead_state import read_ahead
+from inflight.training.data.lead import read_ahead
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.weights.trainer.publisher import Publisher
 

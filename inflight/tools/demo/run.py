@@ -61,7 +61,7 @@ from inflight.tools.demo.trainer import (
 from inflight.tools.environment import environment, write_json
 from inflight.tools.progress import Progress, shown_on
 from inflight.tools.watch.command import page_of
-from inflight.training.data.lead_state import read_ahead
+from inflight.training.data.lead import read_ahead
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
 from inflight.training.recording import RunRecorder

@@ -6,7 +6,7 @@ all of them but "reinforce++". A reward that is None or not finite raises ValueE
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 from math import comb, fsum, isclose, isfinite, sqrt
@@ -119,9 +119,8 @@ def of_rewards(function: RewardAdvantages) -> Advantages:
 
     def advantages(groups: Sequence[Sequence[Rollout]]) -> list[float]:
         samples = [samples_of(group) for group in groups]
-        values = iter(function([[rollouts[0].reward for rollouts in of_group] for of_group in samples]))
-        found = {id(rollout): value for s, value in zip(chain(*samples), values, strict=True) for rollout in s}
-        return [found[id(rollout)] for group in groups for rollout in group]
+        values = function([[rollouts[0].reward for rollouts in of_group] for of_group in samples])
+        return _of_rollouts(groups, chain(*samples), values)
 
     return advantages
 
@@ -141,9 +140,7 @@ def turn_advantages(advantages: str | RewardAdvantages = "rloo", *, discount: fl
     (docs/training.md#advantages has the bias).
     Raises ValueError for an unknown name. The function raises the errors of the advantages.
     """
-    function = ADVANTAGES.get(advantages) if isinstance(advantages, str) else advantages
-    if function is None:
-        raise ValueError(f"unknown advantages {advantages!r}; choose {', '.join(ADVANTAGES)}")
+    function = resolve_by_name(advantages, ADVANTAGES, "advantages")
     is_unbiased = advantages == "rloo" or function is rloo_advantages
 
     def compare(groups: Sequence[Sequence[Rollout]]) -> list[np.ndarray]:
@@ -221,9 +218,8 @@ def gdpo_advantages(weights: Mapping[str, float] | None = None, *, eps: float = 
         samples = [samples_of(group) for group in groups]
         sums = np.array([a for of_group in samples for a in _sums_of_parts([s[0] for s in of_group], given, eps)])
         # The mean of the batch is 0, as the mean of each group; subtracting it would add rounding to exact zeros.
-        values = iter(sums / (sqrt((sums**2).mean()) + eps) if len(sums) else ())
-        found = {id(rollout): float(v) for s, v in zip(chain(*samples), values, strict=True) for rollout in s}
-        return [found[id(rollout)] for group in groups for rollout in group]
+        values = sums / (sqrt((sums**2).mean()) + eps) if len(sums) else sums
+        return _of_rollouts(groups, chain(*samples), values.tolist())
 
     return advantages
 
@@ -258,18 +254,18 @@ def spared_advantages(groups: Sequence[Sequence[Rollout]]) -> list[float]:
     expectation is the gradient of the mean reward that all episodes would have if none was ended. A group of one sample
     has the baseline 0. Raises ValueError for a reward that is None.
     """
-    found: dict[int, float] = {}
-    for group in groups:
-        samples = samples_of(group)
-        weights = [float(rollout.metadata.get(WEIGHT, 1.0)) for rollout, *_ in samples]
-        if any(rollout.reward is None for rollout, *_ in samples):
-            raise ValueError("spared_advantages needs rewards: leave out the samples that have none")
-        rewards = [rollout.reward or 0.0 for rollout, *_ in samples]
-        total = fsum(w * r for w, r in zip(weights, rewards, strict=True))
-        for rollouts, w, r in zip(samples, weights, rewards, strict=True):
-            baseline = (total - w * r) / max(1, len(samples) - 1)
-            found |= {id(rollout): w * (r - baseline) for rollout in rollouts}
-    return [found[id(rollout)] for group in groups for rollout in group]
+    samples = [samples_of(group) for group in groups]
+    return _of_rollouts(groups, chain(*samples), [value for of_group in samples for value in _spared(of_group)])
+
+
+def _spared(samples: Sequence[Sequence[Rollout]]) -> list[float]:
+    weights = [float(rollout.metadata.get(WEIGHT, 1.0)) for rollout, *_ in samples]
+    if any(rollout.reward is None for rollout, *_ in samples):
+        raise ValueError("spared_advantages needs rewards: leave out the samples that have none")
+    rewards = [rollout.reward or 0.0 for rollout, *_ in samples]
+    total = fsum(w * r for w, r in zip(weights, rewards, strict=True))
+    others = max(1, len(samples) - 1)
+    return [w * (r - (total - w * r) / others) for w, r in zip(weights, rewards, strict=True)]
 
 
 @named()
@@ -280,20 +276,25 @@ def policy_advantages(advantages: str | RewardAdvantages = "rloo") -> Advantages
     the same policy in the other samples of the group. All tokens of the policy get the advantage. Raises ValueError for
     an unknown name.
     """
-    function = ADVANTAGES.get(advantages) if isinstance(advantages, str) else advantages
-    if function is None:
-        raise ValueError(f"unknown advantages {advantages!r}; choose {', '.join(ADVANTAGES)}")
+    function = resolve_by_name(advantages, ADVANTAGES, "advantages")
 
     def compare(groups: Sequence[Sequence[Rollout]]) -> list[float]:
         compared: list[list[list[Rollout]]] = []
         for group in groups:
             for adapter in dict.fromkeys(rollout.adapter for rollout in group):
                 compared.append(samples_of(rollout for rollout in group if rollout.adapter == adapter))
-        values = iter(function([[_own_reward(sample) for sample in samples] for samples in compared]))
-        found = {id(rollout): value for s, value in zip(chain(*compared), values, strict=True) for rollout in s}
-        return [found[id(rollout)] for group in groups for rollout in group]
+        values = function([[_own_reward(sample) for sample in samples] for samples in compared])
+        return _of_rollouts(groups, chain(*compared), values)
 
     return per_group(compare) if is_per_group(advantages) else compare
+
+
+def _of_rollouts(
+    groups: Sequence[Sequence[Rollout]], samples: Iterable[Sequence[Rollout]], values: Sequence[float]
+) -> list[float]:
+    """Return the value of the sample of each rollout, groups concatenated."""
+    found = {id(rollout): value for sample, value in zip(samples, values, strict=True) for rollout in sample}
+    return [found[id(rollout)] for group in groups for rollout in group]
 
 
 def _own_reward(rollouts: Sequence[Rollout]) -> float | None:

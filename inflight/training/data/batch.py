@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from inflight.core.arguments import named
 from inflight.core.rollout import Rollout, samples_of
+from inflight.core.sampling import SamplingParams
 from inflight.training.model.replay import routed_experts_column
 from inflight.training.model.sampling_mask import PackedSamplingMask, pack_banned, pack_masks
 from inflight.training.objective.aggregation import StepTotals
@@ -128,9 +130,13 @@ class PackedBatch:
 
     def with_column(self, name: str, drawn: torch.Tensor) -> "PackedBatch":
         """Return the batch with a column, such as `reference_logprobs`, made of its drawn tokens' f32[n]."""
-        column = torch.zeros_like(self.behavior_logprobs)
-        column[self.drawn] = drawn.detach().float().to(column.device)
-        return replace(self, **{name: column})
+        return replace(self, **{name: self.laid_out(drawn.detach().float())})
+
+    def laid_out(self, drawn: torch.Tensor) -> torch.Tensor:
+        """Return [T, …] with values [n, …] at the drawn tokens and 0 elsewhere, on the batch's device."""
+        column = drawn.new_zeros(len(self.input_ids), *drawn.shape[1:], device=self.input_ids.device)
+        column[self.drawn] = drawn.to(column.device)
+        return column
 
     def micro_batches(self, max_tokens: int, *, at_least: int = 1) -> list["PackedBatch"]:
         """Split into batches of at most `max_tokens` tokens each, as few as possible and of similar cost, whose losses
@@ -308,6 +314,25 @@ def pack(
     )
 
 
+def given_rollout(prompt: ArrayLike, answer: ArrayLike, *, request_id: int, group_id: int, sample: int = 0) -> Rollout:
+    """Return a rollout of given tokens, i[P] and i[T], as if version 0 had drawn the answer with probability 1."""
+    token_ids = np.asarray(answer, np.int32)
+    nothing = np.zeros(len(token_ids), np.int64)
+    return Rollout(
+        request_id=request_id,
+        group_id=group_id,
+        sample=sample,
+        params=SamplingParams(),
+        metadata={},
+        prompt_token_ids=np.asarray(prompt, np.int32),
+        token_ids=token_ids,
+        logprobs=nothing.astype(np.float32),
+        weight_versions=nothing,
+        sampled_at_ns=nothing,
+        finish_reason="stop",
+    )
+
+
 def _tokens_of_samples(
     rollouts: Sequence[Rollout], samples: Sequence[Sequence[Rollout]], drawn_tokens: np.ndarray
 ) -> torch.Tensor | None:
@@ -330,10 +355,8 @@ def _shared_columns(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
     }
 
 
-def _token_masks(name: str, rollouts: Sequence[Rollout], given: Sequence[np.ndarray] | None) -> list[np.ndarray]:
-    """Return bool[tokens] for each rollout. Without given masks, all are true."""
-    if given is None:
-        return [np.ones(len(rollout.token_ids), bool) for rollout in rollouts]
+def _token_masks(name: str, rollouts: Sequence[Rollout], given: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return bool[tokens] for each rollout."""
     if len(given) != len(rollouts):
         raise ValueError(f"{len(rollouts)} rollouts need as many masks in {name}, got {len(given)}")
     masks = [np.asarray(mask) for mask in given]

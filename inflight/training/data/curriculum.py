@@ -8,7 +8,7 @@ import numpy as np
 
 from inflight.core.arguments import named
 from inflight.core.rollout import Rollout, samples_of
-from inflight.training.data.submitter import Example, as_example
+from inflight.training.data.examples import Example, as_example
 
 PROMPT = "inflight.prompt"
 """Key of a prompt's index in the metadata of its rollouts."""

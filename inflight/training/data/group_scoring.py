@@ -59,8 +59,7 @@ class GroupScoring:
         """Scorings that have not ended."""
 
     def score_with(self, score: Score | GroupScorer) -> GroupScorer:
-        """Score groups with this from now on as they finish. A group that another scorer is still scoring is scored
-        again. Returns the scorer."""
+        """Score groups with this as they finish, and again those that another scorer is scoring. Returns the scorer."""
         with self._lock:
             if isinstance(score, GroupScorer):
                 scorer = score
@@ -152,7 +151,6 @@ class GroupScoring:
                 record.scoring = None
 
     def _register(self, record: GroupRecord, scorer: GroupScorer) -> _Scoring:
-        """Register a new last scoring of the group. Results of earlier ones are ignored."""
         record.scoring = scoring = _Scoring(record, scorer)
         self._busy.add(scoring)
         if self._in_order:

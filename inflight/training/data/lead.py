@@ -9,10 +9,64 @@ All times are in seconds of any clock that only moves forward. Nothing here read
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
 from math import ceil, inf, isnan, nan
+from typing import Any, Literal
 
-from inflight.training.data.lead_law import LeadLaw, Step
-from inflight.training.data.lead_state import WAIT_SHARE, LeadState, Rule
+from inflight.training.data.lead_law import WAIT_SHARE, LeadLaw, Step
+
+
+class Rule(IntEnum):
+    """Rules that decide when the next group starts."""
+
+    FIXED = 0
+    FIRST_STEPS = 1
+    JUST_IN_TIME = 2
+    GROWING = 3
+    GENERATOR = 4
+    BOUND = 5
+    SCORES = 6
+
+
+_REASONS = {
+    Rule.FIXED: "a fixed number of batches ahead",
+    Rule.FIRST_STEPS: "one batch until the times of steps are known",
+    Rule.JUST_IN_TIME: "the smallest lead with which the trainer hardly waits",
+    Rule.GROWING: "the trainer waited too long, and the lead grows",
+    Rule.GENERATOR: "the generator is the slower half, and more groups would not speed it up",
+    Rule.BOUND: "the bound on groups in flight",
+    Rule.SCORES: "more groups in flight do not shorten the waits: scores or tools are the slower half",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LeadState:
+    """The lead after a step, and its reason."""
+
+    seconds: float
+    """The lead; NaN in the first steps, and with a fixed bound."""
+    groups: int
+    """Groups in flight: started, and not taken by the trainer."""
+    wait_share: float
+    """Share of the time of the last steps in which the trainer waited for groups; NaN before the first."""
+    rule: Rule
+    """The rule that decides when the next group starts."""
+
+    @property
+    def reason(self) -> str:
+        """The rule in words."""
+        return _REASONS[self.rule]
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the numbers by name; "rule" is the number of the `Rule`."""
+        numbers = {"seconds": self.seconds, "groups": float(self.groups), "wait_share": self.wait_share}
+        return numbers | {"rule": float(self.rule)}
+
+    def __str__(self) -> str:
+        lead = "" if isnan(self.seconds) else f"lead {self.seconds:.3g} s, "
+        wait = "" if isnan(self.wait_share) else f"the trainer waited {self.wait_share:.1%} of the time, "
+        return f"{lead}{wait}{self.groups} groups in flight: {self.reason}"
 
 
 class LeadController:
@@ -53,8 +107,8 @@ class LeadController:
         """When the trainer last had the groups of a step, less the time that it had computed on parts of it."""
         self._num_taken = 0
         """Groups taken for the present step."""
-        self._missing = groups_per_step
-        """Usable groups that the present step still needs."""
+        self.missing = groups_per_step
+        """Usable groups that the present step still needs. The caller sets it if one that was taken does not count."""
         self._train_s = nan
         """Seconds of the last step, from the arrival of its groups to the next request, and on parts of it before."""
 
@@ -84,21 +138,17 @@ class LeadController:
         if self._asked is None:
             if self._began is not None:
                 self._train_s = now - self._began
-            self._asked, self._num_taken, self._missing = now, 0, self._per_step
+            self._asked, self._num_taken, self.missing = now, 0, self._per_step
             self._computed_s, self._needed_s = 0.0, -inf
 
     def take(self, missing: int | None = None) -> None:
         """Note that the trainer takes a group, and still needs this number for its step."""
-        self._missing = self._missing if missing is None else missing
+        self.missing = self.missing if missing is None else missing
         if self.in_flight:
             self.in_flight -= 1
             self._num_taken += 1
             # Groups of a continued run can have been ready before the controller was made.
             self._num_unready = min(self._num_unready, self.in_flight)
-
-    def need(self, missing: int) -> None:
-        """Note that the step needs this number of groups, since one that was taken does not count."""
-        self._missing = missing
 
     def compute(self, now: float) -> None:
         """Note that the trainer computes on the groups that it has taken, instead of waiting for the others."""
@@ -177,7 +227,7 @@ class LeadController:
             assert self._began is not None
             due = self._began + self.law.usual_train_s
         else:
-            missing = ceil(self._missing * self.law.batch / self._per_step)
+            missing = ceil(self.missing * self.law.batch / self._per_step)
             if position < missing:
                 return self._asked
             begins = (now if self._computes_since is None else self._computes_since) - self._computed_s
@@ -197,3 +247,16 @@ class LeadController:
         if self._room < 1:
             return Rule.GENERATOR
         return Rule.GROWING if self.law.wait_share > WAIT_SHARE else Rule.JUST_IN_TIME
+
+
+def check_ahead(ahead: int | str) -> None:
+    """Raise ValueError unless it is "auto" or a number of batches."""
+    if ahead != "auto" and not (isinstance(ahead, int) and not isinstance(ahead, bool) and ahead >= 0):
+        raise ValueError(f'ahead must be "auto" or a number of batches of at least 0, got {ahead!r}')
+
+
+def read_ahead(text: str) -> int | Literal["auto"]:
+    """Return the value of `--ahead`: "auto", or a number. Raises ValueError."""
+    ahead: Any = int(text) if text.isdecimal() else text
+    check_ahead(ahead)
+    return ahead

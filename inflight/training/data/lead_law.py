@@ -32,9 +32,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, inf, isnan, nan
 
-from inflight.training.data.lead_state import WAIT_SHARE
-from inflight.training.data.useful_groups import UsefulGroups
+from inflight.training.data.concurrency import UsefulGroups
 
+WAIT_SHARE = 0.02
+"""Largest share of its time that the trainer should wait for groups."""
 _AIM = 0.005
 """The share that the estimate aims at. It is lower, because the estimate comes from few steps."""
 _FADING = 0.9

@@ -3,9 +3,9 @@
 import asyncio
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from math import ceil
 from typing import Any, Literal, Protocol
 
@@ -25,44 +25,29 @@ from inflight.stream.stream_thread import FrameSource, StreamThread
 from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import LossObserver, PackedBatch
 from inflight.training.data.concurrency import Concurrency
+from inflight.training.data.examples import PromptEngine, Submitted
 from inflight.training.data.group_scoring import GroupScoring
-from inflight.training.data.lead_state import LeadState, check_ahead
-from inflight.training.data.nothing_to_learn import NothingToLearn
-from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
+from inflight.training.data.lead import LeadState, check_ahead
+from inflight.training.data.scored_groups import Dropped, NothingToLearn, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
-from inflight.training.data.submitter import PromptEngine, Submitted, Submitter
+from inflight.training.data.submitter import Submitter
 from inflight.training.data.texts import Texts
 
 _CHECK_S = 0.1
 
 
 class Sharing(Protocol):
-    """Splits batches over the ranks of a trainer."""
+    """The part of `fleet.ranks.sharing.Sharing` that rank 0 of a trainer uses."""
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    def check(self) -> None:
-        """Raise if a rank is lost."""
-
-    def send(self, what: str, shares: Sequence[bytes] | bytes) -> None:
-        """Give each other rank its share, or all of them the same one. what: the content."""
-
-    def settle(self) -> None:
-        """Wait until every rank has taken the newest share."""
-
-    def wait_for_rollouts(self) -> None:
-        """Let the other ranks wait for the next share without a bound."""
-
-    def fail(self, error: BaseException, doing: str = ...) -> None:
-        """Raise this error in the other ranks: rank 0 could not do this."""
-
-    def shares(self, batches: Iterator[PackedBatch], stream: "RolloutStream") -> Iterator[PackedBatch]:
-        """Yield this rank's share of each batch, and send the other shares."""
-        ...
+    def size(self) -> int: ...
+    def check(self) -> None: ...
+    def send(self, what: str, shares: Sequence[bytes] | bytes) -> None: ...
+    def settle(self) -> None: ...
+    def wait_for_rollouts(self) -> None: ...
+    def fail(self, error: BaseException, doing: str = ...) -> None: ...
+    def shares(self, batches: Iterator[PackedBatch], stream: "RolloutStream") -> Iterator[PackedBatch]: ...
 
 
 class RolloutStream:
@@ -90,8 +75,8 @@ class RolloutStream:
         self.concurrency = Concurrency()
         """Speed of the engines by the number of rows."""
         self.texts = Texts(tokenizer, tokenizer_lock)
-        self._scoring = GroupScoring(ledger, prepare=self.texts.fill_in, in_order=in_order)
-        ledger.frames.on_frame, ledger.queue.on_finished = self._measure_frame, self._scoring.start_if_wanted
+        self.scoring = GroupScoring(ledger, prepare=self.texts.fill_in, in_order=in_order)
+        ledger.frames.on_frame, ledger.queue.on_finished = self._measure_frame, self.scoring.start_if_wanted
         self.thread = StreamThread(source, ledger, **options)
         """Reads the frames."""
         self.engine: PromptEngine | None = None
@@ -120,9 +105,8 @@ class RolloutStream:
 
     @property
     def failures(self) -> Counter[str]:
-        """Number of calls of the score function that failed, "error: NAME", and of repeated calls, "retries: NAME", by
-        exception class."""
-        return self._scoring.failures
+        """As `GroupScorer.failures`, of the present score function."""
+        return self.scoring.failures
 
     @property
     def state(self) -> str:
@@ -216,9 +200,9 @@ class RolloutStream:
 
         prompts: submitted by the stream itself, with `params`: prompts for `engine.submit`, or `Example`s of such a
         prompt and metadata; prompts with a method `observe`, such as a `Curriculum`, receive the groups of each batch.
-        None: the caller submits prompts. episodes: `inflight.Episodes`, which runs episodes for
-        them. ahead: as `GRPOConfig.ahead`, for such prompts. Ranks
-        other than 0 give none. Prompts that the engine refuses are skipped and counted.
+        None: the caller submits prompts. episodes: `inflight.Episodes`, which runs episodes for them. ahead: as
+        `GRPOConfig.ahead`, for such prompts. Ranks other than 0 give none. Prompts that the engine refuses are skipped
+        and counted.
         Prompts submitted with `train=False`, drawn by `generate`, or drawn greedily are excluded (`collect` returns
         those). score: a function of a rollout, plain or `async`, or a `Scorer` with a time limit, or several as
         `Rewards`; it is called during training and generation. None: episodes have rewards. staleness: the rules for
@@ -237,13 +221,20 @@ class RolloutStream:
         """
         if score is None and prompts is not None and episodes is None:
             raise ValueError("prompts need a score; only episodes have rewards: give score=…, or episodes=…")
-        submitter = (
-            None if prompts is None else self._submitter(prompts, params, rollouts, ahead, episodes or self.engine)
-        )
-        batches = self._whole_batches(rollouts, score, staleness, advantages, submitter, prompts)
-        for batch in batches if self.sharing is None else self.sharing.shares(batches, self):
-            batch.observers = self.observers
-            yield batch
+        submitter, in_background = None, nullcontext()
+        if prompts is not None:
+            submitter = self._submitter(prompts, params, rollouts, ahead, episodes or self.engine)
+            in_background = submitter.in_background()
+        whole = self._whole_batches(rollouts, score, staleness, advantages, submitter)
+        try:
+            with closing(whole), in_background:
+                for batch in whole if self.sharing is None else self.sharing.shares(whole, self):
+                    batch.observers = self.observers
+                    yield batch
+        finally:
+            unsubmitted = [] if submitter is None else list(submitter.examples.buffer)
+            if unsubmitted and isinstance(prompts, Iterator):  # Other iterables begin again in the next call.
+                self._unsubmitted[id(prompts)] = prompts, unsubmitted
 
     def _whole_batches(
         self,
@@ -252,29 +243,12 @@ class RolloutStream:
         staleness: Sequence[StalenessRule],
         advantages: str | Advantages,
         submitter: Submitter | None,
-        prompts: Iterable[Any] | None,
-    ) -> Iterator[PackedBatch]:
-        try:
-            if rollouts < 1:
-                raise ValueError(f"rollouts must be at least 1, got {rollouts}")
-            check_rules(staleness)
-            resolve_advantages(advantages)
-            scorer = None if score is None else self._scoring.score_with(score)
-            with nullcontext() if submitter is None else submitter.in_background():
-                yield from self._scored_batches(rollouts, scorer, staleness, advantages, submitter)
-        finally:
-            unsubmitted = [] if submitter is None else submitter.unsubmitted
-            if unsubmitted and isinstance(prompts, Iterator):  # Other iterables begin again in the next call.
-                self._unsubmitted[id(prompts)] = prompts, unsubmitted
-
-    def _scored_batches(
-        self,
-        rollouts: int,
-        scorer: GroupScorer | None,
-        staleness: Sequence[StalenessRule],
-        advantages: str | Advantages,
-        submitter: Submitter | None,
-    ) -> Iterator[PackedBatch]:
+    ) -> "Generator[PackedBatch, None, None]":
+        if rollouts < 1:
+            raise ValueError(f"rollouts must be at least 1, got {rollouts}")
+        check_rules(staleness)
+        resolve_advantages(advantages)
+        scorer = None if score is None else self.scoring.score_with(score)
         more, num_batches, num_greedy, left_out = True, 0, 0, Dropped()
         while more:
             taken: list[GroupRecord] = []
@@ -286,7 +260,7 @@ class RolloutStream:
                     if submitter is not None:
                         submitter.fill()
                     num_accepted = 0 if submitter is None else submitter.num_accepted
-                    if (answer := self._scoring.next(scorer)) is None:
+                    if (answer := self.scoring.next(scorer)) is None:
                         if submitter is not None and submitter.has_more(num_accepted):
                             continue
                         more = False
@@ -302,16 +276,16 @@ class RolloutStream:
                     else:
                         taken.append(answer)
                         if not scored.add(answer.rollouts):
-                            self.check_scores(scored, ceil(rollouts / len(answer.rollouts)))
+                            self.scoring.check(scored, ceil(rollouts / len(answer.rollouts)))
                     if submitter is not None:
                         missing = ceil((rollouts - len(scored.rollouts)) / len(answer.rollouts))
                         submitter.took(answer.group_id, missing)
                 if not num_batches:
-                    self.check_scores(scored, 1)
+                    self.scoring.check(scored, 1)
                 if submitter is not None:
                     submitter.fill()
                     self.lead = submitter.begin()
-                    scored.dropped.num_unfit_examples, submitter.num_unfit = submitter.num_unfit, 0
+                    scored.dropped.num_unfit_examples = submitter.admittance.take_num_unfit()
                 batch = scored.pack(
                     trainer_version=self._meter.trainer_version,
                     foreign_versions=self._meter.foreign_versions if self._meter.counts_adapters_apart else None,
@@ -324,7 +298,7 @@ class RolloutStream:
             self.ledger.remove([record.group_id for record in taken])
             if submitter is not None:
                 for record in taken:
-                    submitter.observe(record.rollouts)
+                    submitter.examples.observe(record.rollouts)
             measure_taken(self._meter, scored, batch)
             self.dropped += scored.dropped
             left_out += scored.dropped
@@ -365,22 +339,18 @@ class RolloutStream:
             submitted=Submitted(in_flight=self.ledger.queue.outstanding, unsubmitted=unsubmitted),
         )
 
-    def check_scores(self, scored: ScoredGroups, least: int) -> None:
-        """As `GroupScoring.check`."""
-        self._scoring.check(scored, least)
-
     def close(self) -> None:
         """Stop reading, and end the threads."""
         self.thread.close()
-        self._scoring.close()
+        self.scoring.close()
 
     def _groups(
         self, group_ids: Collection[int] | None, score: Score | GroupScorer | None
     ) -> "Iterator[Group | Future[None]]":
         """Yield the groups of `groups`, and futures to wait for before the next item is requested."""
         if group_ids is None:
-            scorer = None if score is None else self._scoring.score_with(score)
-            while (answer := self._scoring.next(scorer)) is not None:
+            scorer = None if score is None else self.scoring.score_with(score)
+            while (answer := self.scoring.next(scorer)) is not None:
                 if isinstance(answer, GroupRecord):
                     self.ledger.remove([answer.group_id])
                     yield answer.rollouts

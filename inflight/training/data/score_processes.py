@@ -52,8 +52,8 @@ class _Answer(msgspec.Struct):
 
 
 class ScoreProcesses:
-    """Calls a function in other processes, from as many threads as use this object; each call has a process for itself.
-    Processes are started on demand, and end with this process however it ends."""
+    """Calls a function in processes, one call each at a time. They are started on demand, and end with this process
+    however it ends."""
 
     def __init__(self, function: Callable[..., Any], *, batched: bool, timeout_s: float):
         """Raises ValueError for a function that other processes cannot import."""
@@ -140,8 +140,7 @@ class _Process:
         self._started = False
 
     def ask(self, data: bytes, timeout_s: float) -> _Answer:
-        """Return the result or the error of the function. Raises ScoreError and TimeoutError; the process must then
-        be ended."""
+        """Return the answer. The process must be ended if this raises ScoreError or TimeoutError."""
         if not self._started:
             try:
                 error = self._exchange(None, _START_S).error
@@ -201,7 +200,7 @@ def _read_message(file: BinaryIO | BufferedRWPair) -> bytes | None:
 
 
 def main() -> None:
-    """Serve requests. Arguments: the function's name, whether it takes a whole group, and the module paths as JSON."""
+    """Serve requests."""
     name, batched, paths = sys.argv[1], sys.argv[2] == "batched", json.loads(sys.argv[3])
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:  # The function and programs that it starts read this empty input.

@@ -43,12 +43,14 @@ class GroupScorer(ABC):
     scores_cancelled = False
     """If true, cancelled samples get a reward too."""
     scores_episodes = False
-    """If true, `start` also receives the rollouts of episodes, which have their rewards, and returns their rewards."""
+    """If true, `start` also receives the rollouts of episodes, however they ended. They have their rewards, and `start`
+    returns these."""
 
     def wants(self, rollout: Rollout) -> bool:
-        """Return True if the rollout gets a reward: it finished, or it was cancelled and such samples are scored."""
-        reason = rollout.finish_reason
-        return reason in ("stop", "length") or (self.scores_cancelled and reason == "cancelled")
+        """Return True if the rollout gets a reward: it finished, or it was cancelled and such samples are scored, or it
+        is of an episode and these are scored."""
+        reasons = ("stop", "length", "cancelled") if self.scores_cancelled else ("stop", "length")
+        return rollout.finish_reason in reasons or (self.scores_episodes and rollout.is_of_episode)
 
     @abstractmethod
     def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
@@ -217,8 +219,7 @@ class Scorer(GroupScorer):
                 return rewards
 
     async def _score_in_turn(self, group: Group) -> list[Any]:
-        """Call the function for one rollout after another in one thread, up to the first call that fails. Returns the
-        results, and then its exception."""
+        """Call the function for the rollouts in one thread, up to the first exception. Returns results, and then it."""
         results: list[Any] = []
 
         def call_each(rollouts: Group) -> None:
@@ -238,8 +239,7 @@ class Scorer(GroupScorer):
         return reward
 
     async def _call(self, function: Callable[..., Any], argument: Rollout | list[Rollout]) -> Any:
-        """Call the function, in a worker thread unless it is async. Raises its exceptions, and TimeoutError if that
-        takes too long."""
+        """Call the function, in a worker thread unless it is async. Raises its exceptions, and TimeoutError."""
         assert self._places is not None
         async with self._places:
             if self._rate is not None:

@@ -6,9 +6,11 @@ in one sequence, so that it is trained once, also if many leaves are below it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from math import sqrt
 from statistics import fmean, pstdev
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,22 +19,15 @@ from inflight.core.rollout import Rollout, Turn
 from inflight.training.data.advantages import Advantages, per_group
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
+class _Node(NamedTuple):
     """A range of one token sequence whose tokens have the same leaves below them."""
 
     rollout: int
     """Index of the rollout in its group."""
     begin: int
     end: int
-    parent: "_Node | None"
-    leaves: list[int] = field(default_factory=list)
+    leaves: list[int]
     """Indices of the rollouts whose ends are below."""
-
-    @property
-    def path(self) -> "list[_Node]":
-        """The nodes from the root to this node."""
-        return [*(self.parent.path if self.parent is not None else []), self]
 
 
 @named()
@@ -69,60 +64,47 @@ def tree_advantages(kind: str = "rloo") -> Advantages:
 
 def _of_group(group: Sequence[Rollout], value_of: "Value") -> list[np.ndarray]:
     columns = [np.zeros(len(rollout.token_ids), np.float32) for rollout in group]
-    nodes = _nodes(group)
     origins = [_origin(group, index) for index in range(len(group))]
-    forest = _Forest(nodes, _returns(group), [rollout.sample for rollout in group], origins)
-    for node in nodes:
+    paths = _paths(group, origins)
+    returns = {leaf: _return(group, path) for leaf, path in enumerate(paths)}
+    forest = _Forest(_nodes(paths), returns, [rollout.sample for rollout in group], origins)
+    for node in forest.nodes:
         columns[node.rollout][node.begin : node.end] = value_of(node, forest)
     for rollout, column in zip(group, columns, strict=True):
         column[~rollout.drawn] = 0
     return columns
 
 
-def _nodes(group: Sequence[Rollout]) -> list[_Node]:
-    """Return the nodes of all trees of a group, parents before children."""
-    origins = [_origin(group, index) for index in range(len(group))]
-    cuts: list[set[int]] = [set() for _ in group]
-    for origin in origins:
-        if origin is not None:
-            cuts[origin[0]].add(origin[1])
-    last_below: dict[tuple[int, int], _Node | None] = {}  # (rollout, cut) → the node that ends there
+def _paths(group: Sequence[Rollout], origins: "Origins") -> list[dict[int, int]]:
+    """Return for each leaf the rollouts on its path, itself first, each with the number of its tokens on the path."""
+    paths = [{index: len(rollout.token_ids)} for index, rollout in enumerate(group)]
+    for index, path in enumerate(paths):
+        origin = origins[index]
+        while origin is not None and origin[0] not in path:
+            path[origin[0]] = origin[1]
+            origin = origins[origin[0]]
+    return paths
+
+
+def _nodes(paths: Sequence[dict[int, int]]) -> list[_Node]:
+    """Return the nodes of all trees of a group."""
     nodes: list[_Node] = []
-    waiting = list(range(len(group)))
-    while waiting:
-        index = next((i for i in waiting if (origin := origins[i]) is None or origin[0] not in waiting), waiting[0])
-        waiting.remove(index)
-        rollout, origin = group[index], origins[index]
-        parent = None if origin is None else last_below.get(origin)
-        last_below[index, 0] = parent
-        begin = 0
-        for end in sorted({*cuts[index], len(rollout.token_ids)}):
-            if end > begin:
-                parent = _Node(index, begin, end, parent)
-                nodes.append(parent)
-                begin = end
-            last_below[index, end] = parent
-        for node in parent.path if parent is not None else []:
-            node.leaves.append(index)
+    for rollout in range(len(paths)):
+        ends = sorted({path.get(rollout, 0) for path in paths} | {0})
+        for begin, end in pairwise(ends):
+            leaves = [leaf for leaf, path in enumerate(paths) if path.get(rollout, 0) >= end]
+            nodes.append(_Node(rollout, begin, end, leaves))
     return nodes
 
 
-def _returns(group: Sequence[Rollout]) -> dict[int, float]:
-    """Return the return of each leaf. A turn counts for the leaves whose paths contain all of it."""
-    returns: dict[int, float] = {}
-    for index, rollout in enumerate(group):
-        total, place, end, seen = 0.0, index, len(rollout.token_ids), {index}
-        while True:
-            current = group[place]
-            turns = current.turns or (Turn(0, len(current.token_ids), True, current.reward),)
-            total += sum(turn.reward or 0.0 for turn in turns if turn.drawn and turn.end <= end)
-            origin = _origin(group, place)
-            if origin is None or origin[0] in seen:
-                break
-            place, end = origin
-            seen.add(place)
-        returns[index] = total
-    return returns
+def _return(group: Sequence[Rollout], path: dict[int, int]) -> float:
+    """Return the return of a leaf. A turn counts if the path contains all of it."""
+    total = 0.0
+    for index, end in path.items():
+        rollout = group[index]
+        turns = rollout.turns or (Turn(0, len(rollout.token_ids), True, rollout.reward),)
+        total += sum(turn.reward or 0.0 for turn in turns if turn.drawn and turn.end <= end)
+    return total
 
 
 def _origin(group: Sequence[Rollout], index: int) -> tuple[int, int] | None:
@@ -145,7 +127,7 @@ class _Forest:
     """Maps the leaves to their returns."""
     samples: Sequence[int]
     """The sample of each leaf; each sample is a tree."""
-    origins: Sequence[tuple[int, int] | None]
+    origins: "Origins"
     """For each sequence: the index of the sequence that it branches from, and the token where it does; None for the
     first sequence of a sample."""
 
@@ -154,6 +136,7 @@ class _Forest:
         return fmean(self.returns[leaf] for leaf in leaves)
 
 
+Origins = Sequence[tuple[int, int] | None]
 Value = Callable[[_Node, _Forest], float]
 """A function of a node and the trees of its group."""
 
@@ -165,7 +148,8 @@ def _rloo(node: _Node, forest: _Forest) -> float:
 
 def _treerl(node: _Node, forest: _Forest) -> float:
     root, value = forest.mean(forest.returns), forest.mean(node.leaves)
-    parent = root if node.parent is None else forest.mean(node.parent.leaves)
+    above = [n.leaves for n in forest.nodes if set(n.leaves) > set(node.leaves)]  # Of its ancestors.
+    parent = forest.mean(min(above, key=len)) if above else root
     return ((value - root) + (value - parent)) / sqrt(len(node.leaves))
 
 
@@ -181,10 +165,8 @@ def _normalised(values: dict[int, float]) -> dict[int, float]:
 
 
 def _treepo(node: _Node, forest: _Forest) -> float:
-    ends = {n.rollout: n for n in forest.nodes}
-
     def of_leaf(leaf: int) -> float:
-        sets = {frozenset(forest.returns), *(frozenset(n.leaves) for n in ends[leaf].path)}
+        sets = {frozenset(forest.returns), *(frozenset(n.leaves) for n in forest.nodes if leaf in n.leaves)}
         sets = {each for each in sets if len(each) > 1}
         terms = [len(each) * (forest.returns[leaf] - forest.mean(each)) for each in sets]
         return sum(terms) / sum(map(len, sets)) if sets else 0.0

@@ -9,17 +9,14 @@ from collections.abc import Callable
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.core.rollout import Rollout
-from inflight.core.sampling import SamplingParams
 from inflight.model_checks.lengths import length_limit, row_limit
 from inflight.model_checks.twin import TOLERANCE, NoTwinError, Twin, first_line, transformers_class, twin_of
-from inflight.training.data.batch import PackedBatch, pack
+from inflight.training.data.batch import PackedBatch, given_rollout, pack
 
 logger = logging.getLogger(__name__)
 
@@ -134,21 +131,8 @@ def _batch(twin: Twin) -> tuple[PackedBatch, torch.Tensor]:
             continue
         logprobs = torch.log_softmax(logits[prompt - 1 : -1], -1).gather(1, ids[prompt:, None])[:, 0]
         for sample, begin in enumerate((prompt, prompt, (prompt + len(ids)) // 2)):
-            rollouts.append(
-                Rollout(
-                    request_id=len(rollouts),
-                    group_id=group,
-                    sample=sample,
-                    params=SamplingParams(n=3),
-                    metadata={},
-                    prompt_token_ids=ids[:begin].numpy().astype(np.int32),
-                    token_ids=ids[begin:].numpy().astype(np.int32),
-                    logprobs=np.zeros(len(ids) - begin, np.float32),
-                    weight_versions=np.zeros(len(ids) - begin, np.int64),
-                    sampled_at_ns=np.zeros(len(ids) - begin, np.int64),
-                    finish_reason="length",
-                )
-            )
+            places = {"request_id": len(rollouts), "group_id": group, "sample": sample}
+            rollouts.append(given_rollout(ids[:begin].numpy(), ids[begin:].numpy(), **places))
             expected.append(logprobs[begin - prompt :])
     if not rollouts:
         raise UnsupportedModelError("the sequences that the model takes are too short to train on")

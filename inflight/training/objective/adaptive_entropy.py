@@ -17,7 +17,7 @@ class AdaptiveEntropy:
     otherwise. It stays between 0 and `max_weight`. The next step has this coefficient as its weight, or 0 if the
     entropy was above `target`. `float(…)` returns the weight. The authors' training scripts have the default numbers.
 
-    `grpo` and `train_step` call `observe`, and `grpo` saves the state with a run. An object belongs to one run.
+    `grpo` calls `observe`, and saves the state with a run. An object belongs to one run.
     """
 
     target: float

@@ -22,7 +22,7 @@ TokenFunction = Callable[[DrawnTokens], torch.Tensor]
 
 F = TypeVar("F", bound=Callable[..., torch.Tensor])
 Clips = Literal["hard", "soft", "unknown"]
-_OPEN_FORM, _SOFT, _ENTROPIES, _RANKS = "open_form", "clips_softly", "needs_entropies", "ranks_tokens"
+_OPEN_FORM, _SOFT = "open_form", "clips_softly"
 
 
 def bounded(**wide: Any) -> Callable[[F], F]:
@@ -59,31 +59,23 @@ def soft(function: F) -> F:
 
 def needs_entropies(function: F) -> F:
     """Declare that a function reads `DrawnTokens.entropies`, so that the loss computes them."""
-    setattr(function, _ENTROPIES, True)
+    vars(function)["needs_entropies"] = True
     return function
 
 
 def ranks_tokens(function: F) -> F:
     """Declare that the result of a function for a token depends on tokens of other sequences, by ranks or by means.
     `grpo` then refuses several ranks and `train_as_they_finish`. Micro-batches are ranked separately."""
-    setattr(function, _RANKS, True)
+    vars(function)["ranks_tokens"] = True
     return function
 
 
-def reads_entropies(function: Callable[..., torch.Tensor]) -> bool:
-    """Return whether a function, or the function of a partial or a method, is declared by `needs_entropies`."""
-    return _declares(function, _ENTROPIES)
-
-
-def is_ranking(function: Callable[..., torch.Tensor]) -> bool:
-    """Return whether a function, or the function of a partial or a method, is declared by `ranks_tokens`."""
-    return _declares(function, _RANKS)
-
-
-def _declares(function: Callable[..., torch.Tensor], name: str) -> bool:
-    while not getattr(function, name, False) and isinstance(function, partial | MethodType):
-        function = function.func if isinstance(function, partial) else function.__func__
-    return bool(getattr(function, name, False))
+def declares(function: Callable[..., torch.Tensor], declaration: Callable[[Any], Any]) -> bool:
+    """Return whether a function, or the function of a partial or a method, is declared by one of the functions above:
+    `needs_entropies` or `ranks_tokens`."""
+    while not getattr(function, declaration.__name__, False) and isinstance(function, partial | MethodType):
+        function = _inside(function)
+    return bool(getattr(function, declaration.__name__, False))
 
 
 def clips(function: Callable[..., torch.Tensor]) -> Clips:
@@ -91,8 +83,12 @@ def clips(function: Callable[..., torch.Tensor]) -> Clips:
     if open_form(function) is not None:
         return "hard"
     while isinstance(function, partial | MethodType):
-        function = function.func if isinstance(function, partial) else function.__func__
+        function = _inside(function)
     return "soft" if getattr(function, _SOFT, None) is function else "unknown"  # functools.wraps copies the attribute.
+
+
+def _inside(function: "partial[Any] | MethodType") -> Callable[..., Any]:
+    return function.func if isinstance(function, partial) else function.__func__
 
 
 def open_form(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor] | None:

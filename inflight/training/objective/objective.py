@@ -18,7 +18,15 @@ from inflight.training.objective import corrections, surrogates
 from inflight.training.objective import trust_regions as regions
 from inflight.training.objective.adaptive_entropy import AdaptiveEntropy
 from inflight.training.objective.aggregation import Aggregation
-from inflight.training.objective.bounds import Clips, TokenFunction, clips, is_ranking, open_form, reads_entropies
+from inflight.training.objective.bounds import (
+    Clips,
+    TokenFunction,
+    clips,
+    declares,
+    needs_entropies,
+    open_form,
+    ranks_tokens,
+)
 from inflight.training.objective.distillation import TeacherKL
 from inflight.training.objective.kl import KLEstimator
 from inflight.training.objective.tokens import DrawnTokens, Proximal
@@ -149,12 +157,12 @@ class Objective:
     @property
     def needs_entropies(self) -> bool:
         """True if the loss needs the entropies of the trainer's distributions."""
-        return self.entropy_weight != 0 or any(map(reads_entropies, self._parts))
+        return self.entropy_weight != 0 or any(declares(part, needs_entropies) for part in self._parts)
 
     @property
     def ranks_tokens(self) -> bool:
         """True if a part is declared by `bounds.ranks_tokens`: a token's loss depends on other sequences."""
-        return any(map(is_ranking, self._parts))
+        return any(declares(part, ranks_tokens) for part in self._parts)
 
     def policy_terms(self, tokens: DrawnTokens) -> torch.Tensor:
         """Return the policy terms w_t · m_t · L_t, f[n] with gradient to `tokens.logprobs`."""

@@ -13,8 +13,8 @@ from inflight.training.ranks.group import RankGroup, naming_lost_ranks
 from inflight.training.ranks.leader import score_share
 from inflight.training.ranks.messages import decode_evaluations, decode_report, decode_totals
 from inflight.training.report import StepReport
-from inflight.training.schedules import HasProgress
-from inflight.training.step import Learner, Publishes
+from inflight.training.schedules import HasProgress, WeightPublisher
+from inflight.training.step import Learner
 
 
 class ReceivesShares(Protocol):
@@ -22,12 +22,8 @@ class ReceivesShares(Protocol):
 
     @property
     def rank(self) -> int: ...
-    def check(self) -> None:
-        """Raise RankLostError if a rank is known to be lost."""
-
-    def receive(self) -> tuple[str, bytes] | None:
-        """Return the content of the next share of rank 0, and its bytes."""
-        ...
+    def check(self) -> None: ...
+    def receive(self) -> tuple[str, bytes] | None: ...
 
 
 @dataclass(slots=True)
@@ -37,7 +33,7 @@ class Follower:
     stream: ReceivesShares
     group: RankGroup
     learner: Learner
-    publisher: Publishes
+    publisher: WeightPublisher
     run: HasProgress | None
     evaluation: Evaluation | None
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from math import isnan, nan
 from time import sleep
 from typing import Any
 
@@ -19,12 +18,10 @@ from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InflightError, RankLostError, from_wire
 from inflight.core.waiting import Wait
 from inflight.training.data.batch import PackedBatch
-from inflight.training.objective.statistics import LossStats, RatioStats
+from inflight.training.objective.statistics import LossStats
 
 _BUCKET_BYTES = 64 << 20
 """Size of the copies in which gradients are averaged."""
-_RATIOS = [field.name for field in fields(LossStats) if field.type is RatioStats]
-_NUMBERS = {field.name: field.type for field in fields(LossStats) if field.type is not RatioStats}
 _NAMING_S = 3.0
 """Time in which a rank that has ended is found, after a collective call has failed."""
 _PAUSE_S = 0.05
@@ -97,12 +94,8 @@ class RankGroup:
     def sum_stats(self, stats: LossStats) -> LossStats:
         """Return the statistics of the tokens of all ranks. The loss is the mean over ranks, each of which has divided
         its loss by its share of the totals."""
-        numbers = [nan if (number := getattr(stats, name)) is None else float(number) for name in _NUMBERS]
-        numbers += [float(getattr(getattr(stats, name), of.name)) for name in _RATIOS for of in fields(RatioStats)]
-        own = torch.tensor(numbers, dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(found, own, group=self._group)
-        first, *others = [_stats_of(each.tolist()) for each in found]
+        decode = msgpack_decoder(LossStats).decode
+        first, *others = map(decode, self.gather(msgspec.msgpack.encode(stats)))
         whole = sum(others, start=first)
         return replace(whole, loss=whole.loss / self.size)
 
@@ -197,16 +190,6 @@ def plain_fields(options: Any) -> dict[str, Any]:
         elif value is None or isinstance(value, (bool, int, float, str)):
             found[field.name] = value
     return found
-
-
-def _stats_of(numbers: list[float]) -> LossStats:
-    """Make the statistics of a rank from the numbers of `sum_stats`."""
-    values: dict[str, Any] = {}
-    for (name, kind), number in zip(_NUMBERS.items(), numbers, strict=False):
-        values[name] = None if isnan(number) else int(number) if kind == (int | None) else number
-    rest, width = numbers[len(_NUMBERS) :], len(fields(RatioStats))
-    values |= {name: RatioStats.from_sums(rest[i * width : (i + 1) * width]) for i, name in enumerate(_RATIOS)}
-    return LossStats(**values)
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -40,10 +40,6 @@ class Leader:
         finally:
             self.group.close()
 
-    def begin(self, *, publishes: bool) -> None:
-        """Let the other ranks begin. publishes: the trainer's weights are published before the first step."""
-        self._send("begin", b"publish" if publishes else b"")
-
     def ask(self) -> None:
         """Let the other ranks wait for the next step without a bound: the caller's loop has asked for it."""
         self._sharing.wait_for_rollouts()
@@ -52,7 +48,7 @@ class Leader:
         """Split a part of a step. Returns this rank's share. of_step: the expected share of the step that has arrived
         with this part."""
         own, *others = split(batch, self.group.size, dropped=Dropped(), of_step=of_step)
-        self._send("part", list(map(encode_share, others)))
+        self.send("part", list(map(encode_share, others)))
         packed = own.batch()
         packed.observers = batch.observers
         return packed
@@ -66,12 +62,8 @@ class Leader:
             num_sequences=totals.num_sequences / size,
             num_groups=groups / size,
         )
-        self._send("count", encode_totals(share))
+        self.send("count", encode_totals(share))
         return share
-
-    def step(self) -> None:
-        """Let all ranks take the optimizer step, and publish."""
-        self._send("step", b"")
 
     def report(self, report: StepReport, progress: dict[str, Any]) -> None:
         """Send the report of a step, and the progress of the run. The other ranks wait for the caller's loop within a
@@ -80,7 +72,7 @@ class Leader:
 
     def end(self, evaluations: Sequence[EvaluationResult]) -> None:
         """End the run on all ranks, with the results of the last evaluations."""
-        self._send("end", encode_evaluations(evaluations))
+        self.send("end", encode_evaluations(evaluations))
         self._sharing.settle()
 
     def reference_scorer(self, score: ReferenceScorer, max_tokens: int) -> ReferenceScorer:
@@ -89,13 +81,14 @@ class Leader:
 
         def score_shares(batch: PackedBatch) -> torch.Tensor:
             shares = split(batch, self.group.size, dropped=Dropped())
-            self._send("reference", [encode_share(share) for share in shares[1:]])
+            self.send("reference", [encode_share(share) for share in shares[1:]])
             of_ranks = self.group.gather(score_share(shares[0], score, max_tokens, self.group).tobytes())
             return _in_order(batch, shares, [np.frombuffer(data, np.float64) for data in of_ranks])
 
         return score_shares
 
-    def _send(self, what: What, shares: Sequence[bytes] | bytes) -> None:
+    def send(self, what: What, shares: Sequence[bytes] | bytes = b"") -> None:
+        """Send a message to each other rank, or to all of them the same one. They wait for the next without a bound."""
         self._sharing.send(what, shares)
         self._sharing.wait_for_rollouts()
 

@@ -22,14 +22,8 @@ reference: a share whose reference log-probabilities rank 0 needs; part: a share
 totals of a part of which nothing is in the loss; step: take the optimizer step, and publish; report: the report. end:
 the last evaluations."""
 
-_REPORT_ARRAYS = ("groups", "staleness", "evaluations")
-_REPORT = msgspec.defstruct(
-    "_Report", [(field.name, field.type) for field in fields(StepReport) if field.name not in _REPORT_ARRAYS]
-)
-"""The fields of a report that are plain values."""
-_EVALUATION = msgspec.defstruct(
-    "_Evaluation", [(field.name, field.type) for field in fields(EvaluationResult) if field.name != "rollouts"]
-)
+_Evaluated = tuple[EvaluationResult, list[RolloutHeader]]
+"""An evaluation without its rollouts, and their headers."""
 
 
 class _Sent(msgspec.Struct, frozen=True):
@@ -37,8 +31,9 @@ class _Sent(msgspec.Struct, frozen=True):
     and the last arrays are the staleness."""
 
     groups: list[list[RolloutHeader]]
-    evaluations: list[tuple[_EVALUATION, list[RolloutHeader]]]  # pyright: ignore[reportInvalidTypeForm]
-    report: _REPORT | None = None  # pyright: ignore[reportInvalidTypeForm]
+    evaluations: list[_Evaluated]
+    report: StepReport | None = None
+    """The report without groups, staleness and evaluations."""
     progress: dict[str, Any] = {}
     has_staleness: bool = False
 
@@ -65,23 +60,21 @@ def decode_totals(data: bytes) -> StepTotals:
 def encode_report(report: StepReport, progress: dict[str, Any]) -> bytes:
     """Encode a report and the progress of the run. Raises InvalidRequestError for metadata that a message cannot
     hold."""
-    plain = _REPORT(**{name: getattr(report, name) for name in _REPORT.__struct_fields__})
-    staleness = [] if report.staleness is None else [_arrays_of_staleness(report.staleness)]
-    return _encode(report.groups, report.evaluations, staleness, report=plain, progress=progress)
+    plain = replace(report, groups=[], staleness=None, evaluations=())
+    return _encode(report.groups, report.evaluations, report.staleness, report=plain, progress=progress)
 
 
 def decode_report(data: bytes) -> tuple[StepReport, dict[str, Any]]:
     """Decode a message of `encode_report`. Its rollouts lack sampling masks, routed experts and scores of prompts."""
     sent, arrays, groups, evaluations = _decode(data)
     staleness = TokenStaleness(**arrays[-1]) if sent.has_staleness else None
-    plain = {name: getattr(sent.report, name) for name in _REPORT.__struct_fields__}
-    report = StepReport(**plain, groups=groups, staleness=staleness, evaluations=tuple(evaluations))
-    return report, sent.progress
+    assert sent.report is not None
+    return replace(sent.report, groups=groups, staleness=staleness, evaluations=tuple(evaluations)), sent.progress
 
 
 def encode_evaluations(evaluations: Sequence[EvaluationResult]) -> bytes:
     """Encode the results of evaluations."""
-    return _encode([], evaluations, [])
+    return _encode([], evaluations, None)
 
 
 def decode_evaluations(data: bytes) -> list[EvaluationResult]:
@@ -92,41 +85,35 @@ def decode_evaluations(data: bytes) -> list[EvaluationResult]:
 def _encode(
     groups: Sequence[Sequence[Rollout]],
     evaluations: Sequence[EvaluationResult],
-    staleness: list[Arrays],
+    staleness: TokenStaleness | None,
     **plain: Any,
 ) -> bytes:
     sent = _Sent(
         groups=[list(map(header_of, group)) for group in groups],
-        evaluations=[
-            (
-                _EVALUATION(**{name: getattr(each, name) for name in _EVALUATION.__struct_fields__}),
-                list(map(header_of, each.rollouts)),
-            )
-            for each in evaluations
-        ],
-        has_staleness=bool(staleness),
+        evaluations=[(replace(each, rollouts=[]), list(map(header_of, each.rollouts))) for each in evaluations],
+        has_staleness=staleness is not None,
         **plain,
     )
-    rollouts = [r for group in groups for r in group] + [r for each in evaluations for r in each.rollouts]
+    rollouts = [r for group in (*groups, *(each.rollouts for each in evaluations)) for r in group]
     light = [replace(r, sampling_mask=None, routed_experts=None, prompt_scores=None) for r in rollouts]
-    return encode(sent, [*map(arrays_of, light), *staleness])
+    last = [] if staleness is None else [{of.name: getattr(staleness, of.name) for of in fields(staleness)}]
+    return encode(sent, [*map(arrays_of, light), *last])
 
 
 def _decode(data: bytes) -> tuple[_Sent, list[Arrays], list[list[Rollout]], list[EvaluationResult]]:
     sent, arrays = decode(data, _Sent, lambda sent: sent.num_arrays)
     left = iter(arrays)
+
+    def rollouts_of(headers: list[RolloutHeader]) -> list[Rollout]:
+        return [make_rollout(header, next(left)) for header in headers]
+
     try:
-        groups = [[make_rollout(header, next(left)) for header in group] for group in sent.groups]
-        evaluations = [
-            EvaluationResult(
-                **msgspec.structs.asdict(plain), rollouts=[make_rollout(header, next(left)) for header in headers]
-            )
-            for plain, headers in sent.evaluations
-        ]
+        groups = list(map(rollouts_of, sent.groups))
+        return (
+            sent,
+            arrays,
+            groups,
+            [replace(each, rollouts=rollouts_of(headers)) for each, headers in sent.evaluations],
+        )
     except KeyError as error:
         raise ProtocolError(f"a report of rank 0 lacks {error}") from error
-    return sent, arrays, groups, evaluations
-
-
-def _arrays_of_staleness(staleness: TokenStaleness) -> Arrays:
-    return {field.name: getattr(staleness, field.name) for field in fields(TokenStaleness)}

@@ -11,7 +11,8 @@ from tiny_models import make_model
 
 import inflight
 from inflight.training.data.curriculum import PROMPT
-from inflight.training.data.submitter import Example, Submitter
+from inflight.training.data.examples import Example
+from inflight.training.data.submitter import Submitter
 
 SAMPLING = inflight.SamplingParams(n=2, max_tokens=5, ignore_eos=True)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.training.data.lead import LeadController
-from inflight.training.data.lead_state import WAIT_SHARE, check_ahead
+from inflight.training.data.lead import LeadController, check_ahead
+from inflight.training.data.lead_law import WAIT_SHARE
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from lead_simulation import Simulation, World
@@ -341,7 +341,7 @@ def test_no_schedule_of_events_deadlocks(events, per_step, most_groups):
             lead.start(count, now)
             lead.withdraw(count)
         elif event == "replace":
-            lead.need(per_step)
+            lead.missing = per_step
         elif event == "compute":
             lead.compute(now)
             now += 0.5

@@ -149,7 +149,7 @@ def test_rollouts_whose_turns_a_part_has_set_are_scored_again_after_a_save(wire,
         for _ in range(2):
             engines.begin(Prompt([1], SamplingParams()), None)
     in_progress = Rewards({"steps": steps, "judge": judge})
-    wire.stream._scoring.score_with(in_progress)
+    wire.stream.scoring.score_with(in_progress)
     finish_groups(wire)
     judged.wait(20)
     wait_until(lambda: all(r.turns for record in wire.stream.ledger.table.records.values() for r in record.rollouts))

@@ -239,7 +239,7 @@ def test_a_batch_without_a_score_raises_and_loses_nothing(wire):
     for _ in range(2):
         with pytest.raises(ScoreError, match=r"ConnectionError: the judge is away.*'error: ConnectionError'"):
             next(batches(wire, scorer))
-        wait_until(lambda: not wire.stream._scoring._busy)
+        wait_until(lambda: not wire.stream.scoring._busy)
     away.clear()
     assert rewards(batches(wire, scorer)) == [0, 1, 2, 3]
     assert wire.stream.outstanding == []
@@ -375,7 +375,7 @@ def test_nothing_is_remembered_of_groups_that_were_dropped_or_taken_by_name(wire
     if when == "after":
         assert next(batches).rollouts[0].reward == 3
     else:
-        wire.stream._scoring.score_with(score)
+        wire.stream.scoring.score_with(score)
     arrive(wire, [0, 1, 2], 1)
     begun.wait(20)
     wire.stream.ledger.drop([0])
@@ -383,14 +383,14 @@ def test_nothing_is_remembered_of_groups_that_were_dropped_or_taken_by_name(wire
     may_end.set()
     assert {rollout.group_id for batch in batches for rollout in batch.rollouts} <= {2, 3}
     assert wire.stream.outstanding == []
-    wait_until(lambda: not wire.stream._scoring._busy)
+    wait_until(lambda: not wire.stream.scoring._busy)
 
 
 def test_a_group_that_another_scorer_is_busy_with_is_scored_by_the_one_that_was_asked_for_last(wire):
     may_end = threading.Event()
     wire.stream.ledger.expect([0])
     slow, quick = Scorer(lambda rollout: may_end.wait(20) and -1.0), Scorer(by_group)
-    wire.stream._scoring.score_with(slow)
+    wire.stream.scoring.score_with(slow)
     arrive(wire, [0])
     [group] = wire.stream.groups(score=quick)
     may_end.set()
@@ -456,8 +456,8 @@ def test_groups_in_order_wait_for_those_before_them_but_not_for_what_nobody_want
             may_end[1].set()
             assert first.result(20)[0].group_id == 1
         assert [(group[0].group_id, group[0].reward) for group in groups] == [(2, None), (3, 3.0), (4, 4.0)]
-        assert not wire.stream._scoring._queue
-        wait_until(lambda: not wire.stream._scoring._busy)
+        assert not wire.stream.scoring._queue
+        wait_until(lambda: not wire.stream.scoring._busy)
     finally:
         wire.close()
 

@@ -11,7 +11,8 @@ from waiting import wait_until
 
 import inflight
 from inflight.core.errors import InvalidRequestError, ScoreError
-from inflight.training.data.submitter import Example, Submitter
+from inflight.training.data.examples import Example
+from inflight.training.data.submitter import Submitter
 from inflight.training.grpo import grpo
 
 SAMPLING = inflight.SamplingParams(n=2, max_tokens=5, ignore_eos=True)

@@ -21,8 +21,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.training.data import teacher_scoring
 from inflight.training.data.batch import pack
 from inflight.training.data.rewards import Rewards
-from inflight.training.data.teacher_scoring import Teacher, TeacherScorer
-from inflight.training.data.teacher_sources import TeacherScores
+from inflight.training.data.teacher_scoring import Teacher, TeacherScorer, TeacherScores
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.objective.distillation import LOGPROBS, TOP_IDS, TOP_LOGPROBS
 from inflight.training.objective.objective import Objective

@@ -10,9 +10,10 @@ import pytest
 import torch
 from bigram_run import VOCABULARY, Bigram, Run, score_tokens
 from made_batches import make_batch
+from train_steps import train_step
 
 import inflight
-from inflight.training.grpo import GRPOConfig, train_step
+from inflight.training.grpo import GRPOConfig
 from inflight.training.objective.objective import Objective
 
 TARGET, DELTA = 2.003, 0.02

@@ -10,8 +10,9 @@ import torch
 from loss_batches import make_case
 from made_batches import make_batch
 from tiny_models import make_model
+from train_steps import train_step
 
-from inflight.training.grpo import GRPOConfig, train_step
+from inflight.training.grpo import GRPOConfig
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective import loss as loss_module
 from inflight.training.objective.bounds import bounded, needs_entropies, open_form, unbounded

@@ -1,0 +1,223 @@
+"""The examples of a run: they are read from their iterator, and their prompts are submitted if they fit."""
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, cast
+
+import msgspec
+
+from inflight.core.errors import InflightError, InvalidRequestError
+from inflight.core.messages import LIVE_VERSION
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.stream.ledger import Ledger
+from inflight.training.data.concurrency import Concurrency
+
+logger = logging.getLogger(__name__)
+
+_MOST_UNFIT_IN_A_ROW = 1000
+"""Number of consecutive skipped examples after which a run ends with an error."""
+
+
+class Example(NamedTuple):
+    """A prompt for `engine.submit`, and the metadata for its score function."""
+
+    prompt: Any
+    metadata: Mapping[str, Any]
+
+
+def as_example(example: Any) -> Example:
+    """Return an example unchanged, or make one of a prompt for `engine.submit`."""
+    return example if isinstance(example, Example) else Example(example, {})
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    """The examples of a run that were submitted, from which another submitter continues."""
+
+    num_submitted: int = 0
+    """Number of examples that were submitted or skipped."""
+    in_flight: list[int] = []
+    """Ids of the groups that were submitted and not taken."""
+    examples: dict[str, Any] | None = None
+    """State of examples that observe rewards."""
+    unsubmitted: list[Example] = []
+    """Examples that count in the state `examples`, and were not submitted."""
+
+
+NOTHING_SUBMITTED = Submitted()
+
+
+class GroupStream(Protocol):
+    """The part of a stream that decides when prompts start."""
+
+    @property
+    def ledger(self) -> Ledger: ...
+    @property
+    def concurrency(self) -> Concurrency: ...
+
+
+class PromptEngine(Protocol):
+    """The part of an engine that receives prompts."""
+
+    @property
+    def stream(self) -> GroupStream: ...
+    def submit(
+        self, prompts: Any, params: SamplingParams, /, *, metadata: Any, version: int | None = None, train: bool = True
+    ) -> list[int]: ...
+    def prompt_lengths(self, prompts: Any, /) -> list[int]: ...
+
+
+class Examples:
+    """Reads examples from their iterator, at most a batch before they are submitted.
+
+    Examples with a method `observe` receive each group that the trainer takes, and examples can depend on them. If they
+    have `state_dict` and `load_state_dict`, their state is saved with the run, and the examples that were read and not
+    submitted.
+    """
+
+    def __init__(self, examples: Iterable[Any], submitted: Submitted):
+        self._source, self._observe = examples, getattr(examples, "observe", None)
+        self.buffer: deque[Any] = deque(submitted.unsubmitted)
+        """Examples that were read and not submitted."""
+        self._has_ended = False
+        """The iterator has ended."""
+        if self._observe is None:
+            self._left = islice(examples, submitted.num_submitted, None)
+        else:
+            if submitted.examples is not None and hasattr(examples, "load_state_dict"):
+                cast(Any, examples).load_state_dict(submitted.examples)
+            self._left = iter(examples)
+
+    @property
+    def are_over(self) -> bool:
+        """True if all were submitted or skipped."""
+        return self._has_ended and not self.buffer
+
+    def read(self, count: int) -> None:
+        """Read examples until the buffer has this number."""
+        while not self._has_ended and len(self.buffer) < count:
+            try:
+                self.buffer.append(next(self._left))
+            except StopIteration:
+                self._has_ended = True
+
+    def observe(self, group: Sequence[Rollout]) -> None:
+        """Pass a finished group to examples that observe rewards."""
+        if self._observe is not None:
+            self._observe(group)
+
+    def submitted(self, num_submitted: int, in_flight: list[int]) -> Submitted:
+        """Return the record from which another run continues, JSON-like if the examples are."""
+        if self._observe is None or not hasattr(self._source, "state_dict"):
+            return Submitted(num_submitted, in_flight)
+        state = cast(Any, self._source).state_dict()
+        return Submitted(num_submitted, in_flight, state, [_plain(example) for example in self.buffer])
+
+
+class Admittance:
+    """Submits the examples that fit. Others, such as a prompt longer than the engine's context, are skipped, counted
+    and logged by their index. If all of the first ones do not fit, that is an error."""
+
+    def __init__(self, engine: PromptEngine, sampling: SamplingParams, most_tokens: int, *, any_accepted: bool):
+        """most_tokens: skip examples that might exceed this with an answer, and raise ValueError for the first ones; 0:
+        no bound. any_accepted: examples have been accepted before."""
+        self._engine, self._sampling, self._most_tokens = engine, sampling, most_tokens
+        self._any_accepted = any_accepted
+        self.num_unfit = 0
+        """Number of examples that were skipped since the last call of `take_num_unfit`."""
+        self._num_unfit_in_a_row = 0
+
+    def take_num_unfit(self) -> int:
+        """Return `num_unfit`, and set it to 0."""
+        number, self.num_unfit = self.num_unfit, 0
+        return number
+
+    def submit(self, numbered: deque[tuple[int, Example]], version: int | None, accepted: list[int]) -> None:
+        """Submit examples and append the ids of their groups to `accepted`. Removes each example from `numbered` that
+        is submitted, skipped or refused. The others are left if this raises."""
+        fitting = self._within_bound(list(numbered))
+        numbered.clear()
+        numbered.extend(fitting)
+        try:
+            accepted += self._accept([example for _, example in fitting], version)
+            numbered.clear()
+        except InvalidRequestError:  # The engine refuses all prompts if one is invalid: submit each separately.
+            while numbered:
+                index, example = numbered[0]
+                accepted += self._accept_alone(index, example, version)
+                numbered.popleft()
+            if not (accepted or self._any_accepted):
+                raise
+        self._any_accepted |= bool(accepted)
+
+    def _accept(self, examples: list[Example], version: int | None) -> list[int]:
+        if not examples:
+            return []
+        prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
+        accepted = self._engine.submit(prompts, self._sampling, metadata=metadata, version=version)
+        self._num_unfit_in_a_row = 0
+        return accepted
+
+    def _accept_alone(self, index: int, example: Example, version: int | None) -> list[int]:
+        """Submit an example, under the live version if `version` is gone: no slot keeps an older version once the last
+        group that is pinned to it has ended."""
+        reason: InvalidRequestError | None = None
+        for pinned in [version] if version is None else [version, LIVE_VERSION]:
+            try:
+                return self._accept([example], pinned)
+            except InvalidRequestError as error:
+                reason = error
+        self._skip(index, why := str(reason).replace("prompt 0", "its prompt"))
+        self._check_row(index, why)
+        return []
+
+    def _within_bound(self, numbered: list[tuple[int, Example]]) -> list[tuple[int, Example]]:
+        """Return the examples whose longest sequences fit into `most_tokens`."""
+        most_tokens, max_tokens = self._most_tokens, self._sampling.max_tokens
+        if not most_tokens:
+            return numbered
+        if (longest := getattr(self._engine, "longest_sequence", 0)) > most_tokens:
+            raise ValueError(
+                f"episodes can have sequences of {longest} tokens, the engine's context, and micro_batch_tokens is "
+                f"{most_tokens}; allow at least {longest}, or launch with a smaller max_context"
+            )
+        fitting, reason = [], ""
+        for (index, example), length in zip(numbered, self._lengths(numbered), strict=True):
+            if length is None or (longest := length + max_tokens) <= most_tokens:
+                fitting.append((index, example))
+                continue
+            reason = (
+                f"its prompt has {length} tokens, and with an answer of sampling.max_tokens "
+                f"({max_tokens}) that does not fit into micro_batch_tokens ({most_tokens})"
+            )
+            if not self._any_accepted:
+                raise ValueError(f"example {index}: {reason}; allow at least {longest}, or leave such examples out")
+            self._skip(index, reason)
+        if numbered and not fitting:
+            self._check_row(numbered[-1][0], reason)
+        return fitting
+
+    def _lengths(self, numbered: list[tuple[int, Example]]) -> list[int | None]:
+        """Return the tokens of each prompt; None for a prompt that the engine will refuse when it is submitted."""
+        try:
+            return [*self._engine.prompt_lengths([example.prompt for _, example in numbered])]
+        except InvalidRequestError:  # One bad prompt is enough: measure each separately.
+            return [None] if len(numbered) == 1 else [self._lengths([one])[0] for one in numbered]
+
+    def _skip(self, index: int, reason: str) -> None:
+        self.num_unfit += 1
+        self._num_unfit_in_a_row += 1
+        logger.warning("example %d is skipped: %s", index, reason)
+
+    def _check_row(self, index: int, reason: str) -> None:
+        """Raise InflightError if too many examples in a row, up to this one, were skipped."""
+        if (count := self._num_unfit_in_a_row) >= _MOST_UNFIT_IN_A_ROW:
+            raise InflightError(f"{count} examples in a row were refused, up to example {index}: {reason}")
+
+
+def _plain(example: Any) -> Example:
+    """Return an example for a file, with token ids as a list."""
+    prompt, metadata = as_example(example)
+    return Example(prompt.tolist() if hasattr(prompt, "tolist") else prompt, dict(metadata))
