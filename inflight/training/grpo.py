@@ -350,7 +350,7 @@ class _Trainer:
         """Return the progress of the run after a step."""
         dropped, weight = asdict(self.dropped), resolve(self.config.objective).entropy_weight
         # These were skipped while groups of the next step were submitted.
-        dropped["num_unfit_examples"] += admission.submitter.admittance.num_unfit
+        dropped["num_unfit_examples"] += admission.submitter.fitting.num_unfit
         return GRPOProgress(
             **msgspec.structs.asdict(admission.submitter.submitted),
             step=step,

@@ -153,7 +153,7 @@ class Admission:
             self.engine.stream.scoring.check(scored, 1)
         self._num_taken += 1
         self.lead = submitter.begin()
-        scored.dropped.num_unfit_examples = submitter.admittance.take_num_unfit()
+        scored.dropped.num_unfit_examples = submitter.fitting.take_num_unfit()
         if not scored.groups:
             self.unreported = scored.dropped
         return scored

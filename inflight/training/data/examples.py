@@ -116,7 +116,7 @@ class Examples:
         return Submitted(num_submitted, in_flight, state, [_plain(example) for example in self.buffer])
 
 
-class Admittance:
+class FittingExamples:
     """Submits the examples that fit. Others, such as a prompt longer than the engine's context, are skipped, counted
     and logged by their index. If all of the first ones do not fit, that is an error."""
 

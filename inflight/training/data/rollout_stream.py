@@ -285,7 +285,7 @@ class RolloutStream:
                 if submitter is not None:
                     submitter.fill()
                     self.lead = submitter.begin()
-                    scored.dropped.num_unfit_examples = submitter.admittance.take_num_unfit()
+                    scored.dropped.num_unfit_examples = submitter.fitting.take_num_unfit()
                 batch = scored.pack(
                     trainer_version=self._meter.trainer_version,
                     foreign_versions=self._meter.foreign_versions if self._meter.counts_adapters_apart else None,

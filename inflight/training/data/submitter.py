@@ -12,8 +12,8 @@ from inflight.core.clock import now_ns
 from inflight.core.sampling import SamplingParams
 from inflight.training.data.examples import (
     NOTHING_SUBMITTED,
-    Admittance,
     Examples,
+    FittingExamples,
     PromptEngine,
     Submitted,
     as_example,
@@ -46,11 +46,11 @@ class Submitter:
         most_tokens: int = 0,
         submitted: Submitted = NOTHING_SUBMITTED,
     ):
-        """ahead, most_groups: as in `LeadController`. most_tokens: as in `Admittance`. submitted: of a run that is
+        """ahead, most_groups: as in `LeadController`. most_tokens: as in `FittingExamples`. submitted: of a run that is
         continued. Its examples are skipped, unless the examples observe rewards; these load its state."""
         self._engine, self._samples, self._per_step = engine, sampling.n, groups_per_step
         self.examples = Examples(examples, submitted)
-        self.admittance = Admittance(engine, sampling, most_tokens, any_accepted=submitted.num_submitted > 0)
+        self.fitting = FittingExamples(engine, sampling, most_tokens, any_accepted=submitted.num_submitted > 0)
         self.is_automatic = ahead == "auto"
         self.lead = LeadController(
             groups_per_step, ahead=ahead, most_groups=most_groups, spare_groups=self._spare_groups
@@ -249,7 +249,7 @@ class Submitter:
             numbered = deque(enumerate(map(as_example, taken), self.num_submitted))
             self.num_submitted += number
             try:
-                self.admittance.submit(numbered, version, accepted)
+                self.fitting.submit(numbered, version, accepted)
             finally:
                 self.num_submitted -= len(numbered)
                 with self._changed:

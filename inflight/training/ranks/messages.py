@@ -109,11 +109,7 @@ def _decode(data: bytes) -> tuple[_Sent, list[Arrays], list[list[Rollout]], list
 
     try:
         groups = list(map(rollouts_of, sent.groups))
-        return (
-            sent,
-            arrays,
-            groups,
-            [replace(each, rollouts=rollouts_of(headers)) for each, headers in sent.evaluations],
-        )
+        evaluations = [replace(each, rollouts=rollouts_of(headers)) for each, headers in sent.evaluations]
     except KeyError as error:
         raise ProtocolError(f"a report of rank 0 lacks {error}") from error
+    return sent, arrays, groups, evaluations
