@@ -57,13 +57,17 @@ function ticks(low, high, count) {
   return found;
 }
 
-function timeTicks(low, high, count) {
-  const steps = [1, 2, 5, 10, 15, 30, 60, 120, 180, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
-  const step = steps.find((n) => (high - low) / n <= count) ?? 86400 * Math.ceil((high - low) / count / 86400);
+/** Ticks at multiples of one of these rising steps, at most about `count`. */
+export function ticksOf(steps, low, high, count) {
+  const last = steps[steps.length - 1];
+  const step = steps.find((n) => (high - low) / n <= count) ?? last * Math.ceil((high - low) / count / last);
   const found = [];
   for (let value = Math.ceil(low / step) * step; value <= high; value += step) found.push(value);
   return found;
 }
+
+const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 180, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
+const timeTicks = (...range) => ticksOf(SECONDS, ...range);
 
 function escaped(value) {
   return String(value).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
@@ -72,13 +76,13 @@ function escaped(value) {
 /**
  * A chart in an element. `draw` takes
  *   lines: [{name, color, points: [[x, y], …], band: [[x, low, high], …], dots, thin, steps}]
- *   stack: {names, colors, rows: [[x0, x1, [values]], …]}
+ *   stack: {names, colors, rows: [[x0, x1, [values]], …], gaps}
  *   x: [low, high], marks: [x, …] (restarts), rule: {y, name}
  */
 export class Chart {
   constructor(host, options) {
     this.host = host;
-    this.options = { unit: "", height: 168, xText: clock, xTicks: timeTicks, xName: "", yText: text, ...options };
+    this.options = { unit: "", height: 168, xText: clock, xTicks: timeTicks, yText: text, ...options };
     this.at = null;
     this.svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     this.svg.setAttribute("tabindex", "0");
@@ -110,7 +114,7 @@ export class Chart {
     const [xLow, xHigh] = data.x ?? extent(this.xs);
     const span = xHigh - xLow || 1;
     const px = (x) => inner.x0 + ((x - xLow) / span) * (inner.x1 - inner.x0);
-    const { low, high, yTicks, py } = this.vertical(lines, stack, data.rule, inner);
+    const { yTicks, py } = this.vertical(lines, stack, data.rule, inner);
     const parts = [];
     for (const y of yTicks) {
       const at = py(y).toFixed(1);
@@ -121,9 +125,6 @@ export class Chart {
     if (!isEmpty) {
       for (const x of options.xTicks(xLow, xHigh, Math.max(3, Math.floor(width / 95)))) {
         parts.push(`<text class="axis" x="${px(x).toFixed(1)}" y="${height - 6}" text-anchor="middle">${escaped(options.xText(x))}</text>`);
-      }
-      if (options.xName) {
-        parts.push(`<text class="unit" x="${width - 2}" y="${height - 6}" text-anchor="end">${escaped(options.xName)}</text>`);
       }
     }
     for (const x of data.marks ?? []) {
@@ -137,11 +138,11 @@ export class Chart {
       parts.push(`<line class="rule" x1="${inner.x0}" x2="${inner.x1}" y1="${at}" y2="${at}"/>`);
     }
     const labels = data.rule ? [{ y: py(data.rule.y), name: data.rule.name, color: "muted" }] : [];
-    if (stack) labels.push(...this.drawStack(stack, px, py, inner, parts));
+    if (stack) this.drawStack(stack, px, py, inner, parts);
     for (const line of lines) labels.push(...this.drawLine(line, px, py, inner, parts));
     if (isEmpty) {
       const middle = (inner.x0 + inner.x1) / 2;
-      parts.push(`<text class="empty" x="${middle}" y="${(inner.y0 + inner.y1) / 2}" text-anchor="middle">${escaped(options.empty ?? "nothing yet")}</text>`);
+      parts.push(`<text class="empty" x="${middle}" y="${(inner.y0 + inner.y1) / 2}" text-anchor="middle">nothing yet</text>`);
     } else {
       parts.push(...placed(labels, inner));
     }
@@ -151,7 +152,7 @@ export class Chart {
     this.svg.setAttribute("height", height);
     this.svg.setAttribute("aria-label", `${options.label}. ${this.summary(lines, stack)}`);
     this.svg.innerHTML = parts.join("");
-    this.scale = { px, py, inner, xLow, span, low, high, width };
+    this.scale = { px, inner, xLow, span, width };
     this.drawCross();
   }
 
@@ -176,13 +177,13 @@ export class Chart {
       const yTicks = [];
       for (let power = low; power <= high + 1e-9; power++) yTicks.push(10 ** power);
       const share = (y) => (Math.log10(Math.max(y, options.min)) - low) / (high - low);
-      return { low, high, yTicks, py: (y) => inner.y0 - share(y) * (inner.y0 - inner.y1) };
+      return { yTicks, py: (y) => inner.y0 - share(y) * (inner.y0 - inner.y1) };
     }
     const low = options.min ?? Math.min(0, ...values);
-    let high = options.max ?? Math.max(...values, options.atLeast ?? 0);
+    let high = options.max ?? Math.max(...values, 0);
     if (!(high > low)) high = low + 1;
     if (options.max === undefined) high += (high - low) * 0.06;
-    return { low, high, yTicks: ticks(low, high, 5), py: (y) => inner.y0 - ((y - low) / (high - low)) * (inner.y0 - inner.y1) };
+    return { yTicks: ticks(low, high, 5), py: (y) => inner.y0 - ((y - low) / (high - low)) * (inner.y0 - inner.y1) };
   }
 
   drawLine(line, px, py, inner, parts) {
@@ -213,26 +214,23 @@ export class Chart {
   }
 
   drawStack(stack, px, py, inner, parts) {
-    let tops = [];
     for (const [x0, x1, values] of stack.rows) {
       const left = Math.max(inner.x0, px(x0));
       const width = Math.min(inner.x1, px(x1)) - left;
       if (width <= 0) continue;
+      const gap = width > 4 && stack.gaps ? 1 : -0.25;
       let sum = 0;
-      tops = values.map((value, i) => {
+      values.forEach((value, i) => {
         const below = py(sum);
         sum += value;
         const above = py(sum);
         if (value > 0) {
-          const gap = width > 4 && stack.gaps ? 1 : -0.25;
           parts.push(
             `<rect x="${left.toFixed(2)}" width="${(width - gap).toFixed(2)}" y="${above.toFixed(2)}" height="${(below - above).toFixed(2)}" fill="var(--${stack.colors[i]})"/>`,
           );
         }
-        return { y: (below + above) / 2, size: below - above, name: stack.names[i], color: stack.colors[i] };
       });
     }
-    return stack.legend ? [] : tops.filter((top) => top.size > 5);
   }
 
   summary(lines, stack) {

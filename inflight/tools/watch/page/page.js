@@ -1,6 +1,6 @@
 // The page: asks for news, keeps what is known of the run, and draws it.
 
-import { Chart, clock, make, text, thin } from "./charts.js";
+import { Chart, clock, make, text, thin, ticksOf } from "./charts.js";
 import { colourTokens, drawSamples } from "./rollouts.js";
 import { Run } from "./run.js";
 
@@ -53,7 +53,7 @@ const SECTIONS = [
     note: "Rewards of what is trained on, and answers to held-out prompts.",
     panels: [
       { id: "reward", title: "Reward and held-out accuracy", size: "double", unit: "0 to 1", draw: drawReward, height: 210, why: "Mean reward of the rollouts that each optimizer step took, and the accuracy on held-out prompts wherever it was measured." },
-      { id: "length", title: "Length of rollouts", unit: "tokens", height: 210, draw: () => single("mean_length", "mean", "blue"), why: "Mean number of tokens that a rollout drew until it stopped or reached its limit." },
+      { id: "length", title: "Length of rollouts", unit: "tokens", height: 210, draw: () => logged(["mean_length", "mean", "blue"]), why: "Mean number of tokens that a rollout drew until it stopped or reached its limit." },
     ],
   },
   {
@@ -76,9 +76,9 @@ const SECTIONS = [
     title: QUESTIONS.signal,
     note: "ρ is the probability of a token under the trainer's weights over the one it was drawn with.",
     panels: [
-      { id: "ess", title: "Effective sample size", unit: "share of tokens", min: 0, max: 1, draw: drawEss, why: "How many equally weighted tokens the weighted ones are worth, as a share of all: 1 is as good as on-policy." },
+      { id: "ess", title: "Effective sample size", unit: "share of tokens", min: 0, max: 1, draw: () => logged(["ratio/ess", "tokens", "blue"], ["sequence/ess", "sequences", "green"]), why: "How many equally weighted tokens the weighted ones are worth, as a share of all: 1 is as good as on-policy." },
       { id: "ratios", title: "Distribution of log ρ, last steps", unit: "share of tokens", log: true, min: 1e-4, max: 1, xText: (x) => text(x).replace("-", "−"), xTicks: () => [-2, -1, 0, 1, 2], tipText: (x) => `log ρ about ${text(x)}`, yText: percent, tipUnit: "", draw: drawRatios, why: "Tokens that the trainer's own version drew differ from 0 by mismatch of numerics alone; those of older versions by staleness too." },
-      { id: "diffs", title: "Mean |log ρ|", unit: "nats", draw: drawDiffs, why: "How far trainer and generator are apart on a token: for tokens of the trainer's own version, and for those of older ones." },
+      { id: "diffs", title: "Mean |log ρ|", unit: "nats", draw: () => logged(["mismatch/logprob_diff", "mismatch", "blue"], ["stale/logprob_diff", "stale", "orange"]), why: "How far trainer and generator are apart on a token: for tokens of the trainer's own version, and for those of older ones." },
     ],
   },
   {
@@ -97,7 +97,7 @@ const SECTIONS = [
     title: "Life of each version",
     note: "What became of the tokens that each version of the weights drew.",
     panels: [
-      { id: "lives", title: "Tokens drawn, by weight version", size: "wide", unit: "tokens", height: 200, xText: (x) => `v${Math.round(x)}`, tipText: tipOfVersion, xTicks: versionTicks, legend: [["trained on", "blue"], ["left out of batches", "orange"], ["under way, evaluations, cancelled", "grey"]], draw: drawVersions, why: "Tokens are left out of batches where they have no advantage, were truncated or are too old; grey ones have not reached the trainer, or never will." },
+      { id: "lives", title: "Tokens drawn, by weight version", size: "wide", unit: "tokens", height: 200, xText: (x) => `v${Math.round(x)}`, tipText: tipOfVersion, xTicks: (...range) => ticksOf([1, 2, 5, 10, 20, 50, 100], ...range), legend: [["trained on", "blue"], ["left out of batches", "orange"], ["under way, evaluations, cancelled", "grey"]], draw: drawVersions, why: "Tokens are left out of batches where they have no advantage, were truncated or are too old; grey ones have not reached the trainer, or never will." },
     ],
   },
 ];
@@ -172,7 +172,7 @@ function drawNumbers() {
   host.dataset.key = key;
   for (const id of charts.keys()) if (id.startsWith("number-")) charts.delete(id);
   const panels = shown.map((name) => {
-    const panel = { id: `number-${name.replace(/[^\w/]/g, "_")}`, title: name, why: "A number that the run logs under this name.", draw: () => single(name, "", "blue") };
+    const panel = { id: `number-${name.replace(/[^\w/]/g, "_")}`, title: name, why: "A number that the run logs under this name.", draw: () => logged([name, "", "blue"]) };
     const element = panelOf(panel);
     const remove = make("button", { class: "why remove", type: "button", "aria-label": `Remove the chart of ${name}` }, "×");
     remove.addEventListener("click", () => choose(chosen.filter((other) => other !== name)));
@@ -200,8 +200,9 @@ function overTime(lines, more = {}) {
   return { x: shownTime(), marks: run.restarts, lines, ...more };
 }
 
-function single(name, label, color) {
-  return overTime([{ name: label, color, points: thin(within(run.numbers(name))) }]);
+/** Lines of logged numbers, each [name of the number, label, color]. */
+function logged(...lines) {
+  return overTime(lines.map(([number, name, color]) => ({ name, color, points: thin(within(run.numbers(number))) })));
 }
 
 function smooth(points, width) {
@@ -254,20 +255,6 @@ function windows(points, count) {
     found.push([points[Math.min(points.length - 1, i + size - 1)][0], at(0.1), at(0.5), at(0.9)]);
   }
   return found;
-}
-
-function drawEss() {
-  return overTime([
-    { name: "tokens", color: "blue", points: thin(within(run.numbers("ratio/ess"))) },
-    { name: "sequences", color: "green", points: thin(within(run.numbers("sequence/ess"))) },
-  ]);
-}
-
-function drawDiffs() {
-  return overTime([
-    { name: "mismatch", color: "blue", points: thin(within(run.numbers("mismatch/logprob_diff"))) },
-    { name: "stale", color: "orange", points: thin(within(run.numbers("stale/logprob_diff"))) },
-  ]);
 }
 
 function drawRatios() {
@@ -326,7 +313,7 @@ function shares(parts, kinds, rest) {
     rows.push([Math.max(low, joined[0].from), joined[joined.length - 1].to, values]);
   }
   const named = rest ? [...kinds, rest] : kinds;
-  return overTime([], { stack: { names: named.map((kind) => kind[0]), colors: named.map((kind) => kind[1]), rows, legend: true } });
+  return overTime([], { stack: { names: named.map((kind) => kind[0]), colors: named.map((kind) => kind[1]), rows } });
 }
 
 function drawTrainerWaits() {
@@ -362,14 +349,7 @@ function drawVersions() {
     return [one.version - 0.5, one.version + 0.5, [trained, dropped, Math.max(0, drawn - trained - dropped)]];
   });
   const x = rows.length ? [rows[0][0], Math.max(rows[rows.length - 1][1], rows[0][0] + 12)] : [0, 1];
-  return { x, stack: { names: ["trained on", "left out", "under way or elsewhere"], colors: ["blue", "orange", "grey"], rows, gaps: true, legend: true } };
-}
-
-function versionTicks(low, high, count) {
-  const step = Math.max(1, [1, 2, 5, 10, 20, 50].find((n) => (high - low) / n <= count) ?? 100);
-  const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high; value += step) found.push(value);
-  return found;
+  return { x, stack: { names: ["trained on", "left out", "under way or elsewhere"], colors: ["blue", "orange", "grey"], rows, gaps: true } };
 }
 
 function tipOfVersion(x) {

@@ -19,7 +19,6 @@ export class Run {
     this.gaps = [];
     this.names = new Set();
     this.ended = false;
-    this.lost = 0;
     this.steps = new Map();
     this.consumed = [];
     this.swapped = [];
@@ -54,9 +53,6 @@ export class Run {
       case "samples":
         this.samples.push({ at, ...event });
         if (this.samples.length > SAMPLES) this.samples.shift();
-        return;
-      case "ended":
-        this.lost = event.num_lost ?? 0;
     }
   }
 
