@@ -1,17 +1,6 @@
-"""Measures how old the tokens were, in milliseconds.
+"""Measures how old the tokens were, and the delay and the stall of each swap (docs/staleness.md defines the measures).
 
-| name | per token |
-|---|---|
-| weight_lag_ms | time drawn − time at which a newer version than the token's was first published; 0 without one |
-| policy_age_ms | time drawn − time at which the token's version was published |
-| token_age_ms | time consumed by an optimizer step − time drawn |
-| version_lag | the trainer's version when consumed − the token's version |
-
-The trainer's version is the last one that was published, or the next one if its optimizer has taken steps since. For
-the tokens of an adapter, only versions that changed this adapter count, and only steps that changed it.
-
-Per swap: swap_ms, `publish()` called → first token drawn with that version; stall_ms, time in which the engine had work
-and ran no forward because of the swap. All times are CLOCK_MONOTONIC of one machine.
+For the tokens of an adapter, only versions that changed this adapter count, and only steps that changed it.
 """
 
 import threading
@@ -181,11 +170,6 @@ class StalenessMeter:
         with self._lock:
             self.unpublished_steps, self._stepped = unpublished_steps, frozenset(adapters)
 
-    @property
-    def counts_adapters_apart(self) -> bool:
-        """Whether a remembered version, or a step since, changed some adapters alone."""
-        return bool(self._changes or self._stepped)
-
     def foreign_versions(self, adapter: str | None, weight_versions: np.ndarray) -> np.ndarray:
         """Return i64[n], the number of versions between these versions i64[n] and `trainer_version` that did not change
         the adapter; for None, the weights alone. It is positive for versions of other adapters alone."""
@@ -218,11 +202,6 @@ class StalenessMeter:
                 if swap is not None and self.last_swap_ms is not None:
                     listener.swapped(swap.version, self.last_swap_ms, swap.stall_ns / NS_PER_MS)
 
-    def taken(self, weight_versions: np.ndarray, in_loss: np.ndarray) -> None:
-        """Note tokens that the trainer took out of the stream, as in `StalenessListener.taken`."""
-        if (listener := self.listener) is not None:
-            listener.taken(weight_versions, in_loss)
-
     def consume(
         self,
         weight_versions: np.ndarray,
@@ -241,9 +220,13 @@ class StalenessMeter:
         adapters: object[n], the adapter that drew each token, or None; None: no adapter drew any."""
         own_ns, newer_ns = np.zeros_like(sampled_at_ns), np.zeros_like(sampled_at_ns)
         with self._lock:
+            oldest, *later = self._published  # The oldest remembered version counts for every adapter.
             names = {None} if adapters is None or not self._changes else set(adapters)
-            clocks = {name: self._clock(name) for name in names}
-        for adapter, (versions, published) in clocks.items():
+            clocks = {
+                name: [oldest, *((v, ns) for v, ns in later if name in self._changes.get(v, {name}))] for name in names
+            }
+        for adapter, clock in clocks.items():
+            versions, published = np.array(clock).T
             of_it = adapters == adapter if len(clocks) > 1 else slice(None)
             own = np.maximum(np.searchsorted(versions, weight_versions[of_it], side="right") - 1, 0)
             newer = np.minimum(own + 1, len(versions) - 1)
@@ -264,12 +247,6 @@ class StalenessMeter:
             every = np.ones(len(weight_versions), bool)
             listener.consumed(weight_versions, staleness, every if in_loss is None else in_loss)
         return staleness
-
-    def _clock(self, adapter: str | None) -> np.ndarray:
-        """Return the versions that changed an adapter, and their times, i64[2, k]. The oldest remembered version is one
-        of them."""
-        oldest, *later = self._published
-        return np.array([oldest, *((v, ns) for v, ns in later if adapter in self._changes.get(v, {adapter}))]).T
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Return {name: {p50, p90, p99}} over all consumed tokens and all swaps; version_lag as {p50, max}."""

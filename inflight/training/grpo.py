@@ -274,7 +274,7 @@ class _Trainer:
             present.sum_reward_kl += reward_kl * len(samples_of(part.rollouts))
         batch = part.pack(
             trainer_version=meter.trainer_version,
-            foreign_versions=meter.foreign_versions if meter.counts_adapters_apart else None,
+            foreign_versions=meter.foreign_versions,
             staleness=config.staleness,
             advantages=config.advantages,
             skip_uniform=config.skips_uniform_groups,

@@ -121,7 +121,7 @@ def test_measures_and_the_life_of_versions_are_what_the_meter_was_told(recorded)
     meter.published(5, 100 * MS)
     meter.frame(make_frame(0, swap=Swap(5, 100 * MS, 2 * MS, 1)))
     meter.frame(make_frame(6, time_ns=112 * MS))  # of version 5
-    meter.taken(np.array([5, 5, 5, 4]), in_loss=np.array([5, 4]))
+    meter.listener.taken(np.array([5, 5, 5, 4]), np.array([5, 4]))
     meter.consume(np.array([5, 4]), np.array([112, 104]) * MS, consumed_ns=200 * MS, trainer_version=5)
     [swapped] = events(Swapped)
     assert (swapped.version, swapped.swap_ms, swapped.stall_ms) == (5, 12.0, 2.0)
@@ -293,8 +293,7 @@ def test_log_ratios_that_are_not_finite_are_left_out(recorded):
 def test_what_fails_in_the_recorder_ends_its_listening_and_not_the_run(recorded, monkeypatch, caplog):
     engine, recorder, events = recorded
     monkeypatch.setattr(recording, "_counts", lambda versions: 1 / 0)
-    engine.staleness.taken(np.array([1]), np.array([1]))
-    engine.staleness.taken(np.array([1]), np.array([1]))
+    engine.staleness.listener.taken(np.array([1]), np.array([1]))
     assert engine.staleness.listener is None
     assert engine.stream.observers == []
     assert caplog.text.count("ZeroDivisionError") == 1
@@ -326,7 +325,7 @@ def test_a_run_that_goes_on_counts_on_but_for_what_is_published_anew(tmp_path):
         with RunRecorder(engine, tmp_path, resumed_after_step=resumed):
             engine.staleness.published(5, 0)
             engine.staleness.frame(make_frame(6))  # of version 5
-            engine.staleness.taken(np.array([0, 0, 5]), np.array([0]))
+            engine.staleness.listener.taken(np.array([0, 0, 5]), np.array([0]))
     lives = {event.version: event for event in read_events(tmp_path) if isinstance(event, Version)}
     assert (lives[0].drawn, lives[0].dropped) == (0, 2)
     assert (lives[5].drawn, lives[5].dropped) == (6, 1)

@@ -288,7 +288,7 @@ class RolloutStream:
                     scored.dropped.num_unfit_examples = submitter.fitting.take_num_unfit()
                 batch = scored.pack(
                     trainer_version=self._meter.trainer_version,
-                    foreign_versions=self._meter.foreign_versions if self._meter.counts_adapters_apart else None,
+                    foreign_versions=self._meter.foreign_versions,
                     staleness=staleness,
                     advantages=advantages,
                 )

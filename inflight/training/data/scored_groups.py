@@ -360,13 +360,13 @@ def _consumed_columns(batch: PackedBatch) -> tuple[np.ndarray, ...]:
 
 
 def measure_taken(meter: StalenessMeter, scored: ScoredGroups, batch: PackedBatch | None) -> None:
-    """Report to the meter the tokens that the trainer has taken out of the stream, and the tokens among them that are
-    in the loss of the batch packed from these groups (None: nothing was left to pack)."""
-    rollouts = scored.drawn
-    if not rollouts:
+    """Report to the meter's listener the tokens that the trainer has taken out of the stream, and the tokens among them
+    that are in the loss of the batch packed from these groups (None: nothing was left to pack)."""
+    rollouts, listener = scored.drawn, meter.listener
+    if not rollouts or listener is None:
         return
     in_loss = np.zeros(0, np.int64)
     if batch is not None:
         mask = batch.loss_mask if batch.included is None else batch.loss_mask & batch.included
         in_loss = batch.weight_versions[mask].cpu().numpy()
-    meter.taken(np.concatenate([rollout.weight_versions[rollout.drawn] for rollout in rollouts]), in_loss)
+    listener.taken(np.concatenate([rollout.weight_versions[rollout.drawn] for rollout in rollouts]), in_loss)
