@@ -38,7 +38,6 @@ def learn(seed: int) -> dict[str, Any]:
         steps=SMALL.steps,
         groups_per_step=SMALL.groups_per_step,
         sampling=inflight.SamplingParams(n=8, max_tokens=ANSWER_TOKENS),
-        objective=SMALL.objective,
     )
     with inflight.launch(options(MODEL)) as engine:
         with engine.publisher(model) as publisher:

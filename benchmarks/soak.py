@@ -22,8 +22,8 @@ from harness import new_figure
 from truth_load import Load, save_model
 
 import inflight
+from inflight.tools.demo.display import save_figure
 from inflight.tools.environment import write_result
-from inflight.tools.plots import save_figure
 
 GROUPS, PUBLISH_EVERY_S = 32, 0.05
 BOUNDS = {"resident_mb": 1.0, "files": 0.1, "threads": 0.1}

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from inflight.engine.model.shapes import shape_config
 from inflight.tools.bench.options import DtypeName, SwapOptions
 from inflight.tools.bench.swap import measure as measure_swap
+from inflight.tools.demo.display import save_figure
 from inflight.tools.environment import write_result
-from inflight.tools.plots import save_figure
 
 
 class Size(NamedTuple):

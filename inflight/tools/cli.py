@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from inflight.core.extras import needing
@@ -18,7 +17,7 @@ from inflight.core.option import argument, option
 from inflight.core.version import __version__
 from inflight.server.options import ServerOptions
 from inflight.tools.bench import options as bench_options
-from inflight.tools.command_line import Output, add_command, reported
+from inflight.tools.command_line import Output, add_command, plain_console, reported
 from inflight.tools.demo.options import DemoOptions
 from inflight.tools.report import ReportOptions, report
 from inflight.tools.serve import ServedModel, allow_files, check_model, log_engine, log_to_stderr, option_hint
@@ -31,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(help="Run a benchmark. Its last line of output is JSON.", no_args_is_help=True)
-console = Console()
+console = plain_console()
 
 
 def _print_version(wanted: bool) -> None:
@@ -107,7 +106,7 @@ def serve(model: ServedModel, options: ServerOptions) -> None:
         engine = Engine(engine_options)
     log_engine(engine.info)
     with engine, HttpServer(engine, options, listening) as server, without_full_collections():
-        console.print(f"{model.model} is served at {server.url}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{model.model} is served at {server.url}")
         server.wait()
 
 
@@ -162,10 +161,7 @@ def keys(directory: Annotated[Path, typer.Argument(help="Directory that does not
         "On the engine's machine keep engine.key_secret and the *.key of every client:\n"
         f'    inflight.launch(model, listen="tcp://0.0.0.0:5600", keys="{directory}")\n'
         "On a client's machine, in a directory of mode 700, keep client.key_secret and engine.key:\n"
-        f'    inflight.attach("tcp://HOST:5600", keys="{directory}")',
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        f'    inflight.attach("tcp://HOST:5600", keys="{directory}")'
     )
 
 

@@ -4,7 +4,6 @@ A field `name: type = option(default)` becomes `--name`. The first paragraph of 
 docstring of the dataclass is the help of the command. A field has a type of typer, or one of these types:
 
     Literal["a", "b"]                one of these choices
-    tuple[Literal["a", "b"], ...]    choices, by an option that can be given several times
     tuple[int, ...]                  numbers, as in 1,8,32, each at least the option's `min` (1 without one)
     tuple[str, ...]                  names, as in none,tis
     tuple[Path, ...]                 paths, one after another; an argument
@@ -30,7 +29,13 @@ from inflight.core.errors import InflightError
 from inflight.core.files import reason_of
 from inflight.core.option import DeviceName, OnCommandLine, docs_of, option
 
-errors = Console(stderr=True)
+
+def plain_console(**options: Any) -> Console:
+    """Return a console that prints text as it is: without markup, highlights and line breaks of its own."""
+    return Console(markup=False, highlight=False, soft_wrap=True, **options)
+
+
+errors = plain_console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +120,7 @@ def reported() -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, (InflightError, ValueError, OSError)) and reason_of(error) is None:
             raise
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"error: {error}", style="red")
         raise typer.Exit(2) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(130) from error
@@ -126,8 +131,6 @@ def spelling_of(field: Field, kind: Any) -> Spelling:
     items = get_args(kind) if get_origin(kind) is tuple else ()
     if choices := choices_of(kind):
         choice = StrEnum("Choice", {value: value for value in choices})
-        if items:
-            return Spelling(list[choice], list(default), lambda given: tuple(dict.fromkeys(map(str, given))))
         optional: Any = choice if default is not None else choice | None  # pyright: ignore[reportOperatorIssue]
         return Spelling(optional, default, lambda given: given and given.value)
     if not items:

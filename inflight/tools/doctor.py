@@ -32,8 +32,8 @@ def print_report(console: Console) -> int:
         findings = examine()
     styles = {"ok": "green", "note": "yellow", "fail": "red"}
     for finding in findings:
-        console.print(f"[{styles[finding.verdict]}]{finding.verdict:<4}[/] {finding.subject:<16} ", end="")
-        console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{finding.verdict:<4}", style=styles[finding.verdict], end="")
+        console.print(f" {finding.subject:<16} {finding.text}")
     failed = any(finding.verdict == "fail" for finding in findings)
     console.print("inflight cannot run here; see the lines marked fail" if failed else "inflight runs here")
     return int(failed)

@@ -57,11 +57,11 @@ def budget_of(model: str, *, sequences: int, context: int) -> Budget:
     config = load_config(model)
     with torch.device("meta"):
         made = auto_class(config).from_config(config, dtype=torch.bfloat16)
-    num_parameters = _num_parameters(made)
+    num_parameters = made.num_parameters()
     drop_towers(made)
     return Budget(
         num_parameters,
-        _num_parameters(made) * BF16_BYTES,
+        made.num_parameters() * BF16_BYTES,
         sequences * context * sum(cached_dims(made)) * BF16_BYTES,
         2 * sequences * _state_bytes(made),
     )
@@ -95,10 +95,6 @@ def _state_bytes(model: nn.Module) -> int:
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
-def _num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def print_budget(model: str, *, sequences: int, context: int, gpu_gib: float, console: Console) -> None:
     """Print what fits on a GPU with this memory. Raises the errors of `budget_of`."""
     budget, gpu_bytes = budget_of(model, sequences=sequences, context=context), int(gpu_gib * GIB)
@@ -106,16 +102,14 @@ def print_budget(model: str, *, sequences: int, context: int, gpu_gib: float, co
         f"{model}: {budget.num_parameters / 1e9:.2f} B parameters, {sequences} sequences of {context:,} tokens, "
         f"{gpu_gib:.0f} GiB on one GPU\n"
         f"engine: {_gib(budget.weight_bytes)} per slot, {_gib(budget.kv_bytes)} for all keys and values (with less, "
-        f"sequences wait), {_gib(budget.state_bytes)} for states of layers, about {_gib(FIXED_BYTES)} for CUDA",
-        markup=False,
-        highlight=False,
+        f"sequences wait), {_gib(budget.state_bytes)} for states of layers, about {_gib(FIXED_BYTES)} for CUDA"
     )
     table = Table("trainer", "its memory", "2 slots leave", "slots=1 leaves")
     for name, bytes_of_each in TRAINERS.items():
         left = [budget.left_bytes(gpu_bytes, name, slots) for slots in (2, 1)]
         table.add_row(name, _gib(bytes_of_each * budget.num_parameters), *map(_left, left))
     console.print(table)
-    console.print("What is left is for the trainer's activations. Publishing adapters needs one slot.", highlight=False)
+    console.print("What is left is for the trainer's activations. Publishing adapters needs one slot.")
 
 
 def _gib(num_bytes: int) -> str:

@@ -71,6 +71,6 @@ def _lines_on(console: Console) -> Progress:
         if time.monotonic() - printed_s >= _LINE_EVERY_S:
             printed_s = time.monotonic()
             done = "" if share is None else f"{share:.0%}, "
-            console.print(f"{done}{text}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{done}{text}")
 
     return tell

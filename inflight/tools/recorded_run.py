@@ -10,8 +10,9 @@ from statistics import fmean, median
 import numpy as np
 
 from inflight.observability.events import Began, Consumed, Engine, Event, Step, Swapped, read_events
-from inflight.tools.plots import SMOOTHING_STEPS, smoothed
 
+SMOOTHING_STEPS = 10
+"""Optimizer steps of the mean that smooths a reward."""
 MEDIAN = ", median"
 """End of the names of numbers that are medians over the tokens of a step: ages in ms, and the lag in versions."""
 _NEW_STEPS = 5
@@ -122,14 +123,16 @@ class RecordedRun:
         tokens = num_steps * fmean(self.numbers.get("num_tokens", {}).values() or [0.0])
         waits = sum(spent["wait for rollouts"] for spent in self.activity.values())
         has_spans = any(spent.keys() - {"seconds"} for spent in self.activity.values())
-        accuracies = list(self.numbers.get("accuracy", {}).values())
+        accuracies, over = (
+            list(self.numbers.get(name, {}).values()) for name in ("accuracy", "staleness/age_over_bound")
+        )
         figures: dict[str, float | None] = {
             "steps": num_steps,
             "seconds": seconds,
             "steps_per_s": num_steps / seconds if seconds else None,
             "trained_tokens_per_s": tokens / seconds if seconds and tokens else None,
             "trainer_wait_share": waits / seconds if seconds and has_spans else None,
-            "age_over_bound": _median(self.numbers.get("staleness/age_over_bound", {})),
+            "age_over_bound": median(over) if over else None,
             "final_reward": self.final_reward,
             "accuracy_after": accuracies[-1] if accuracies else None,
         }
@@ -139,8 +142,12 @@ class RecordedRun:
         return {name: value for name, value in figures.items() if value is not None}
 
 
-def _median(steps: dict[int, float]) -> float | None:
-    return median(steps.values()) if steps else None
+def smoothed(rewards: Sequence[float]) -> np.ndarray:
+    """Return the mean over the last SMOOTHING_STEPS rewards, fewer at the start: f64[n]."""
+    sums = np.cumsum([0.0, *rewards])
+    ends = np.arange(1, len(rewards) + 1)
+    begins = np.maximum(0, ends - SMOOTHING_STEPS)
+    return (sums[ends] - sums[begins]) / (ends - begins)
 
 
 def read_run(directory: Path) -> RecordedRun:

@@ -101,7 +101,7 @@ def report(console: Console, options: ReportOptions) -> None:
     for path, run in runs.items():
         told += [str(path), *(f"{finding.topic:<8}  {finding}" for finding in verdict_of(run)), ""]
     for line in [*told, f"written  {options.out}"] if runs else [f"written  {options.out}"]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line)
 
 
 def runs_of(paths: Iterable[Path]) -> dict[Path, RecordedRun]:

@@ -6,8 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from inflight.tools.charts import figure_of, figure_text, table_of, text_of
-from inflight.tools.plots import SMOOTHING_STEPS
-from inflight.tools.recorded_run import MEDIAN, RecordedRun
+from inflight.tools.recorded_run import MEDIAN, SMOOTHING_STEPS, RecordedRun
 from inflight.tools.settings import Setting, differences_of, settings_of
 from inflight.tools.verdict import verdict_of
 

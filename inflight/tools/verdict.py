@@ -1,12 +1,14 @@
 """Rules for the verdict on a run: learning, waits, age of tokens, signal, and the option to change."""
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 from statistics import fmean
 from typing import Any, Literal
 
-from inflight.tools.plots import noise_of, trend
+import numpy as np
+
 from inflight.tools.recorded_run import RecordedRun
 from inflight.training.data.lead import Rule
 
@@ -153,3 +155,29 @@ def _signal(run: RecordedRun) -> Finding:
 def _first_of(topic: Any, facts: str, rules: list[tuple[Any, ...]]) -> Finding:
     """Return the finding of the first rule that holds: (holds, level, state, cause, change)."""
     return Finding(topic, facts, *next(rest for holds, *rest in rules if holds))
+
+
+def trend(steps: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
+    """Return the slope per step of a least-squares line, and its standard error. It is larger if neighbors resemble
+    each other: n values are then worth n · (1 − r) / (1 + r) (Bartlett 1935)."""
+    x, y = np.array(steps, float), np.array(values, float)
+    x, y = x - x.mean(), y - y.mean()
+    slope = float(x @ y / (x @ x))
+    rest = y - slope * x
+    squares = float(rest @ rest)
+    r = float(rest[1:] @ rest[:-1]) / squares if squares else 0.0
+    r = min(0.9, max(0.0, r + (2 + 4 * r) / len(x)))  # Around a line r is about this much too small.
+    noise = sqrt(squares / (len(x) - 2) * (1 + r) / (1 - r)) + 1e-9 * float(np.abs(values).max())  # rounding
+    return slope, noise / sqrt(x @ x)
+
+
+def noise_of(values: Sequence[float]) -> float:
+    """Return the standard deviation of independent values whose means are as noisy as means of these values. It comes
+    from differences of neighbors without the largest 2 %, so that trends and jumps do not count. With a correlation of
+    r between neighbors it is larger by √((1 + r) / (1 − r))."""
+    steps = np.diff(np.array(values, float))
+    most = float(np.quantile(np.abs(steps), 0.98))
+    steps = steps.clip(-most, most)
+    square = float(steps @ steps) / len(steps)
+    r = min(0.9, max(0.0, 1 + 2 * float(steps[1:] @ steps[:-1]) / len(steps) / square)) if square else 0.0
+    return sqrt(square / 2 * (1 + r)) / (1 - r)

@@ -27,11 +27,11 @@ from inflight.stream.journal import JournalWriter
 from inflight.tools.bench.options import SwapOptions
 from inflight.tools.bench.peers import make_setup
 from inflight.tools.demo.checkpoints import save_checkpoint
+from inflight.tools.demo.display import save_figure
 from inflight.tools.demo.options import DemoOptions
 from inflight.tools.demo.run import _Run
 from inflight.tools.demo.trainer import saved
 from inflight.tools.environment import write_result
-from inflight.tools.plots import save_figure
 from inflight.weights.transports.files import write_version
 
 LONG = "x" * 10_000

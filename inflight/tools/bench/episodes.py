@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, pairwise
 from statistics import median
 from typing import Any
@@ -49,14 +49,8 @@ ACROSS = 8
 """Maximum version lag of a reused prefix, as in `Episodes`."""
 Requests = list[tuple[list[int], SamplingParams]]
 """The turns of an episode."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One run of episodes, or of their turns as plain requests."""
-
-    tokens_per_s: float
-    totals: dict[str, float]
+Figures = dict[str, float]
+"""Tokens per second and totals of a run of episodes, or of their turns as plain requests."""
 
 
 class _Recorded(Episodes):
@@ -77,15 +71,8 @@ class _Recorded(Episodes):
 
 def measure(settings: EpisodesOptions, progress: Progress = untold) -> dict[str, Any]:
     """Run `episodes` episodes at a time, three times as many in all, and then their turns as plain requests, `pairs`
-    times in alternation. Weights that do not change are published every `publish_s` seconds.
-
-    tokens_per_s counts the drawn tokens between the end of the first `episodes` episodes and the beginning of the last
-    one, so that `episodes` are always in progress. ratio is the median over the pairs. prefix_hit_share is the share of
-    the prompt tokens of later turns that were reused, and prefix_known_share the share that earlier turns had computed
-    or drawn. render_share is the time of rendering and reading messages / the time of all episodes, added up over
-    episodes, and render_thread_share the same time / the time of the run, as a share of the thread that runs all
-    episodes. dropped counts episodes without a reward, and token_bytes is `Rollout.nbytes` of all rollouts / their
-    tokens after the prompt.
+    times in alternation. Weights that do not change are published every `publish_s` seconds. The results are defined in
+    docs/benchmarks.md#episodes.
     """
     device = resolve_device(settings.device)
     threads = split_cores(device)
@@ -120,21 +107,19 @@ def measure(settings: EpisodesOptions, progress: Progress = untold) -> dict[str,
                 progress(f"pair {pair + 1} of {settings.pairs}", pair / settings.pairs)
                 pairs.append(bench.pair(settings.episodes, settings.tool_s))
         episodes, plain = zip(*pairs, strict=True)
-        ratios = [a.tokens_per_s / b.tokens_per_s for a, b in pairs]
-        total = {name: sum(run.totals[name] for run in episodes) for name in episodes[0].totals}
+        ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs]
+        total = {name: sum(run[name] for run in episodes) for name in episodes[0]}
         return {
             "engine": engine.info.execution(),
-            "tokens_per_s": median(run.tokens_per_s for run in episodes),
-            "plain_tokens_per_s": median(run.tokens_per_s for run in plain),
+            "tokens_per_s": median(run["tokens_per_s"] for run in episodes),
+            "plain_tokens_per_s": median(run["tokens_per_s"] for run in plain),
             "ratio": median(ratios),
             "ratios": ratios,
             "prefix_hit_share": total["reused"] / total["later"],
             "prefix_known_share": total["known"] / total["later"],
-            "plain_prefix_hit_share": sum(run.totals["reused"] for run in plain) / total["later"],
+            "plain_prefix_hit_share": sum(run["reused"] for run in plain) / total["later"],
             "render_share": total["render_s"] / total["episodes_s"],
             "render_thread_share": total["render_s"] / total["seconds"],
-            "render_us_per_turn": total["render_s"] / total["turns"] * 1e6,
-            "tool_share": total["calls_s"] / total["episodes_s"],
             "dropped": int(total["dropped"]),
             "token_bytes": total["bytes"] / total["tokens"],
             "num_swaps": engine.status().num_swaps,
@@ -157,7 +142,7 @@ class _Bench:
         self._draw, self._salts = random.Random(settings.seed), map(str, count())
         engine.wait_for_version(publisher.publish())  # the weights of all later versions
 
-    def pair(self, in_progress: int, tool_s: tuple[float, float]) -> tuple[Measured, Measured]:
+    def pair(self, in_progress: int, tool_s: tuple[float, float]) -> tuple[Figures, Figures]:
         """Run three times as many episodes as are in progress, and then their turns as plain requests."""
         settings = self._settings
         episodes = _Recorded(self._engine, self._rollout(tool_s), max_running=in_progress)
@@ -207,17 +192,13 @@ class _Bench:
         return str(self._tokenizer.decode(self._tokenizer.encode(letters, add_special_tokens=False)[:length]))
 
 
-def _run_episodes(
-    episodes: _Recorded, rows: list[str], params: SamplingParams
-) -> tuple[list[list[Rollout]], dict[str, float]]:
+def _run_episodes(episodes: _Recorded, rows: list[str], params: SamplingParams) -> tuple[list[list[Rollout]], Figures]:
     """Return the rollouts of each episode, and the totals of the run."""
     began_ns = now_ns()
     groups = episodes.engine.stream.collect(episodes.submit(rows, params, train=False))
     rollouts = [rollout for group in groups for rollout in group]
     return groups, {
         "seconds": (now_ns() - began_ns) / 1e9,
-        "turns": episodes.counts["turns"],
-        "calls_s": episodes.seconds["calls"],
         "render_s": episodes.seconds["rendering"],
         "dropped": sum(any(rollout.reward is None for rollout in group) for group in groups),
         "bytes": sum(rollout.nbytes for rollout in rollouts),
@@ -227,7 +208,7 @@ def _run_episodes(
 
 async def _run_plain(
     engine: Engine, chains: list[Requests], in_progress: int, salt: str
-) -> tuple[list[list[Rollout]], dict[str, float]]:
+) -> tuple[list[list[Rollout]], Figures]:
     """Draw the turns of each chain, one after another."""
     places, began_ns = asyncio.Semaphore(in_progress), now_ns()
 
@@ -251,7 +232,7 @@ def _turn_of(turn: Rollout, began_ns: int) -> Turn:
     return Turn(0, len(turn.token_ids), True, None, turn.finish_reason, *span, turn.prefix_tokens, turn.prefix_version)
 
 
-def _measured(groups: list[list[Rollout]], in_progress: int, totals: dict[str, float]) -> Measured:
+def _measured(groups: list[list[Rollout]], in_progress: int, totals: Figures) -> Figures:
     """Count the tokens that were drawn while all places were taken, and the reused tokens."""
     began_ns, ended_ns, episodes_ns, later, reused, known = [], [], 0, 0, 0, 0
     for group in groups:
@@ -271,5 +252,5 @@ def _measured(groups: list[list[Rollout]], in_progress: int, totals: dict[str, f
     from_ns, to_ns = sorted(ended_ns)[in_progress - 1], max(began_ns)
     drawn_at_ns = np.concatenate([rollout.sampled_at_ns[rollout.drawn] for group in groups for rollout in group])
     tokens = np.count_nonzero((from_ns <= drawn_at_ns) & (drawn_at_ns < to_ns))
-    totals |= {"episodes_s": episodes_ns / 1e9, "later": later, "reused": reused, "known": known}
-    return Measured(float(tokens) / ((to_ns - from_ns) / 1e9), totals)
+    counted = {"episodes_s": episodes_ns / 1e9, "later": later, "reused": reused, "known": known}
+    return totals | counted | {"tokens_per_s": float(tokens) / ((to_ns - from_ns) / 1e9)}

@@ -1,12 +1,9 @@
 """`inflight bench learning`: the time to a reward with different schedules.
 
-Each seed has one warmed-up model. All runs of a seed start from it, see the same prompts in the same order, and take
-the same number of optimizer steps with the same number of rollouts. Draws differ between runs.
-
-The schedules are in `inflight.training.schedules`. On a CPU, engine and trainer share the cores. `inflight` and
-`one_step_off` give half of the cores to each side, because both work all the time. In `sync` one side works at a time
-and can use all cores. More threads are not always faster for a small model, so that a few steps of every combination of
-half and all are tried, and the fastest combination is used.
+All runs of a seed start from one warmed-up model, see the same prompts in the same order, and take the same number of
+optimizer steps with the same number of rollouts. Draws differ between runs. On a CPU each side has half of the cores.
+In `sync`, where one side works at a time, a few steps with every combination of half and all of the cores are tried.
+More threads are not always faster for a small model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,8 +38,8 @@ from inflight.tools.demo.trainer import (
     torch_threads,
     warm_up,
 )
-from inflight.tools.plots import SMOOTHING_STEPS, smoothed
 from inflight.tools.progress import Progress, part_of, parts_of, untold
+from inflight.tools.recorded_run import SMOOTHING_STEPS, smoothed
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.objective.objective import resolve
 from inflight.training.schedules import resolve_schedule
@@ -182,7 +179,7 @@ def _warm_start(settings: LearningOptions, seed: int, progress: Progress) -> Ite
 
 
 def _threads_of(schedule: str, settings: LearningOptions, start: Start, progress: Progress) -> Threads:
-    """Return the threads of a schedule on this machine (see the docstring of the module)."""
+    """Return the threads of a schedule: half of the cores for each side, and the fastest combination for `sync`."""
     half, cores = split_cores(resolve_device(settings.device)), torch.get_num_threads()
     if schedule != "sync" or half.engine in (0, cores):
         return half

@@ -1,6 +1,5 @@
 """Measured training run."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +37,7 @@ class MeasuredRun(StalenessListener):
         self._measures: dict[str, list[Any]] = {name: [] for name in ("swap_ms", "stall_ms", *AGES)}
         self._times_s, self._tokens = [now_ns() / 1e9], [float(engine.stream.num_tokens)]
         self._bounds_ms: list[Any] = []
-        self._spans: Counter[str] = Counter()
+        self._waited_s = 0.0
 
     def step(self, report: StepReport) -> None:
         """Record an optimizer step. Raises InflightError if it was skipped, since a step without a backward pass takes
@@ -50,7 +49,7 @@ class MeasuredRun(StalenessListener):
             )
         self._times_s.append(report.finished_ns / 1e9)
         self._tokens.append(float(self._engine.stream.num_tokens))
-        self._spans.update(added_up())
+        self._waited_s += added_up().get("wait for rollouts", 0.0)
         if report.staleness is not None:
             for name in AGES:
                 self._measures[name].append(getattr(report.staleness, name))
@@ -65,25 +64,14 @@ class MeasuredRun(StalenessListener):
         status, seconds = self._engine.status(), self._times_s[-1] - self._times_s[0]
         summary = {name: percentiles(joined(values)) for name, values in self._measures.items()}
         summary["version_lag"] = {name: value for name, value in summary["version_lag"].items() if name in LAG_POINTS}
-        spent = Counter(status.seconds_by_state) - Counter(self._before.seconds_by_state)
         return {
             "tokens_per_s": (self._tokens[-1] - self._tokens[0]) / seconds,
             "num_swaps": status.num_swaps - self._before.num_swaps,
             "num_swaps_in_flight": status.num_swaps_in_flight - self._before.num_swaps_in_flight,
             "seconds": seconds,
             "steps_per_s": (len(self._times_s) - 1) / seconds,
-            "trainer_wait_share": self._spans["wait for rollouts"] / seconds,
+            "trainer_wait_share": self._waited_s / seconds,
             "age_over_bound": float(joined(self._measures["token_age_ms"]).mean() / joined(self._bounds_ms).mean()),
             **summary,
-            "trainer_s": self._trainer_s(seconds),
-            "engine_s": {state: round(s, 3) for state, s in spent.items()},
             **spread(self._measures),
         }
-
-    def _trainer_s(self, seconds: float) -> dict[str, float]:
-        """Return the seconds of the trainer by activity. The optimizer's step includes the wait for the copy."""
-        copy, rollouts = self._spans["wait for the publish copy"], self._spans["wait for rollouts"]
-        trains = sum(self._spans[name] for name in ("forward", "backward", "optimizer step")) - copy
-        others = max(0.0, seconds - trains - copy - rollouts)
-        named = {"trains": trains, "waits for rollouts": rollouts, "waits for the copy": copy, "other": others}
-        return {name: round(value, 3) for name, value in named.items()}

@@ -6,23 +6,24 @@ from typing import Literal
 from inflight.core.option import DeviceName, option
 from inflight.tools.command_line import ModelChoice
 
-BackendName = Literal["inflight", "vllm"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice(ModelChoice):
-    """Model, device and dtype of an engine."""
+    """Model, device and dtype of an engine, and the seed."""
 
     dtype: DtypeName = option("auto", panel="Model")
     """Dtype of the engine's weights."""
+    seed: int = option(0, min=0)
+    """Seed of weights, data and draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendChoice(EngineChoice):
     """Engine with a choice of generators."""
 
-    backend: BackendName = option("inflight", panel="Model")
+    backend: Literal["inflight", "vllm"] = option("inflight", panel="Model")
     """Generator. vllm is the one of `make peers`."""
 
 
@@ -43,10 +44,6 @@ class ThroughputOptions(BackendChoice):
     """Engine to measure alternately with ours."""
     pairs: int = option(3, min=1)
     """Number of alternated pairs of runs."""
-    threads: int = option(0, min=0)
-    """CPU threads of each engine. 0: the default of torch."""
-    seed: int = option(0, min=0)
-    """Seed of weights, data and draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +58,6 @@ class LoadChoice(BackendChoice):
     """Length of every prompt, in tokens."""
     slots: int = option(2, min=1, max=8)
     """Copies of the weights in the engine."""
-    seed: int = option(0, min=0)
-    """Seed of weights, data and draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +115,6 @@ class EpisodesOptions(EngineChoice):
     """Time from one publish to the next, in seconds. 0: publish nothing."""
     pairs: int = option(3, min=1)
     """Number of alternated pairs of runs."""
-    seed: int = option(0, min=0)
-    """Seed of weights, data and draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +153,11 @@ class HostOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearningOptions(EngineChoice):
+class LearningOptions(ModelChoice):
     """Compare the time to a reward between a generator that never stops and other schedules."""
 
+    dtype: DtypeName = option("auto", panel="Model")
+    """Dtype of the engine's weights."""
     modes: tuple[str, ...] = option(("inflight", "sync", "one_step_off"))
     """Schedules to compare."""
     seeds: tuple[int, ...] = option((0, 1, 2), min=0)

@@ -55,14 +55,13 @@ def load(setup: Setup, backend: str) -> tuple[Hello, Generate]:
             times.append(time.perf_counter() - began)
         logprobs = np.concatenate([frame.logprobs for frame in frames])
         prefilled = max(index for index, frame in enumerate(frames) if frame.header.starts)
-        detail = {"prefill_s": times[prefilled]} if job.group == 1 else {}
+        detail = {}
         decoding = [i for i in range(prefilled + 1, len(frames)) if frames[i].header.num_tokens == job.sequences]
         if decoding:
             steps_s = [times[i] - times[i - 1] for i in decoding]
             drawn = np.cumsum([frame.header.num_tokens for frame in frames])
             context = sum(len(prompt.token_ids) for prompt in prompts) + drawn[np.array(decoding) - 1].mean()
-            detail |= {
-                "step_ms": float(np.median(steps_s)) * 1e3,
+            detail = {
                 "decode_step_s": float(np.mean(steps_s)),
                 "context_tokens": float(context),
             }

@@ -71,9 +71,8 @@ class Run:
     logprob_mean: float
     """Mean of the log-probabilities recorded with the draws."""
     detail: dict[str, float] = field(default_factory=dict)
-    """Details. A swap has `stall_p50_ms`, `stall_p99_ms` and `num_stalls`. Throughput of inflight has `step_ms`
-    (median of the steps that drew for every sequence), `prefill_s`, and means over those steps: `decode_step_s` and
-    `context_tokens` (of all sequences together)."""
+    """Details. A swap has `stall_p50_ms`, `stall_p99_ms` and `num_stalls`. Throughput of inflight has means over the
+    steps that drew for every sequence: `decode_step_s` and `context_tokens` (of all sequences together)."""
 
 
 Generate = Callable[[Job], Run]

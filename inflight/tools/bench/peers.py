@@ -40,7 +40,7 @@ class Worker:
     """
 
     def __init__(self, name: str, setup: Setup, directory: Path):
-        self.name, self.device = name, setup.device
+        self.name = name
         self._log = directory / f"{name}.log"
         with open(self._log, "wb") as log:
             module = f"inflight.tools.bench.peer_{name.partition('_')[0]}"

@@ -35,8 +35,4 @@ def p50_and_p99(values: Sequence[float]) -> dict[str, float]:
 
 
 def _percentiles(values: np.ndarray, points: Sequence[float]) -> list[float]:
-    return [_rounded(value) for value in np.percentile(values, points)] if len(values) else []
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
+    return [float(f"{value:.4g}") for value in np.percentile(values, points)] if len(values) else []

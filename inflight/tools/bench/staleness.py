@@ -33,9 +33,8 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
 
     The result has {p50, p90, p99, max} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms, swap_ms and
     stall_ms, version_lag {p50, max}, steps_per_s, trainer_wait_share (the share of time in which the trainer waits for
-    rollouts), age_over_bound (`TokenStaleness.age_over_bound`), the counts of tokens and swaps, the seconds of each
-    side by activity (trainer_s, engine_s), and the distribution of each measure (`spread`). Raises ValueError if
-    `sequences` is not a multiple of 4.
+    rollouts), age_over_bound (`TokenStaleness.age_over_bound`), the counts of tokens and swaps, and the distribution of
+    each measure (`spread`). Raises ValueError if `sequences` is not a multiple of 4.
     """
     if settings.sequences % GROUP_SIZE:
         raise ValueError(

@@ -63,8 +63,6 @@ class _Samples:
 
     quiet_gaps: list[float] = field(default_factory=list)
     """Times between two passes without a publish."""
-    copy_gaps: list[float] = field(default_factory=list)
-    """Times between two passes of one version during a publish."""
     swap_gaps: list[float] = field(default_factory=list)
     """Times between the last pass of one version and the first pass of the next."""
     swaps: list[float] = field(default_factory=list)
@@ -74,10 +72,8 @@ class _Samples:
     copies_s: list[float] = field(default_factory=list)
     memcpys_gb_s: list[float] = field(default_factory=list)
 
-    def gaps_ms(self) -> dict[str, Any]:
-        """Return {p50, p99} of each kind. "while_copying" is None if every version became live with the next pass."""
-        gaps = {"across_swaps": self.swap_gaps, "while_copying": self.copy_gaps, "without": self.quiet_gaps}
-        return {name: p50_and_p99(values) if values else None for name, values in gaps.items()}
+    def gaps_ms(self) -> dict[str, dict[str, float]]:
+        return {"across_swaps": p50_and_p99(self.swap_gaps), "without": p50_and_p99(self.quiet_gaps)}
 
 
 def measure(settings: SwapOptions, progress: Progress = untold) -> dict[str, Any]:
@@ -172,7 +168,7 @@ class _Ours(ExitStack):
         self._target = torch.empty_like(self._source).copy_(self._source)
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Return the execution of the engine, its number of rounds of prompts, and its growth."""
+        """Return the execution of the engine, the growth, and the publishes next to a busy trainer."""
         settings, rounds, held = self._settings, 0, {}
         while (before := len(self.samples.swaps)) < settings.publishes:
             progress(f"{before} of {settings.publishes} publishes", before / settings.publishes)
@@ -183,7 +179,7 @@ class _Ours(ExitStack):
         progress("pause, publish and resume")
         self._pausing_round()
         busy = self._measure_busy(progress) if settings.busy_publishes else None
-        return {"engine": self._launcher.welcome.execution(), "num_rounds": rounds, "grown": grown, "busy": busy}
+        return {"engine": self._launcher.welcome.execution(), "grown": grown, "busy": busy}
 
     def _measure_busy(self, progress: Progress) -> dict[str, Any]:
         """Publish while this process computes."""
@@ -232,9 +228,7 @@ class _Ours(ExitStack):
                 samples.stalls.append(swap.stall_ns / NS_PER_MS)
                 samples.swaps.append((frame.header.time_ns - swap.published_ns) / NS_PER_MS)
                 samples.copies_s.append(self._publisher.last_copy_s)
-            elif awaited:
-                samples.copy_gaps.append(gap)
-            elif window == "quiet":
+            elif not awaited and window == "quiet":
                 left -= 1
                 if left < QUIET_PASSES:
                     samples.quiet_gaps.append(gap)

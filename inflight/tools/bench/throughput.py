@@ -33,9 +33,6 @@ others."""
 
 GROUP = 8
 """Sequences with one prompt in a backlog."""
-MAX_LOGPROB_GAP = 0.1
-"""Relative difference of mean log-probabilities above which a remark is printed. The means belong to different draws.
-"""
 
 
 def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
         directory = Path(temporary)
         progress("saving the model")
         lengths = settings.prompt_tokens[1] + settings.tokens[1]
-        setup = make_setup(settings, sizes[-1], lengths, threads=settings.threads, directory=directory)
+        setup = make_setup(settings, sizes[-1], lengths, threads=0, directory=directory)
         setup = replace(setup, shared_prompts=settings.backlog > 0)
         workers: dict[str, Worker] = {}
         for name in filter(None, (OURS, settings.peer)):
@@ -67,7 +64,7 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
             workers[name].wait_until_ready()
         seeds = count(settings.seed * 1_000_000, 1_000)
         parts = zip(sizes, parts_of(progress, len(sizes)), strict=True)
-        points = [_measure_point(settings, size, workers, seeds, part) for size, part in parts]
+        points = [_measure_point(settings, size, workers, setup.device, seeds, part) for size, part in parts]
     hellos = {name: worker.wait_until_ready() for name, worker in workers.items()}
     for point in points:
         point["mbu"] = _mbu(point, load_config(settings.model), setup, hellos[OURS])
@@ -84,23 +81,12 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
         "mbu": last["mbu"],
         "peer_mode": hellos[peer].mode if peer else None,
         "copy_gb_s": hellos[OURS].copy_gb_s,
-        "remarks": _remarks(points),
         "points": points,
         "sides": {
             name: {"mode": hello.mode, "threads": hello.threads, "versions": hello.versions}
             for name, hello in hellos.items()
         },
     }
-
-
-def _remarks(points: list[dict[str, Any]]) -> list[str]:
-    """Return remarks about doubtful numbers."""
-    remarks = []
-    for name in points[0]["peers"]:
-        gaps = [abs(point["peers"][name]["logprob_mean"] / point["logprob_mean"] - 1) for point in points]
-        if max(gaps) > MAX_LOGPROB_GAP:
-            remarks.append(f"{name} draws from another distribution: its mean log p differs by {max(gaps):.0%}.")
-    return remarks
 
 
 def _as_given(lengths: tuple[int, int]) -> int | list[int]:
@@ -112,6 +98,7 @@ def _measure_point(
     settings: ThroughputOptions,
     sequences: int,
     workers: dict[str, Worker],
+    device: str,
     seeds: "count[int]",
     progress: Progress,
 ) -> dict[str, Any]:
@@ -131,7 +118,7 @@ def _measure_point(
 
     for name in workers:
         progress(f"{sequences} sequences: {name} warms up")
-        run(name, next(seeds), WARM_UP_TOKENS if workers[name].device == "cuda" else None)
+        run(name, next(seeds), WARM_UP_TOKENS if device == "cuda" else None)
     peer, theirs = settings.peer, list[Run]()
     for pair in range(settings.pairs):
         progress(f"{sequences} sequences: {peer or OURS}, {pair + 1} of {settings.pairs}", pair / settings.pairs)
@@ -150,8 +137,6 @@ def _measure_point(
     return {
         "sequences": sequences,
         **_summary(ours),
-        "step_ms": {"p50": detail("step_ms")},
-        "prefill_s": detail("prefill_s"),
         "decode_step_s": detail("decode_step_s"),
         "context_tokens": detail("context_tokens"),
         "peers": peers,
@@ -173,8 +158,7 @@ def _summary(runs: list[Run]) -> dict[str, Any]:
 def _weight_bytes_per_step(model: Any) -> int:
     """Return the bytes of all weights. An input embedding that is not also the output embedding is left out, because a
     step reads few of its rows."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    embedding, head, num_weights = model.get_input_embeddings(), model.get_output_embeddings(), model.num_parameters()
     if head is not None and head.weight is not embedding.weight:
         num_weights -= embedding.weight.numel()
     return num_weights * model.dtype.itemsize

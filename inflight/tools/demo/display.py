@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 
-from inflight.tools.plots import number, save_figure
+from inflight.core.files import replacing
+from inflight.tools.recorded_run import SMOOTHING_STEPS, smoothed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLUMNS = {
     "step": ("step", "d"),
@@ -24,7 +27,7 @@ _COLUMNS = {
 
 
 def line_of(numbers: Mapping[str, float]) -> str:
-    cells = [number(numbers.get(name), form, missing="") for name, form in _COLUMNS.values()]
+    cells = [_number(numbers.get(name), form, missing="") for name, form in _COLUMNS.values()]
     return "  ".join(map(" ".join, zip(_COLUMNS, cells, strict=True)))
 
 
@@ -35,7 +38,7 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
         values = summary.get(name) or {}
         return " / ".join(f"{key} {value:,.2f}" for key, value in values.items()) or "–"
 
-    before, after = (number(summary[name], ".3f") for name in ("accuracy_before", "accuracy_after"))
+    before, after = (_number(summary[name], ".3f") for name in ("accuracy_before", "accuracy_after"))
     console.print()
     if summary["interrupted"]:
         console.print(f"interrupted after {summary['steps']} steps")
@@ -43,7 +46,7 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
     console.print(f"swaps              {summary['num_swaps']}, of which {summary['num_swaps_in_flight']} in flight")
     for name in ("swap_ms", "weight_lag_ms", "token_age_ms", "version_lag"):
         console.print(f"{name:18} {spread(name)}")
-    seconds_rl = number(summary["seconds_rl"], ".0f")
+    seconds_rl = _number(summary["seconds_rl"], ".0f")
     console.print(f"time               {summary['seconds']:.0f} s, {seconds_rl} s of them reinforcement learning")
     if after_step := summary["resumed_after_step"]:
         console.print(f"resumed            after step {after_step}; swaps, ages and times are of the steps since then")
@@ -53,14 +56,12 @@ def plot(path: Path, steps: Sequence[Mapping[str, float]], *, title: str, accura
     """Draw reward and held-out accuracy over seconds, and the age of tokens below them. steps: numbers of each step."""
     from matplotlib.figure import Figure
 
-    seconds = np.array([step["seconds"] for step in steps])
+    seconds = [step["seconds"] for step in steps]
     figure = Figure(figsize=(9, 7))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    rewards = np.array([step["reward"] for step in steps])
-    window = max(1, min(9, len(rewards) // 5))
-    smooth = np.convolve(np.pad(rewards, window // 2, "edge"), np.ones(window) / window, "valid")[: len(rewards)]
+    rewards = [step["reward"] for step in steps]
     top.plot(seconds, rewards, color="tab:blue", alpha=0.25, linewidth=1)
-    top.plot(seconds, smooth, color="tab:blue", label="training reward (running mean)")
+    top.plot(seconds, smoothed(rewards), color="tab:blue", label=f"training reward (mean of {SMOOTHING_STEPS} steps)")
     measured = [(step["seconds"], step["accuracy"]) for step in steps if "accuracy" in step]
     points = [(0.0, accuracy_before), *measured]
     top.plot(*zip(*points, strict=True), "o-", color="tab:orange", label="held-out accuracy (greedy)")
@@ -83,3 +84,14 @@ def plot(path: Path, steps: Sequence[Mapping[str, float]], *, title: str, accura
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     save_figure(path, figure)
+
+
+def save_figure(path: Path, figure: "Figure") -> None:
+    figure.tight_layout()
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=120)
+
+
+def _number(value: float | None, form: str, missing: str = "–") -> str:
+    """Format a number that might be missing."""
+    return missing if value is None else format(value, form)

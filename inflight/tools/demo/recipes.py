@@ -25,7 +25,6 @@ class Recipe:
     """Optimizer steps between two evaluations."""
     quick_evaluation: int
     """Held-out prompts of those evaluations; the first and the last take all of them."""
-    objective: str = "ppo_clip"
 
 
 SMALL = Recipe(

@@ -140,10 +140,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
             example = task.train[0]
             console.print(
                 f"{task.name}: {_text(example)!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts "
-                f"to train on, {len(task.held_out)} held out; {name}, {_parameters(model)} parameters, {device.type}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
+                f"to train on, {len(task.held_out)} held out; {name}, {_parameters(model)} parameters, {device.type}"
             )
             run = _Run(task, options, recipe, out, title, console, progress, tokenizer, loggers, lines)
             run.train(engine, model, checkpoint)
@@ -166,12 +163,12 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
             plot(out / "demo.png", run.steps, title=title, accuracy_before=run.accuracy_before)
     print_summary(console, summary)
     if not can_plot:
-        console.print(f"no plot            matplotlib is not installed: {install_hint('demo')}", markup=False)
+        console.print(f"no plot            matplotlib is not installed: {install_hint('demo')}")
     written = ", ".join(name for name in (_STEPS, EVENTS_FILE, "summary.json", "demo.png") if (out / name).exists())
-    console.print(f"written            {out}/{written}", markup=False, soft_wrap=True)
-    console.print(f"to look at it      inflight watch {out}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written            {out}/{written}")
+    console.print(f"to look at it      inflight watch {out}")
     if run.interrupted and checkpoints(out):
-        console.print(f"to go on           inflight demo --resume {out}", markup=False, soft_wrap=True)
+        console.print(f"to go on           inflight demo --resume {out}")
     return summary
 
 
@@ -289,7 +286,6 @@ class _Run:
             steps=recipe.steps,
             groups_per_step=recipe.groups_per_step,
             sampling=SamplingParams(n=options.group_size, max_tokens=task.max_tokens, temperature=recipe.temperature),
-            objective=recipe.objective,
             schedule="sync" if options.sync else "inflight",
             ahead=read_ahead(options.ahead),
         )
@@ -421,7 +417,7 @@ class _Run:
         self.steps.append(numbers)
         self._lines.log(report.step, numbers)  # immediately, so that an interrupted run keeps its steps
         if report.step == 1 or report.step % 10 == 0 or "accuracy" in measured:
-            self._console.print(line_of(numbers), highlight=False, soft_wrap=True)
+            self._console.print(line_of(numbers))
         steps = self._recipe.steps
         self._progress(f"step {report.step} of {steps}: reward {report.reward:.3f}", report.step / steps)
 
@@ -470,5 +466,5 @@ def _text(example: Example) -> str:
 
 
 def _parameters(model: PreTrainedModel) -> str:
-    count = sum(p.numel() for p in model.parameters())
+    count = model.num_parameters()
     return f"{count / 1e6:.1f} M" if count < 1e9 else f"{count / 1e9:.1f} B"

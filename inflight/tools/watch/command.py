@@ -17,16 +17,16 @@ def watch(options: WatchOptions, console: Console) -> None:
     """Serve the page until Ctrl-C."""
     source = directory_of(options.run)
     with _serve(source, options.host, options.port) as server:
-        _print_address(console, f"{options.run} is shown at {server.url}")
+        console.print(f"{options.run} is shown at {server.url}")
         if not (news := source.news("")).there:
-            _print_address(console, f"there is nothing to show yet: {news.why}; the page goes on looking")
+            console.print(f"there is nothing to show yet: {news.why}; the page goes on looking")
         server.wait()
 
 
 def page_of(directory: Path, *, port: int, console: Console) -> "PageServer":
     """Serve the page of a run of this process on this machine; close it at the end."""
     server = _serve(RunDirectory(directory), "127.0.0.1", port)
-    _print_address(console, f"the page of this run is at {server.url}")
+    console.print(f"the page of this run is at {server.url}")
     return server
 
 
@@ -34,7 +34,3 @@ def _serve(source: RunDirectory, host: str, port: int) -> "PageServer":
     with needing("watch", "the page"):
         from inflight.tools.watch.server import PageServer
     return PageServer(source, host=host, port=port)
-
-
-def _print_address(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

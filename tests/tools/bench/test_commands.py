@@ -45,7 +45,6 @@ def test_throughput_prints_the_documented_keys_and_writes_them(tmp_path, monkeyp
     last = result["points"][-1]
     assert result["tokens_per_s"] == last["tokens_per_s"]
     assert len(last["peers"]["vllm"]["ratios"]) == 2
-    assert last["step_ms"]["p50"] > 0
     # Both draw from nearly uniform distributions over 512 tokens, whose mean log-probability is about -ln 512.
     assert last["logprob_mean"] == pytest.approx(-6.2, abs=0.2)
     assert last["peers"]["vllm"]["logprob_mean"] == pytest.approx(-6.2, abs=0.2)
@@ -166,4 +165,3 @@ def test_throughput_of_a_backlog_counts_all_tokens():
     result = last_line(bench("throughput", *TINY, *options))
     assert result["backlog"] == 3
     assert result["tokens_per_s"] > 0
-    assert result["points"][0]["prefill_s"] is None

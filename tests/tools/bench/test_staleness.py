@@ -27,7 +27,5 @@ def test_a_schedule_has_the_versions_that_it_says(mode, lag, publish_every):
         assert behind == max(lag, publish_every > 1)
     if mode == "sync":
         assert result["num_swaps_in_flight"] == result["weight_lag_ms"]["max"] == 0
-    assert sum(result["trainer_s"].values()) == pytest.approx(result["seconds"], abs=0.02)
-    assert sum(result["engine_s"].values()) == pytest.approx(result["seconds"], rel=0.5)
-    assert result["trainer_s"]["trains"] > 0
+    assert 0 <= result["trainer_wait_share"] < 1
     assert result["distributions"]["token_age_ms"][4] == result["token_age_ms"]["p50"]

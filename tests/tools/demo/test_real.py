@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from waiting import PATIENCE_S
 
 from inflight.core.errors import InflightError, MissingPackageError, ModelLoadError
+from inflight.tools.command_line import plain_console
 from inflight.tools.demo import real, run
 from inflight.tools.demo.options import DemoOptions
 from inflight.tools.demo.real import INSTALL, freeze_lower_layers, load_real, real_task
@@ -120,7 +120,7 @@ def test_the_run_keeps_ten_answers_and_trains_the_upper_layers(monkeypatch, tmp_
     monkeypatch.setattr(run, "load_real", stand_in)
     monkeypatch.setattr(run, "real_task", lambda *, seed: real_task(seed=seed, size=50, held_out=12))
     out = tmp_path / "run"
-    console = Console(file=io.StringIO(), width=200)
+    console = plain_console(file=io.StringIO(), width=200)
     summary = run.run_demo(DemoOptions(real=True, device="cpu", steps=2, groups_per_step=2, out=out), console)
     assert (summary["model"], summary["task"], summary["steps"]) == ("SmolLM2-135M-Instruct", "one_word", 2)
     assert len(summary["answers"]) == 10

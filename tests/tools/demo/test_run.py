@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from inflight.core.errors import InflightError, LoggerError, ModelLoadError
+from inflight.tools.command_line import plain_console
 from inflight.tools.demo import run
 from inflight.tools.demo.options import DemoOptions
 from inflight.tools.demo.recipes import check_options
@@ -79,7 +79,7 @@ def test_figures_count_the_tokens_of_training_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "accuracy_of", lambda *_: 0.25)
     logged, recorder = [], SimpleNamespace(log=lambda step, values: logged.append((step, values)))
     recipe = SimpleNamespace(evaluate_every=2, quick_evaluation=1, steps=4)
-    console, progress = Console(file=io.StringIO()), lambda *_: None
+    console, progress = plain_console(file=io.StringIO()), lambda *_: None
     lines = run.JsonLines(tmp_path / "steps.jsonl")
     lines.log(1, {"seconds": 60.0, "reward": 0.5})
     lines.log(1, {"accuracy": 0.125})
@@ -110,7 +110,7 @@ def test_a_run_with_markup_in_its_prompts_is_printed_and_continued(monkeypatch, 
     data, out = tmp_path / "rows.jsonl", tmp_path / "out"
     rows = [{"prompt": f"[INST] {i} [/INST]", "answer": "a"} for i in range(8)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    console = Console(file=io.StringIO(), width=200)
+    console = plain_console(file=io.StringIO(), width=200)
     small = {"device": "cpu", "steps": 1, "warmup_steps": 0, "group_size": 2, "groups_per_step": 1, "max_tokens": 2}
     run.run_demo(DemoOptions(data=data, out=out, **small), console)
     shown = console.file.getvalue()  # pyright: ignore
