@@ -81,11 +81,6 @@ def write(path: Path, trace: dict[str, Any]) -> None:
         partial.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
 
 
-def read(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
-    return msgspec.json.decode(gzip.decompress(data) if path.suffix == ".gz" else data)
-
-
 def _span_events(part: Part, began_ns: int) -> Iterator[Event]:
     for span in part.spans:
         begin, end = (span.began_ns - began_ns) / 1e3, (span.ended_ns - began_ns) / 1e3

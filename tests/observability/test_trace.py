@@ -1,5 +1,6 @@
 """A trace shows both processes on one clock."""
 
+import gzip
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.keys import make_keys
 from inflight.core.spans import Span, Thread, note, span, start_noting, stop_noting
 from inflight.engine.process.client import EngineClient
-from inflight.observability.trace_file import Part, merge, read
+from inflight.observability.trace_file import Part, merge
 from inflight.training.schedules import Example
 
 TRAINING = ("forward", "backward", "optimizer step")
@@ -29,6 +30,11 @@ def engine(model_dir):
 
 def launch(model_dir):
     return inflight.launch(model_dir("qwen3"), device="cpu", max_sequences=16, max_context=256, threads=1)
+
+
+def read(path):
+    data = path.read_bytes()
+    return msgspec.json.decode(gzip.decompress(data) if path.suffix == ".gz" else data)
 
 
 def train(engine, steps):

@@ -53,6 +53,9 @@ class Worker:
                 cwd=directory,  # nothing in the user's directory shadows a module
                 env=_environment(name, setup, directory),
             )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         self.hello: Hello | None = None
         self._task = "starting"
 
@@ -64,10 +67,9 @@ class Worker:
     def run(self, job: Job) -> Run:
         self.wait_until_ready()
         self._task = f"drawing for {job.sequences} sequences"
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has ended, and _answer() raises the reason
-            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-            self._process.stdin.flush()
+            self._requests.write(json.dumps(asdict(job)) + "\n")
+            self._requests.flush()
         run = Run(**self._answer())
         expected = sum(tokens for _, tokens in random_requests(job, 1))
         if run.tokens != expected:
@@ -79,21 +81,17 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         """End the worker by closing its input, or kill it after a timeout."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._requests.close()
         try:
             self._process.wait(10 if self.hello else 0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
 
     def _answer(self) -> dict:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
+        if line := self._answers.readline():
             return json.loads(line)
         code = self._process.wait()
         with open(self._log, errors="replace") as log:

@@ -70,8 +70,6 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
         point["mbu"] = _mbu(point, load_config(settings.model), setup, hellos[OURS])
     last, peer = points[-1], settings.peer
     return {
-        "tokens": _as_given(settings.tokens),
-        "prompt_tokens": _as_given(settings.prompt_tokens),
         "device": setup.device,
         "dtype": setup.dtype,
         "sequences": sizes,
@@ -87,11 +85,6 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
             for name, hello in hellos.items()
         },
     }
-
-
-def _as_given(lengths: tuple[int, int]) -> int | list[int]:
-    """Return one number if both are the same."""
-    return lengths[0] if lengths[0] == lengths[1] else list(lengths)
 
 
 def _measure_point(

@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -11,19 +12,14 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from inflight.core.http_thread import HttpThread, listen
 from inflight.tools.watch.sources import RunDirectory
 
 PAGE = Path(__file__).parent / "page"
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -43,15 +39,16 @@ def make_page_app(source: RunDirectory, *, hosts: list[str]) -> Starlette:
         found = await asyncio.to_thread(source.news, cursor)
         return Response(msgspec.json.encode(found), media_type="application/json", headers=_HEADERS)
 
-    def file(path: Path) -> Route:
-        async def answer(request: Request) -> Response:
-            return FileResponse(path, media_type=_TYPES[path.suffix], headers=_HEADERS)
-
-        return Route("/" if path.name == "index.html" else f"/{path.name}", answer)
-
-    files = [file(path) for path in sorted(PAGE.iterdir()) if path.suffix in _TYPES]
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts), Middleware(GZipMiddleware)]
-    return Starlette(routes=[Route("/events", news), *files], middleware=middleware)
+    routes = [Route("/events", news), Mount("/", _Files(directory=PAGE, html=True))]
+    return Starlette(routes=routes, middleware=middleware)
+
+
+class _Files(StaticFiles):
+    async def get_response(self, path: str, scope: Any) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(_HEADERS)
+        return response
 
 
 class PageServer(HttpThread):
