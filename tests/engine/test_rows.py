@@ -167,7 +167,7 @@ class Life:
                 assert may_end[index] == (tokens[index] in ids or is_last), "and only these are looked at"
             if tokens[index] in ids or is_last:
                 self._forget(sequence, self.scheduler.remove)
-        self.scheduler.remember(schedule)
+        self.scheduler.sequences.remember_all(schedule)
         of_prompts = {chunk.sequence.request_id for chunk in schedule.prompts}
         for i in schedule.request_ids.tolist():
             sequence = self.sequences[i]

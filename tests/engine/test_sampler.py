@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from inflight_kernels import uniforms
+from inflight_kernels import Filters, uniforms
 from inflight_kernels.sampling import draw_reference
 from sampler_cases import (
     ADJUSTMENTS,
@@ -253,13 +253,23 @@ def filtered_rows(draw):
     return torch.tensor(rows), draw(st.lists(params, min_size=len(rows), max_size=len(rows)))
 
 
+def filters_of(params, vocabulary):
+    return Filters(
+        torch.arange(len(params)),
+        torch.ones(len(params)),
+        torch.tensor([p.top_k or vocabulary for p in params]),
+        torch.tensor([p.top_p for p in params], dtype=torch.float64),
+        torch.tensor([p.min_p for p in params]),
+    )
+
+
 @pytest.mark.medium
 @given(rows=filtered_rows(), at_first=st.sampled_from([1, 3, 512]))
 @example(rows=(torch.zeros(2, 28), [SamplingParams(top_p=0.06), SamplingParams(top_k=5, top_p=0.5)]), at_first=3)
 def test_filters_keep_what_a_float64_restatement_keeps(rows, at_first):
     scores_FV, params = rows
     with mock.patch("inflight.engine.loop.sampler._MANY", at_first):
-        sorted_FK, order_FK, mask_FK = _candidates(scores_FV, params)
+        sorted_FK, order_FK, mask_FK = _candidates(scores_FV, filters_of(params, scores_FV.shape[1]))
     assert torch.equal(sorted_FK, scores_FV.gather(1, order_FK))
     for row, p in enumerate(params):
         falling = np.sort(scores_FV[row].double().numpy())[::-1]

@@ -65,7 +65,7 @@ class Run:
         self.cache.copies.take()
         schedule = self.scheduler.schedule(version, live=live)
         self.rows.read(schedule.draws, np.zeros(len(schedule.draws.cohort), np.int64))
-        self.scheduler.remember(schedule)
+        self.scheduler.sequences.remember_all(schedule)
         check_blocks(self.cache, [sequence.holding for sequence in self.sequences])
         return schedule
 

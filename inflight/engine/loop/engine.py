@@ -14,7 +14,7 @@ import torch
 from inflight.core.clock import now_ns
 from inflight.core.errors import BackendError
 from inflight.core.frames import Swap, TokenFrame
-from inflight.core.messages import Digests, SlotReady
+from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
 from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
@@ -67,9 +67,6 @@ class Engine(Parts, Backend):
         self._digester = Digester(self.slot_table)
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
         self._under_way: _Launched | None = None
-        self._changed_at = dict.fromkeys(self.options.adapters, 0)
-        """Maps adapters to the last version that changed them."""
-        self.scheduler.namespaces.renew(self.options.adapters, 0)
         runner, memory = self.runner, self.memory
         self.execution = Execution(
             attention=self.attention,
@@ -168,20 +165,15 @@ class Engine(Parts, Backend):
                     self.headers.stall_clock.wait(began_ns if lacks_weights else None)
                 continue
             num_in_flight = sum(bool(s.tokens or s.num_pending) for s in self.scheduler.running.values())
-            changed = self._changed_adapters(ready) if slot_table is self.adapter_slots else self.options.adapters
-            self.scheduler.namespaces.renew(changed, ready.version)
+            namespaces = self.scheduler.namespaces
+            changed = namespaces.changed_by(ready) if slot_table is self.adapter_slots else self.options.adapters
+            namespaces.renew(changed, ready.version)
             if recomputes:
                 adapters = changed if slot_table is self.adapter_slots else None
                 self.scheduler.preemption.recompute_unpinned(adapters)
             has_work = self.scheduler.has_work
             self._swap_events = None if began is None else (began, record_time(self.device))
             self.headers.swapped(slot_table, ready, began_ns, num_in_flight, has_work=has_work)
-
-    def _changed_adapters(self, ready: SlotReady) -> list[str]:
-        """Return the adapters that differ from the adapters of the version before."""
-        before = self._changed_at
-        self._changed_at = {name: ready.changed_at.get(name, ready.version) for name in before}
-        return [name for name, version in self._changed_at.items() if version != before[name]]
 
     def _schedule(self) -> Schedule | None:
         """Choose the tokens that the next pass computes. Return None if there are none, or no pass can run."""
@@ -227,7 +219,7 @@ class Engine(Parts, Backend):
                 sequence = draws.cohort.sequences[index]
                 if (reason := self.stop.reason(sequence, is_finite=finite[index])) is not None:
                     self.requests.finish(sequence, reason)
-            self.scheduler.remember(launched.schedule)
+            self.scheduler.sequences.remember_all(launched.schedule)
             rows = counts.nonzero()[0]
             self.num_tokens += len(rows)
         return rows

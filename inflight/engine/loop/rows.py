@@ -21,7 +21,8 @@ from inflight.engine.loop.sequence import Cohort, Draws, Sequence
 
 NOBODY = np.uint64(2**64 - 1)
 """The request id of an empty row; no request has it."""
-_NOT_PINNED = -1
+NOT_PINNED = -1
+"""The pin of a row whose sequence draws under the live version."""
 _NO_ADAPTER = -1
 _STOP_IDS = 8
 """Stop ids of a row that are compared at once. If a row has more, each of its tokens is checked alone."""
@@ -65,7 +66,7 @@ class Rows:
         drawn in this row. After a draw its last token is in the device state of the row, and all tokens before it are
         computed."""
         self.pins = np.zeros(count, np.int64)
-        """The version that draws all of its tokens, or −1."""
+        """The version that draws all of its tokens, or NOT_PINNED."""
         self.reserved = np.zeros(count, np.int64)
         """The length up to which it needs no further blocks, if tokens are computed one by one."""
         self.fills = np.zeros(count, np.int64)
@@ -106,7 +107,7 @@ class Rows:
         self.lengths[row] = sequence.num_known + sequence.num_unread
         self.limits[row] = len(sequence.prompt) + sequence.max_tokens
         self.regimes[row] = PREFILL
-        self.pins[row] = _NOT_PINNED if sequence.pin is None else sequence.pin
+        self.pins[row] = NOT_PINNED if sequence.pin is None else sequence.pin
         self.reserved[row] = self.fills[row] = self.num_blocks[row] = 0
         self.adapters[row] = _NO_ADAPTER if sequence.adapter is None else self._adapters[sequence.adapter]
         self.seeds[row], self.temperatures[row] = sequence.seed, params.temperature
@@ -142,12 +143,6 @@ class Rows:
             table[rows, counts] = more
         self.num_blocks[rows] = counts + 1
         self.reserved[rows] += block_size
-
-    def fit(self, rows: np.ndarray, version: int, *, live: bool) -> np.ndarray:
-        """Return bool[N]: True for rows i64[N] that a pass under `version` can advance. They are pinned to it or, if it
-        is live, not pinned."""
-        pins = self.pins[rows]
-        return (pins == version) | (pins == _NOT_PINNED) if live else pins == version
 
     def draw(self, rows: np.ndarray, chunks: np.ndarray, regime: int) -> Draws:
         """Let each of these rows i64[M] draw a token in the next pass, after chunk i64[M] of it."""

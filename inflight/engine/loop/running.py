@@ -5,12 +5,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from inflight.core.messages import SlotReady
 from inflight.core.options import EngineOptions
 from inflight.engine.cache.blocks import NO_VERSION, Entry, Namespace
 from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.loop.order import Order
 from inflight.engine.loop.rows import PREFILL, Rows
-from inflight.engine.loop.sequence import UNPINNED, Chunk, Sequence
+from inflight.engine.loop.sequence import UNPINNED, Chunk, Schedule, Sequence
 
 
 class KVNamespaces:
@@ -23,6 +24,15 @@ class KVNamespaces:
         self._changed_at: dict[str, int] = {}
         """Maps adapters to the version that changed them, or the weights under them, last."""
         self._new = itertools.count(1 << 40)  # beyond all versions
+        self._published_at = dict.fromkeys(options.adapters, 0)
+        """Maps adapters to the last version that changed them alone."""
+        self.renew(options.adapters, 0)
+
+    def changed_by(self, ready: SlotReady) -> list[str]:
+        """Return the adapters that a publish of adapters changes."""
+        before = self._published_at
+        self._published_at = {name: ready.changed_at.get(name, ready.version) for name in before}
+        return [name for name, version in self._published_at.items() if version != before[name]]
 
     def renew(self, adapters: Iterable[str], version: int) -> None:
         """Separate the state that these adapters compute from this version on from all earlier state."""
@@ -141,6 +151,16 @@ class RunningSequences:
         # Every pass computes a token of every decoding sequence, and the cache needs the number only now and then.
         if sequence.batch_row >= 0 and self._rows.regimes[sequence.batch_row] != PREFILL:
             sequence.holding.computed = sequence.length - 1
+
+    def remember_all(self, schedule: Schedule) -> None:
+        """Enter full blocks into the prefix cache, now that the tokens of a pass are known. Blocks of prompts enter at
+        once, blocks of decoding sequences some at a time, and their last ones when they leave."""
+        cohort = schedule.draws.cohort
+        for index in self._rows.are_full(cohort, schedule.num_single).nonzero()[0].tolist():
+            self.remember(cohort.sequences[index])
+        for chunk in schedule.prompts:
+            if chunk.sequence.batch_row >= 0:
+                self.remember(chunk.sequence)
 
     def remember(self, sequence: Sequence) -> None:
         """Enter the full blocks of a sequence into the prefix cache."""

@@ -101,22 +101,17 @@ class _Penalized(NamedTuple):
         cls, special: Seq[tuple[int, SamplingParams]], batch_rows: torch.Tensor, device: torch.device
     ) -> "_Penalized | None":
         """Return the rows with a penalty among these (row, parameters), or None."""
-        rows = [row for row, params in special if params.repetition_penalty != 1]
-        if not rows:
+        penalized = [(row, params.repetition_penalty) for row, params in special if params.repetition_penalty != 1]
+        if not penalized:
             return None
+        rows, penalties = map(list, zip(*penalized, strict=True))
         index = to_device(rows, device, torch.int64)
-        penalties = to_device(
-            [params.repetition_penalty for _, params in special if params.repetition_penalty != 1],
-            device,
-            torch.float32,
-        )
-        return cls(rows, index, batch_rows[index], penalties[:, None])
+        return cls(rows, index, batch_rows[index], to_device(penalties, device, torch.float32)[:, None])
 
 
 class _Filtered(NamedTuple):
     """Rows with filters, and their filters."""
 
-    params: list[SamplingParams]
     filters: Filters
     masks: torch.Tensor | None
     """i64[A]: the rows whose sampling masks are recorded."""
@@ -136,7 +131,7 @@ class _Filtered(NamedTuple):
             to_device([p.min_p for p in params], device, torch.float32),
         )
         asked = [row for row, of_row in filtered if of_row.return_sampling_mask]
-        return cls(params, filters, to_device(asked, device, torch.int64) if asked else None)
+        return cls(filters, to_device(asked, device, torch.int64) if asked else None)
 
 
 class Sampler:
@@ -177,8 +172,16 @@ class Sampler:
         if rows.adjusted:
             logits_MV = self._adjust(logits_MV.float(), sequences, rows)
         if rows.filtered is not None:
-            logits_MV = _filter(logits_MV.float(), rows.filtered)
-        samples = self._sample(logits_MV, rows, positions)
+            logits_MV = _filter(logits_MV.float(), rows.filtered.filters)
+        tokens, logprobs, entropies = draw(logits_MV, rows.temperatures, rows.seeds, positions, entropy=rows.entropy)
+        samples = Samples(tokens, logprobs)
+        if entropies is not None:
+            samples.columns["entropies"] = entropies
+        if rows.top:
+            chosen_M1 = logits_MV.gather(1, tokens[:, None]).float()
+            top_Mk, samples.columns["top_token_ids"] = logits_MV.float().topk(min(rows.top, logits_MV.shape[1]))
+            top_logprobs_Mk = (top_Mk - chosen_M1) / _recorded_temperatures(rows.temperatures) + logprobs[:, None]
+            samples.columns["top_logprobs"] = top_logprobs_Mk
         if rows.filtered is not None and rows.filtered.masks is not None:
             mask_AV = logits_MV[rows.filtered.masks] > float("-inf")
             columns, mask_AV = count_mask(mask_AV, rows.filtered.masks, num_rows=len(sequences))
@@ -191,10 +194,10 @@ class Sampler:
             samples.columns |= columns
         if rows.own:
             logprobs_MV = (logits_MV.float() / _recorded_temperatures(rows.temperatures)).log_softmax(-1)
-            samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
-        self._last_tokens.index_copy_(0, rows.batch_rows, samples.tokens)
+            samples.columns.update(compute_columns(rows.own, logprobs_MV, tokens))
+        self._last_tokens.index_copy_(0, rows.batch_rows, tokens)
         if rows.penalized is not None and self._seen is not None:
-            self._seen[rows.penalized.batch_rows, samples.tokens[rows.penalized.index]] = True
+            self._seen[rows.penalized.batch_rows, tokens[rows.penalized.index]] = True
             for sequence in (sequences[i] for i in rows.penalized.rows):
                 self._seen_by[sequence.batch_row] = (sequence.request_id, sequence.length)
         return samples
@@ -218,9 +221,6 @@ class Sampler:
             )
         return self._rows
 
-    def _tensor(self, values: Seq[float] | Seq[int], dtype: torch.dtype) -> torch.Tensor:
-        return to_device(values, self._device, dtype)
-
     def _adjust(self, logits_MV: torch.Tensor, sequences: Seq[Sequence], rows: _Rows) -> torch.Tensor:
         logits_MV = logits_MV.clone()
         if rows.penalized is not None:
@@ -240,8 +240,8 @@ class Sampler:
             tokens += changes
             biases += changes.values()
         if changed:
-            where = (self._tensor(changed, torch.int64), self._tensor(tokens, torch.int64))
-            logits_MV.index_put_(where, self._tensor(biases, torch.float32), accumulate=True)
+            where = tuple(to_device(indices, self._device, torch.int64) for indices in (changed, tokens))
+            logits_MV.index_put_(where, to_device(biases, self._device, torch.float32), accumulate=True)
         return logits_MV
 
     def _penalize(self, logits_MV: torch.Tensor, sequences: Seq[Sequence], penalized: _Penalized) -> None:
@@ -253,22 +253,10 @@ class Sampler:
             if self._seen_by.get(sequence.batch_row) != (sequence.request_id, sequence.length - 1):
                 seen_V = self._seen[sequence.batch_row]
                 seen_V.zero_()
-                seen_V[self._tensor(sequence.token_ids(), torch.int64)] = True
+                seen_V[to_device(sequence.token_ids(), self._device, torch.int64)] = True
         logits_PV, penalties_P1 = logits_MV[penalized.index], penalized.penalties
         changed_PV = torch.where(logits_PV > 0, logits_PV / penalties_P1, logits_PV * penalties_P1)
         logits_MV[penalized.index] = torch.where(self._seen[penalized.batch_rows], changed_PV, logits_PV)
-
-    def _sample(self, logits_MV: torch.Tensor, rows: _Rows, positions: torch.Tensor) -> Samples:
-        tokens, logprobs, entropies = draw(logits_MV, rows.temperatures, rows.seeds, positions, entropy=rows.entropy)
-        samples = Samples(tokens, logprobs)
-        if entropies is not None:
-            samples.columns["entropies"] = entropies
-        if rows.top:
-            chosen_M1 = logits_MV.gather(1, tokens[:, None]).float()
-            top_Mk, samples.columns["top_token_ids"] = logits_MV.float().topk(min(rows.top, logits_MV.shape[1]))
-            top_logprobs_Mk = (top_Mk - chosen_M1) / _recorded_temperatures(rows.temperatures) + logprobs[:, None]
-            samples.columns["top_logprobs"] = top_logprobs_Mk
-        return samples
 
 
 def count_mask(
@@ -301,37 +289,38 @@ def _recorded_temperatures(temperatures_M: torch.Tensor) -> torch.Tensor:
     return torch.where(temperatures_M == 0, 1.0, temperatures_M)[:, None]
 
 
-def _filter(logits_MV: torch.Tensor, filtered: _Filtered) -> torch.Tensor:
+def _filter(logits_MV: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Return logits with −∞ for removed tokens, on a GPU in place."""
     if logits_MV.is_cuda:
-        cut_logits(logits_MV, filtered.filters)
+        cut_logits(logits_MV, filters)
         return logits_MV
-    rows_F, temperatures_F = filtered.filters.rows, filtered.filters.temperatures
+    rows_F, temperatures_F = filters.rows, filters.temperatures
     every = len(rows_F) == len(logits_MV)
     logits_FV = logits_MV if every else logits_MV[rows_F]
     # The largest value is subtracted first, so that small temperatures do not overflow.
     peak_F1 = logits_FV.amax(-1, keepdim=True)
-    _, order_FK, mask_FK = _candidates((logits_FV - peak_F1) / temperatures_F[:, None], filtered.params)
+    _, order_FK, mask_FK = _candidates((logits_FV - peak_F1) / temperatures_F[:, None], filters)
     mask_FK &= peak_F1.isfinite()  # nothing is left of a row with a NaN or +∞, as in `cut_logits`
     left_FK = logits_FV.gather(1, order_FK).masked_fill_(~mask_FK, float("-inf"))
     cut_FV = torch.full_like(logits_FV, float("-inf")).scatter_(1, order_FK, left_FK)
     return cut_FV if every else logits_MV.index_copy(0, rows_F, cut_FV)
 
 
-def _candidates(
-    scaled_FV: torch.Tensor, params: Seq[SamplingParams]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _candidates(scaled_FV: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (scores [F, K] by falling probability, token ids i64[F, K], bool[F, K]: True for tokens that the filters
     leave)."""
     vocabulary = scaled_FV.shape[1]
-    most = max(p.top_k or vocabulary for p in params)
+    top_ks = filters.top_ks.tolist()
+    most = max(top_ks)
 
     def cut(order_FK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         sorted_FK = scaled_FV.gather(1, order_FK)
         probs_FK = torch.exp(sorted_FK - scaled_FV.logsumexp(-1, keepdim=True))
-        return sorted_FK, order_FK, filter_mask(probs_FK, params)
+        return sorted_FK, order_FK, _mask(probs_FK, filters, vocabulary)
 
-    few = all(p.top_k <= _MANY for p in params)  # top-p asks for the mass of all tokens that top-k leaves
+    few = all(
+        top_k <= _MANY or top_k >= vocabulary for top_k in top_ks
+    )  # top-p asks for the mass of all tokens that top-k leaves
     if most >= vocabulary and few and vocabulary > 4 * _MANY:
         # Sorting is slow, and top-p and min-p mostly leave few tokens, so a small number is tried first.
         tried = cut(_best(scaled_FV, _MANY))
@@ -376,17 +365,14 @@ def _ranks(scores_FV: torch.Tensor, ids_FV: torch.Tensor | None = None) -> torch
     return ranks_FV
 
 
-def filter_mask(probs_FK: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+def _mask(probs_FK: torch.Tensor, filters: Filters, vocabulary: int) -> torch.Tensor:
     """Return bool[F, K]: True for tokens, sorted by falling probability, that survive top-k, top-p and min-p. If K is
     less than the vocabulary, the K most likely tokens are given with their probabilities among all tokens."""
-    candidates, device = probs_FK.shape[1], probs_FK.device
-    top_k_F1 = to_device([p.top_k or 2**31 for p in params], device)[:, None]
-    top_p_F1 = to_device([p.top_p for p in params], device)[:, None]
-    min_p_F1 = to_device([p.min_p for p in params], device)[:, None]
-    mask_FK = torch.arange(candidates, device=device) < top_k_F1
+    top_k_F1, top_p_F1, min_p_F1 = filters.top_ks[:, None], filters.top_ps.float()[:, None], filters.min_ps[:, None]
+    mask_FK = torch.arange(probs_FK.shape[1], device=probs_FK.device) < top_k_F1
     left_probs_FK = probs_FK * mask_FK
     before_FK = left_probs_FK.cumsum(-1) - left_probs_FK
-    total_F1 = torch.where(top_k_F1 < 2**31, left_probs_FK.sum(-1, keepdim=True), 1.0)
+    total_F1 = torch.where(top_k_F1 < vocabulary, left_probs_FK.sum(-1, keepdim=True), 1.0)
     mask_FK &= (before_FK < top_p_F1 * total_F1) | (top_p_F1 >= 1)
     mask_FK &= (probs_FK >= min_p_F1 * probs_FK[:, :1]) & (probs_FK > 0)
     mask_FK[:, 0] = True

@@ -15,7 +15,7 @@ from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.loop.backlog import Backlog
 from inflight.engine.loop.order import Order, by_priority, check_order
 from inflight.engine.loop.preemption import Preemption
-from inflight.engine.loop.rows import NOBODY, PREFILL, Rows
+from inflight.engine.loop.rows import NOBODY, NOT_PINNED, PREFILL, Rows
 from inflight.engine.loop.running import KVNamespaces, RunningSequences
 from inflight.engine.loop.sequence import UNPINNED, Chunk, Schedule, Sequence
 
@@ -30,23 +30,21 @@ class Scheduler:
 
     Running sequences precede waiting ones. When blocks run out, the last running sequence releases its blocks and waits
     before its equals. Its tokens are computed again later and never drawn again. Samples of one prompt follow the first
-    of them: it computes the prompt for all.
+    of them: it computes the prompt for all. `Schedules` documents the methods that requests call.
     """
 
     def __init__(self, cache: KVCache, rows: Rows, options: EngineOptions, order: Order = by_priority):
         """options: max_prefill_tokens (a number of tokens, not 0) and prefix_across_versions are used."""
         self._cache, self._rows, self._options, self._order = cache, rows, options, order
         self.admits = True
-        """Sequences that have not started are allowed to start."""
         self.namespaces = KVNamespaces(options)
         self._live = 0, 0
         """The live version, and the version with publishes of adapters counted."""
         cache.prefixes.protections.is_reusable = lambda entry, lag: self.namespaces.reach(entry, lag, *self._live)
         self.backlog = Backlog(order)
-        self._running = RunningSequences(cache, rows, order, self.namespaces)
-        self.running = self._running.by_id
-        """Maps request ids to running sequences, in order."""
-        self.preemption = Preemption(rows, self._running, self.backlog)
+        self.sequences = RunningSequences(cache, rows, order, self.namespaces)
+        self.running = self.sequences.by_id
+        self.preemption = Preemption(rows, self.sequences, self.backlog)
         new_regimes = itertools.count(PREFILL + 1)
         self._regime = lru_cache(_MOST_REGIMES)(lambda version, stamp: next(new_regimes))
         """Returns the number of a version and a stamp. A sequence that draws under the same ones again needs no report
@@ -58,24 +56,20 @@ class Scheduler:
 
     @property
     def held_back(self) -> bool:
-        """All remaining work is to start prompts, and `admits` forbids that."""
         return self.has_work and not (self.admits or self.running or self.backlog.is_begun)
 
     def check(self, name: str, sequence: Sequence) -> None:
-        """Raise InvalidRequestError if the order cannot place a sequence. name: the prompt's name in the message."""
         check_order(name, self._order, sequence)
 
     def add(self, leader: Sequence) -> None:
-        """Queue a sequence and its followers."""
         for sequence in (leader, *leader.followers):
             sequence.holding = self._cache.new_holding()
             self.backlog.unfinished[sequence.pin] += 1
         self.backlog.wait(leader)
 
     def fork(self, parent: Sequence, leader: Sequence) -> None:
-        """Queue a sequence that starts with its parent's tokens, and let it share their state."""
         self.add(leader)
-        self._running.report(parent)
+        self.sequences.report(parent)
         # The last token of the fork is computed again, because its logits are needed for the first draw.
         shared = min(parent.holding.computed, leader.length - 1)
         if shared > 0 and parent.batch_row >= 0 and self._cache.share(parent.holding, leader.holding, shared):
@@ -83,10 +77,9 @@ class Scheduler:
             self.preemption.waiting_forks[leader.request_id] = leader
 
     def remove(self, sequence: Sequence) -> None:
-        """End a running or waiting sequence, and free its blocks."""
         self.backlog.end(sequence)
         if sequence.batch_row >= 0:
-            self._running.leave(sequence)
+            self.sequences.leave(sequence)
         else:
             self.preemption.release(sequence)
         followers, sequence.followers = [s for s in sequence.followers if not s.finished], []
@@ -96,18 +89,7 @@ class Scheduler:
             self.backlog.wait(followers[0], in_front=True)
 
     def unprotect(self, group_id: int) -> None:
-        """Let the blocks of a group's ended sequences be evicted (`SamplingParams.protect_s`)."""
         self._cache.prefixes.protections.end(group_id)
-
-    def remember(self, schedule: Schedule) -> None:
-        """Enter full blocks into the prefix cache, now that the tokens of a pass are known. Blocks of prompts enter at
-        once, blocks of decoding sequences some at a time, and their last ones when they leave."""
-        cohort = schedule.draws.cohort
-        for index in self._rows.are_full(cohort, schedule.num_single).nonzero()[0].tolist():
-            self._running.remember(cohort.sequences[index])
-        for chunk in schedule.prompts:
-            if chunk.sequence.batch_row >= 0:
-                self._running.remember(chunk.sequence)
 
     def schedule(self, version: int, *, live: bool = True, stamp: int | None = None) -> Schedule:
         """Return the next pass under `version`, with the sequences pinned to it and, if it is live, all that are not
@@ -128,9 +110,9 @@ class Scheduler:
             count, budget = _fitting(
                 sequence, self._cache.prefixes.next_chunk(sequence.holding, sequence.length), budget
             )
-            if not self._running.reserve(sequence, sequence.holding.computed + count):
+            if not self.sequences.reserve(sequence, sequence.holding.computed + count):
                 raise AssertionError("a sequence was admitted without room for it")
-            chunks.append(self._running.advance(sequence, count, version, stamp))
+            chunks.append(self.sequences.advance(sequence, count, version, stamp))
             joined.append(sequence)
             followers[sequence.request_id] = self._let_follow(sequence)
         drawing_rows: list[int] = []
@@ -158,19 +140,20 @@ class Scheduler:
     def _continue_running(self, version: int, live: bool, stamp: int) -> tuple[np.ndarray, list[Chunk], int]:
         """Return the rows i64[N] of running sequences that compute their last token, the chunks of prompts, and the
         rest of the budget of prompt tokens."""
-        rows, among = self._rows, self._running.in_order()
+        rows, among = self._rows, self.sequences.in_order()
         chunks: list[Chunk] = []
         budget = self._options.max_prefill_tokens
         lengths, regimes = rows.lengths[among], rows.regimes[among]
         # The last token of a sequence at its limit is drawn and not read yet, so the sequence has no further work.
         takes_part = lengths < rows.limits[among]
         if not live or self.backlog.unfinished.keys() != {UNPINNED}:
-            takes_part &= rows.fit(among, version, live=live)
+            pins = rows.pins[among]
+            takes_part &= (pins == version) | (pins == NOT_PINNED) if live else pins == version
         is_known = regimes == self._regime(version, stamp)
         growing = takes_part & is_known & (lengths > rows.reserved[among])
         # In most passes every sequence decodes under the same version as before. Then nothing but new blocks is needed,
         # and no sequence is looked at one by one.
-        if _all(is_known | ~takes_part) and self._running.grow(among[growing]):
+        if _all(is_known | ~takes_part) and self.sequences.grow(among[growing]):
             return among if _all(takes_part) else among[takes_part], chunks, budget
         for row in among[takes_part & (growing | ~is_known)].tolist():
             sequence: Sequence | None = rows.sequences[row]
@@ -178,15 +161,15 @@ class Scheduler:
                 # An earlier sequence of this loop needed its blocks and preempted it.
                 continue
             if rows.regimes[row] != PREFILL:
-                self._running.report(sequence)
+                self.sequences.report(sequence)
                 if self.preemption.make_room(sequence, sequence.length):
-                    self._running.advance(sequence, 1, version, stamp)
+                    self.sequences.advance(sequence, 1, version, stamp)
                 continue
             computed = sequence.holding.computed
             todo = self._cache.prefixes.next_chunk(sequence.holding, sequence.length)
             count, left = _fitting(sequence, todo, budget)
             if count and self.preemption.make_room(sequence, computed + count):
-                chunks.append(self._running.advance(sequence, count, version, stamp))
+                chunks.append(self.sequences.advance(sequence, count, version, stamp))
                 budget = left
         decodes = takes_part & (regimes != PREFILL) & (rows.request_ids[among] != NOBODY)
         return among[decodes], chunks, budget
@@ -202,7 +185,7 @@ class Scheduler:
             if not room or not self._cache.share(leader.holding, follower.holding, leader.holding.computed):
                 break
             follower.taken_over, follower.taken_over_version = leader.taken_over, leader.taken_over_version
-            self._running.enter(follower)
+            self.sequences.enter(follower)
             joined += 1
         for follower in reversed(followers[joined:]):
             follower.prompt_scored = True
@@ -218,7 +201,7 @@ class Scheduler:
             sequence.taken_over = self._cache.match(sequence.holding, sequence.token_ids(), namespace, oldest=oldest)
             sequence.taken_over_version = sequence.holding.oldest
         # With one spare block for each sequence that can grow, an admission does not preempt at the next block.
-        spare = self._running.num_growing()
+        spare = self.sequences.num_growing()
         while not self._cache.has_room(sequence.holding, sequence.length + 1, spare=spare):
             if self.running or not self.preemption.release_a_fork(but=sequence):
                 if matched:
@@ -228,7 +211,7 @@ class Scheduler:
             self._cache.num_reused_tokens += sequence.taken_over
         self.backlog.pop(sequence)
         self.preemption.waiting_forks.pop(sequence.request_id, None)
-        self._running.enter(sequence)
+        self.sequences.enter(sequence)
         return True
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from inflight.core.errors import DeviceMemoryError, ModelLoadError
@@ -75,3 +76,14 @@ def to_device(
     """Copy values of the host to a tensor on `device`, without waiting for the device."""
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def together_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Return integer arrays as i64 tensors on `device`, in one copy. Each starts at a multiple of 16 bytes, because
+    Triton compiles a kernel once more for other pointers."""
+    starts = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)])
+    flat = np.zeros(starts[-1], np.int64)
+    for array, start in zip(arrays, starts, strict=False):
+        flat[start : start + len(array)] = array
+    on_device = to_device(torch.from_numpy(flat), device)
+    return [on_device[start : start + len(array)] for array, start in zip(arrays, starts, strict=False)]

@@ -17,7 +17,7 @@ from inflight.engine.model.adapters import AdapterBank
 from inflight.engine.model.agreement import agrees_with, check_weights, make_batch, why_unfused
 from inflight.engine.model.attention.backend import ForwardBatch, GraphBackend, Places
 from inflight.engine.model.attention.hook import run_packed
-from inflight.engine.model.device import to_device
+from inflight.engine.model.device import to_device, together_to_device
 from inflight.engine.model.fused import FusedDecoder, use_kernels
 from inflight.engine.model.graphs import PROMPT_ROWS, DecodeGraphs
 from inflight.engine.model.routing import RoutedExpertsRecorder
@@ -58,12 +58,8 @@ class ModelRunner:
         if adapters is not None:
             adapters.num_tokens = length
         logits = check_weights(self._modules[0], batch, memory)
-        self.unfused_reason = unfused_reason or why_unfused(lambda: self._fuse(batch, logits))
+        self.unfused_reason = self._choose_code(batch, logits, unfused_reason)
         """Reason why the model runs with Transformers' own code. None if it runs fused."""
-        if self.unfused_reason is not None:
-            logger.info("the model runs as Transformers runs it: %s", self.unfused_reason)
-            if options.fused:
-                self._use_kernels(batch, logits)
         if adapters is not None and memory.device.type == "cuda":
             self._warm_up_adapters()
         self._wants_graphs = options.cuda_graphs
@@ -120,7 +116,7 @@ class ModelRunner:
         else:
             logits = self._compute(schedule, 0, rows, slot)
         if not np.array_equal(row_of_each, np.arange(len(rows))):
-            logits = logits[self._to_device([row_of_each])[0]]
+            logits = logits[to_device(torch.from_numpy(row_of_each), logits.device)]
         return logits
 
     def _fits_graph(self, schedule: Schedule) -> bool:
@@ -147,9 +143,10 @@ class ModelRunner:
             begins, batch_rows = places_of(begins, counts), np.repeat(batch_rows, counts)
             prompts = np.zeros(len(begins) - schedule.num_single, np.int64)
             _copy_prompts(schedule, prompts)
-        hidden = graphs.run(slot, self.last_tokens, batch_rows, self._places(batch_rows, begins, begins + 1), prompts)
+        places = Places.of(self._rows.tables, self._memory.block_size, batch_rows, begins, begins + 1)
+        hidden = graphs.run(slot, self.last_tokens, batch_rows, places, prompts)
         if rows is not None:
-            hidden = hidden[self._to_device([rows])[0]]
+            hidden = hidden[to_device(torch.from_numpy(rows), hidden.device)]
         return self._decoders[slot].logits(hidden)
 
     def _compute(self, schedule: Schedule, first: int, rows: np.ndarray, slot: int) -> torch.Tensor:
@@ -174,39 +171,27 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.select(self._rows.adapters[batch_rows], counts)
 
-    def _places(
-        self, batch_rows: np.ndarray, positions: np.ndarray, contexts: np.ndarray, counts: np.ndarray | None = None
-    ) -> Places:
-        """Return the places of chunks of the sequences in these batch rows i64[S]. positions: i64[T]; contexts: i64[S];
-        counts: the tokens of each, i64[S], None for one each."""
-        size = self._memory.block_size
-        num_blocks = -(-int(np.maximum.reduce(contexts)) // size)
-        tables = [table[:, :num_blocks].take(batch_rows, 0) for table in self._rows.tables]
-        owner = np.arange(len(batch_rows))
-        owner = owner if counts is None else np.repeat(owner, counts)
-        block, place = np.divmod(positions, size)
-        cache_index = [table[owner, block].astype(np.int64) * size + place for table in tables]
-        return Places(positions, cache_index, tables, contexts)
-
     def _batch(self, schedule: Schedule, first: int, rows: np.ndarray) -> ForwardBatch:
         batch_rows, begins, counts = (column[first:] for column in (schedule.rows, schedule.begins, schedule.counts))
         single = schedule.num_single - first
-        if schedule.prompts:
-            places = self._places(batch_rows, places_of(begins, counts), begins + counts, counts)
-        else:
-            places = self._places(batch_rows, begins, begins + 1)
+        positions, owners = (places_of(begins, counts), counts) if schedule.prompts else (begins, None)
+        places = Places.of(
+            self._rows.tables, self._memory.block_size, batch_rows, positions, begins + counts, counts=owners
+        )
         token_ids = np.zeros(len(places.positions), np.int64)  # the last tokens of sequences are on the device
         _copy_prompts(schedule, token_ids[single:])
         starts = np.zeros(len(counts) + 1, np.int32)
         np.add.accumulate(counts, out=starts[1:])
-        ids, positions, rows_M, single_rows, *cache_index = self._to_device(
-            [token_ids, places.positions, rows, batch_rows[:single], *places.cache_index]
+        device = self._memory.device
+        ids, positions_T, rows_M, single_rows, *cache_index = together_to_device(
+            [token_ids, positions, rows, batch_rows[:single], *places.cache_index], device
         )
-        states = self._to_device([self._rows.states[batch_rows]])[0] if self._memory.states else None
+        has_states = bool(self._memory.states)
+        states = to_device(torch.from_numpy(self._rows.states[batch_rows]), device) if has_states else None
         ids[:single] = self.last_tokens[single_rows]
         return ForwardBatch(
             token_ids=ids,
-            positions=positions,
+            positions=positions_T,
             rows=rows_M,
             cache_index=cache_index,
             tables=places.tables,
@@ -215,16 +200,6 @@ class ModelRunner:
             num_single=single,
             states=states,
         )
-
-    def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
-        """Return integer arrays as i64 tensors on the device, in one copy. Each starts at a multiple of 16 bytes,
-        because Triton compiles a kernel once more for other pointers."""
-        starts = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)])
-        flat = np.zeros(starts[-1], np.int64)
-        for array, start in zip(arrays, starts, strict=False):
-            flat[start : start + len(array)] = array
-        on_device = to_device(torch.from_numpy(flat), self._memory.device)
-        return [on_device[start : start + len(array)] for array, start in zip(arrays, starts, strict=False)]
 
     @torch.inference_mode()
     def _warm_up_adapters(self) -> None:
@@ -242,24 +217,30 @@ class ModelRunner:
         self._run(batch, 0)
 
     @torch.inference_mode()
-    def _fuse(self, batch: ForwardBatch, theirs: torch.Tensor) -> bool:
-        """Use fused decoders if they compute the same logits as the model over these weights, in this dtype and on this
-        device. `agreement.py` compared their parts closely before."""
-        decoders = [FusedDecoder(module, self._memory, self._options.max_context) for module in self._modules]
-        self._memory.begin(batch)
-        agree = agrees_with(decoders[0](batch), theirs, self._modules[0].dtype)
-        self._decoders = decoders if agree else []
-        return agree
+    def _choose_code(self, batch: ForwardBatch, theirs: torch.Tensor, unfused_reason: str | None) -> str | None:
+        """Use fused decoders, or else our kernels in the model's parts, if the logits of a batch agree with `theirs`
+        over these weights, in this dtype and on this device. `agreement.py` compared the decoders closely before.
+        Return the reason if the model is not fused."""
 
-    @torch.inference_mode()
-    def _use_kernels(self, batch: ForwardBatch, theirs: torch.Tensor) -> None:
-        """Let the parts of an unfused model use our kernels. Undo it if the logits differ from `theirs`."""
-        restores = [use_kernels(module) for module in self._modules]
-        self._memory.begin(batch)
-        if not agrees_with(run_packed(self._modules[0], batch, self._memory), theirs, self._modules[0].dtype):
-            logger.warning("the model runs without our kernels, since its logits would differ with them")
-            for restore in restores:
-                restore()
+        def agrees() -> bool:
+            return agrees_with(self._run(batch, 0), theirs, self._modules[0].dtype)
+
+        def fused_agrees() -> bool:
+            self._decoders = [FusedDecoder(each, self._memory, self._options.max_context) for each in self._modules]
+            return agrees()
+
+        reason = unfused_reason or why_unfused(fused_agrees)
+        if reason is None:
+            return None
+        self._decoders = []
+        logger.info("the model runs as Transformers runs it: %s", reason)
+        if self._options.fused:
+            restores = [use_kernels(module) for module in self._modules]
+            if not agrees():
+                logger.warning("the model runs without our kernels, since its logits would differ with them")
+                for restore in restores:
+                    restore()
+        return reason
 
 
 def _copy_prompts(schedule: Schedule, token_ids: np.ndarray) -> None:

@@ -4,8 +4,9 @@ Layers with the same window form a *group* and share block tables: one group for
 window.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +25,26 @@ class Places(NamedTuple):
     """i32[S, B] for each group: the blocks of each chunk's sequence."""
     contexts: np.ndarray
     """i64[S]: tokens of each sequence up to the end of its chunk."""
+
+    @classmethod
+    def of(
+        cls,
+        tables: Sequence[np.ndarray],
+        block_size: int,
+        batch_rows: np.ndarray,
+        positions: np.ndarray,
+        contexts: np.ndarray,
+        counts: np.ndarray | None = None,
+    ) -> Self:
+        """Return the places of chunks of the sequences in these rows i64[S] of the tables. counts: the tokens of each
+        chunk, i64[S], None for one each."""
+        num_blocks = -(-int(np.maximum.reduce(contexts)) // block_size)
+        own_tables = [table[:, :num_blocks].take(batch_rows, 0) for table in tables]
+        owner = np.arange(len(batch_rows))
+        owner = owner if counts is None else np.repeat(owner, counts)
+        block, place = np.divmod(positions, block_size)
+        cache_index = [table[owner, block].astype(np.int64) * block_size + place for table in own_tables]
+        return cls(positions, cache_index, own_tables, contexts)
 
 
 @dataclass(slots=True)
