@@ -33,24 +33,21 @@ _CACHE_SINCE = "5.24"
 
 def keeps_state(module: nn.Module) -> bool:
     """Return True for a module that maps hidden states to hidden states and reads a state from a `cache`."""
-    return _class_keeps_state(type(module))
-
-
-@cache
-def _class_keeps_state(kind: type[nn.Module]) -> bool:
-    parameters = inspect.signature(kind.forward).parameters.keys()
-    return bool(names_in_forward(kind) & _METHODS) and {"hidden_states", "cache"} <= parameters
+    return _takes_cache(type(module)) is True
 
 
 def needs_newer_transformers(module: nn.Module) -> bool:
     """Return True for a module that keeps a state in a cache as before Transformers 5.24, if that is installed."""
-    return is_older(_CACHE_SINCE) and _class_keeps_state_as_before(type(module))
+    return is_older(_CACHE_SINCE) and _takes_cache(type(module)) is False
 
 
 @cache
-def _class_keeps_state_as_before(kind: type[nn.Module]) -> bool:
+def _takes_cache(kind: type[nn.Module]) -> bool | None:
+    """Return True if modules that keep a state take an argument `cache`. None for other modules."""
     parameters = inspect.signature(kind.forward).parameters.keys()
-    return bool(names_in_forward(kind) & _METHODS) and "hidden_states" in parameters and "cache" not in parameters
+    if not names_in_forward(kind) & _METHODS or "hidden_states" not in parameters:
+        return None
+    return "cache" in parameters
 
 
 def is_older(version: str) -> bool:
@@ -90,15 +87,12 @@ class CarriedState:
         return not self._in_place
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return True unless sequences start here."""
         return self._conv is not None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return the last columns."""
         return self._conv
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return the recurrent state."""
         return self._recurrent
 
     def update_conv_state(
@@ -119,7 +113,6 @@ class CarriedState:
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
-        """Keep the recurrent state."""
         _refuse_further(state_idx)
         self._recurrent = recurrent_states
         return recurrent_states

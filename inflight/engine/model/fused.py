@@ -157,14 +157,9 @@ class _LatentAttention:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_THR.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _StateLayer:
-    """A layer with a state per sequence in the place of attention, with its own code."""
-
-    module: nn.Module
-
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
-        return self.module(x[None])[0]
+def _own_mixer(module: nn.Module, x: torch.Tensor, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
+    """Compute a layer with a state per sequence, in the place of attention, by its own code."""
+    return module(x[None])[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,32 +172,22 @@ class _Mlp:
         return self.down(gated_activation(self.gate_up(x), self.activation))
 
 
-@dataclass(frozen=True, slots=True)
-class _Opaque:
-    """An MLP of another kind, such as a mixture of experts, with its own code."""
-
-    module: nn.Module
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.module(x[None])
-        return (out[0] if isinstance(out, tuple) else out).reshape(x.shape)
+def _own_mlp(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Compute an MLP of another kind, such as a mixture of experts, by its own code."""
+    out = module(x[None])
+    return (out[0] if isinstance(out, tuple) else out).reshape(x.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    """Several MLPs with the same input (experts and a shared MLP)."""
-
-    parts: tuple[_Block, ...]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        first, *others = (part(x) for part in self.parts)
-        return sum(others, first)
+def _sum(parts: Sequence[_Block], x: torch.Tensor) -> torch.Tensor:
+    """Add up several MLPs with the same input (experts and a shared MLP)."""
+    first, *others = (part(x) for part in parts)
+    return sum(others, first)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     before_attention: _Norm | None
-    attention: _Attention | _LatentAttention | DeltaNet | _StateLayer
+    attention: Callable[[torch.Tensor, ForwardBatch, KVMemory], torch.Tensor]
     after_attention: _Norm | None
     before_mlp: _Norm | None
     mlp: _Block
@@ -315,7 +300,7 @@ def _layer(layer: nn.Module, rotations: Rotations, order: AttentionOrder) -> _La
     before, after, before_mlp, after_mlp = (norm_of(norms[name]) if name in norms else None for name in places)
     attention = _mixer(layer, rotations, order)
     mlps = [_mlp(part) for name in MLPS if isinstance(part := getattr(layer, name, None), nn.Module)]
-    mlp = _mlp(_part(layer, "mlp", nn.Module)) if not mlps else mlps[0] if len(mlps) == 1 else _Sum(tuple(mlps))
+    mlp = _mlp(_part(layer, "mlp", nn.Module)) if not mlps else mlps[0] if len(mlps) == 1 else partial(_sum, mlps)
     parallel = getattr(layer, "use_parallel_residual", not {after, before_mlp, after_mlp} - {None})
     scales = (getattr(layer, name, None) for name in ("residual_multiplier", "residual_scale"))  # the latter: MiniCPM 3
     scale = float(next((scale for scale in scales if isinstance(scale, (int, float))), 1.0))
@@ -323,9 +308,7 @@ def _layer(layer: nn.Module, rotations: Rotations, order: AttentionOrder) -> _La
     return _Layer(before, attention, after, before_mlp, mlp, after_mlp, bool(parallel), scale, end)
 
 
-def _mixer(
-    layer: nn.Module, rotations: Rotations, order: AttentionOrder
-) -> _Attention | _LatentAttention | DeltaNet | _StateLayer:
+def _mixer(layer: nn.Module, rotations: Rotations, order: AttentionOrder) -> Callable[..., torch.Tensor]:
     with_state = [child for child in layer.children() if has_state(child)]
     if len(with_state) > 1 or (with_state and getattr(layer, "self_attn", None) not in (None, with_state[0])):
         raise UnknownPartError(f"{type(layer).__name__} has several parts that mix tokens")
@@ -333,7 +316,7 @@ def _mixer(
         if (delta_net := DeltaNet.of(with_state[0], _linear)) is not None:
             return delta_net
         use_kernels(with_state[0])
-        return _StateLayer(with_state[0])
+        return partial(_own_mixer, with_state[0])
     module = _part(layer, "self_attn", nn.Module)
     if (heads := LatentHeads.of(module)) is not None:
         return _latent_attention(module, heads, rotations, order.of(module)[0])
@@ -414,10 +397,11 @@ def _query_key_norms(module: nn.Module) -> tuple[RMSNorm, RMSNorm] | None:
     return q_norm, k_norm
 
 
-def _mlp(module: nn.Module) -> _Mlp | _Opaque:
-    if (mlp := _gated_mlp(module)) is None:
-        use_kernels(module)
-    return mlp or _Opaque(module)
+def _mlp(module: nn.Module) -> _Block:
+    if (mlp := _gated_mlp(module)) is not None:
+        return mlp
+    use_kernels(module)
+    return partial(_own_mlp, module)
 
 
 def _gated_mlp(module: nn.Module) -> _Mlp | None:

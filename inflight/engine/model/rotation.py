@@ -7,23 +7,12 @@ head dimension, R rotated numbers of a head, T tokens, N width of queries, keys 
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-
-
-@dataclass(frozen=True, slots=True)
-class QueryScale:
-    """A factor on queries that grows with their position (Ministral 3)."""
-
-    beta: float
-    period: float
-
-    def __call__(self, query_THD: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        factors = 1 + self.beta * torch.log(1 + torch.floor(positions_T / self.period))
-        return query_THD * factors[:, None, None].to(query_THD.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +25,8 @@ class Rotation:
     """f32[max_context, R]"""
     order: torch.Tensor | None
     """i64[N], order of the columns of queries, keys and values before the rotation. None: as they are."""
-    query_scale: QueryScale | None
+    query_scale: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+    """Maps queries [T, H, D] and their positions i64[T] to scaled queries."""
 
 
 class Rotations:
@@ -122,7 +112,15 @@ def _halves_first(head_dim: int, rotated: int, rotated_width: int, width: int) -
     return torch.cat([heads.flatten(), torch.arange(rotated_width, width)])
 
 
-def _query_scale(attention: Any) -> QueryScale | None:
+def _query_scale(attention: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Return a factor on queries that grows with their position (Ministral 3)."""
     rope: Any = getattr(getattr(attention, "config", None), "rope_parameters", None)
     beta = rope.get("llama_4_scaling_beta") if isinstance(rope, dict) else None
-    return QueryScale(float(beta), float(rope["original_max_position_embeddings"])) if beta else None
+    if not beta:
+        return None
+
+    def scale(query_THD: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        factors = 1 + beta * torch.log(1 + torch.floor(positions_T / rope["original_max_position_embeddings"]))
+        return query_THD * factors[:, None, None].to(query_THD.dtype)
+
+    return scale

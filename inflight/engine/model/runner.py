@@ -19,7 +19,7 @@ from inflight.engine.model.attention.backend import ForwardBatch, GraphBackend, 
 from inflight.engine.model.attention.hook import run_packed
 from inflight.engine.model.device import to_device, together_to_device
 from inflight.engine.model.fused import FusedDecoder, use_kernels
-from inflight.engine.model.graphs import PROMPT_ROWS, DecodeGraphs
+from inflight.engine.model.graphs import PROMPT_ROWS, DecodeGraphs, fits_graph
 from inflight.engine.model.routing import RoutedExpertsRecorder
 
 logger = logging.getLogger("inflight.engine")
@@ -104,7 +104,7 @@ class ModelRunner:
             rows = np.arange(single)
             return self._compute(schedule, 0, rows, slot) if graphs is None else self._replay(graphs, schedule, slot)
         rows, row_of_each = np.unique(_rows_with_logits(schedule), return_inverse=True)  # samples share a prompt's row
-        if graphs is not None and self._fits_graph(schedule):
+        if graphs is not None and fits_graph(schedule, self._weights_as_tokens):
             logits = self._replay(graphs, schedule, slot, rows)
         elif graphs is not None and single:
             parts = [
@@ -118,17 +118,6 @@ class ModelRunner:
         if not np.array_equal(row_of_each, np.arange(len(rows))):
             logits = logits[to_device(torch.from_numpy(row_of_each), logits.device)]
         return logits
-
-    def _fits_graph(self, schedule: Schedule) -> bool:
-        """Return True if all prompt tokens of a pass can be rows of its graph. Another pass for them would read all
-        weights again. But each row reads the keys and values before it, so rows are used only while they at most double
-        the memory that the pass reads. Models whose layers keep a state have no graphs: such a layer cannot compute
-        several tokens of a sequence as rows."""
-        single = schedule.num_single
-        begins, counts = schedule.begins[single:], schedule.counts[single:]
-        positions = places_of(begins, counts)
-        others = self._weights_as_tokens + int(schedule.begins[:single].sum())
-        return len(positions) <= PROMPT_ROWS and int(positions.sum()) <= others
 
     def _replay(
         self, graphs: DecodeGraphs, schedule: Schedule, slot: int, rows: np.ndarray | None = None

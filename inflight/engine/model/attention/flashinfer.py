@@ -124,6 +124,8 @@ class _Plans:
 
     group: int
     layer: LayerShape
+    decode_options: dict[str, Any]
+    """Arguments of FlashInfer's wrapper that choose the kernel for single tokens."""
     decode: Any
     prefill: Any
     graphs: dict[int, Any] = field(default_factory=dict)
@@ -262,7 +264,7 @@ class FlashInferAttention:
             paged_kv_indptr_buffer=indptr,
             paged_kv_last_page_len_buffer=last_page_len,
             paged_kv_indices_buffer=indices,
-            **self._decode_kernel(plans.layer),
+            **plans.decode_options,
         )
         wrapper.reset_workspace_buffer(self._graph_workspace, plans.graph_plan)
         return wrapper
@@ -286,17 +288,13 @@ class FlashInferAttention:
         lib, workspace = self._lib, self._workspace
         plans_of: dict[tuple[int, LayerShape], _Plans] = {}
         for kind in dict.fromkeys(kinds):
-            decode = lib.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **self._decode_kernel(kind[1]))
-            backend = kernels_for(kind[1], self._capability).prefill
-            prefill = lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
-            plans_of[kind] = _Plans(*kind, decode, prefill)
+            kernels = kernels_for(kind[1], self._capability)
+            options = {"use_tensor_cores": kernels.decode == "tensor_cores", "backend": "fa2"}
+            decode = lib.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **options)
+            prefill = lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels.prefill)
+            plans_of[kind] = _Plans(*kind, options, decode, prefill)
         self._plans = list(plans_of.values())
         self._plans_of = [plans_of[kind] for kind in kinds]
-
-    def _decode_kernel(self, layer: LayerShape) -> dict[str, Any]:
-        """Return the arguments of FlashInfer's wrapper that choose the kernel for single tokens."""
-        by_tensor_cores = kernels_for(layer, self._capability).decode == "tensor_cores"
-        return {"use_tensor_cores": by_tensor_cores, "backend": "fa2"}
 
     def _new_workspace(self, graph_sequences: int = 0) -> torch.Tensor:
         shapes = {(layer.q_heads, layer.kv_heads, layer.key_dim) for layer in self._layers}

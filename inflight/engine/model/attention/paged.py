@@ -21,19 +21,17 @@ class PagedAttention:
         self._layers, self._device, self._use_c = layers, device, use_c
 
     def allocate(self, layer: LayerShape, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer.latent:
-            latents = self._empty_latents(layer, blocks)[:, :, None]
+        if self._use_c and layer.latent:
+            latents = empty_latents_for_cpu(blocks, layer.key_dim, layer.dtype)[:, :, None]
             return latents, latents[..., : layer.value_dim]
         if self._use_c:
             return empty_cache_for_cpu(blocks, layer.kv_heads, layer.key_dim, layer.value_dim, layer.dtype)
         shape = (blocks, self.block_size, layer.kv_heads)
         keys = torch.empty(*shape, layer.key_dim, dtype=layer.dtype, device=self._device)
-        return keys, torch.empty(*shape, layer.value_dim, dtype=layer.dtype, device=self._device)
-
-    def _empty_latents(self, layer: LayerShape, blocks: int) -> torch.Tensor:
-        if self._use_c:
-            return empty_latents_for_cpu(blocks, layer.key_dim, layer.dtype)
-        return torch.empty(blocks, self.block_size, layer.key_dim, dtype=layer.dtype, device=self._device)
+        values = keys[..., : layer.value_dim]
+        if not layer.latent:
+            values = torch.empty(*shape, layer.value_dim, dtype=layer.dtype, device=self._device)
+        return keys, values
 
     def begin(self, batch: ForwardBatch, memory: CacheMemory) -> None:
         self._memory = memory
