@@ -49,11 +49,8 @@ class Load:
 
 
 class Backend(ABC):
-    """Generates tokens. `step()` returns the frame of one forward pass, and new weights go live between two passes.
-
-    Clients can call the verbs. Further verbs are `digests` and `checksums` of the live weights. A backend raises
-    BackendError for an unsupported feature and names the feature.
-    """
+    """Generates tokens. Further verbs are `digests` and `checksums` of the live weights. A backend raises BackendError
+    for an unsupported feature and names the feature."""
 
     device: torch.device
     vocab_size: int
@@ -120,8 +117,7 @@ class Backend(ABC):
         return self.blocked or not self.scheduler.has_work or self.scheduler.held_back
 
     @abstractmethod
-    def load(self) -> Load:
-        """Return the current load."""
+    def load(self) -> Load: ...
 
     @abstractmethod
     def step(self) -> TokenFrame | None:

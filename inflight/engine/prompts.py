@@ -83,17 +83,14 @@ def _token_ids(
     if isinstance(prompt, str):
         begins = tokenizer.bos_token is not None and prompt.startswith(str(tokenizer.bos_token))
         return list(tokenizer(prompt, add_special_tokens=not begins)["input_ids"])
-    parts = [part for message in prompt for part in _parts(message.get("content"))]
+    contents = (message.get("content") for message in prompt)
+    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
     if any(isinstance(part, Mapping) and part.get("type", "text") != "text" for part in parts):
         raise InvalidRequestError(f"{name} holds an image or sound; the engine draws from text alone")
     try:
         return conversation_of(tokenizer).begin(prompt, tools or None)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{name} is chat messages for {model!r}: {error}") from error
-
-
-def _parts(content: Any) -> Sequence[Any]:
-    return content if isinstance(content, (list, tuple)) else ()
 
 
 def _short(value: object) -> str:

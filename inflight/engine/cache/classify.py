@@ -114,9 +114,8 @@ def classify_layers(model: PreTrainedModel, kinds: Sequence[LayerKind] = OUR_KIN
 
 
 def _without_state(model: PreTrainedModel, calls: list[Call]) -> list[tuple[str, nn.Module]]:
-    """Return the decoder's layers, with their names, in which no module made one of these calls. A model can have
-    several lists of as many layers as the config's num_hidden_layers, such as a tower for images. The decoder is the
-    list with the fewest layers without a call."""
+    """Return the decoder's layers, with their names, in which no module made one of these calls. Of several lists with
+    num_hidden_layers layers, such as a tower for images, the decoder has the fewest layers without a call."""
     called = {id(call.module) for call in calls}
     config = model.config.get_text_config()
     count, layer_types = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None) or ()

@@ -68,6 +68,5 @@ def elapsed_ns(began: torch.cuda.Event, ended: torch.cuda.Event) -> int:
 
 
 def with_device_time(swap: Swap, on_device_ns: int) -> Swap:
-    """Return a swap that costs at least the time that it kept the device from the passes. A swap without sequences that
-    wait costs nothing."""
+    """Return a swap that costs at least its time on the device, or nothing if no sequences waited."""
     return msgspec.structs.replace(swap, stall_ns=max(swap.stall_ns, on_device_ns)) if swap.stall_ns else swap

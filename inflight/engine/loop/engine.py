@@ -49,19 +49,15 @@ class _Launched:
 
 
 class Engine(Parts, Backend):
-    """Generates tokens in this process. `step()` returns the frame of one forward pass.
-
-    Prompts join and leave between any two steps. New weights become visible between two steps, whole or not at all.
-    They arrive in `slot_table`. The constructor raises ModelLoadError, UnsupportedModelError, SharedMemoryError or
-    DeviceMemoryError; `submit` raises InvalidRequestError.
-    """
+    """Generates tokens in this process. Prompts join and leave between any two steps. New weights become visible
+    between two steps, whole or not at all."""
 
     _swap_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     """Events around the last swap, on a GPU."""
 
     def __init__(self, options: EngineOptions, *, overlap: bool | None = None):
-        """overlap: launch a pass before reading the results of the previous one, so that host and device work at the
-        same time. True on a GPU by default."""
+        """overlap: launch a pass before reading the results of the previous one. True on a GPU by default. Raises the
+        errors of `Parts`."""
         super().__init__(options)
         self.headers = FrameHeaders(self.requests)
         self._digester = Digester(self.slot_table)
@@ -102,8 +98,7 @@ class Engine(Parts, Backend):
 
     @verb()
     def digests(self, least: int) -> list[Digests]:
-        """Return SHA-256 of every tensor of a live version from `least` on, or an empty list if it is not ready: ask
-        again."""
+        """Return SHA-256 of every tensor of a live version from `least` on. An empty list means: ask again."""
         if self.version < least:
             return []
         # The newest version can be a version of adapters.

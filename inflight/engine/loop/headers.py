@@ -32,8 +32,7 @@ class FrameHeaders:
     def swapped(
         self, slot_table: SlotTable, ready: SlotReady, began_ns: int, num_in_flight: int, *, has_work: bool
     ) -> None:
-        """Record a swap that just finished, with this number of sequences in progress. has_work: sequences wait for a
-        pass."""
+        """Record a swap that just finished, with `num_in_flight` sequences. has_work: sequences wait for a pass."""
         self.num_swaps += 1
         self.num_swaps_in_flight += num_in_flight > 0
         cost_ns = self.stall_clock.swapped(slot_table, began_ns)

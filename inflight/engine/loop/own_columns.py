@@ -1,7 +1,6 @@
-"""Custom per-token columns: functions that the engine imports when it starts and calls for sampled tokens.
+"""Custom per-token columns: functions that `EngineOptions.columns` names, called for sampled tokens.
 
-Only `EngineOptions.columns` names code to import. A request can ask for the loaded columns, by name. S tokens, V
-vocabulary.
+A request can ask for the loaded columns, by name. S tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence

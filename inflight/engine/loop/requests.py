@@ -17,8 +17,7 @@ from inflight.engine.process.verbs import verb
 from inflight.weights.engine.slot_table import SlotTable
 
 MAX_REQUESTS_PER_SUBMIT = 65536
-"""Maximum number of samples per call, also for one prompt. Accepting them takes about a second without a forward
-pass."""
+"""Maximum number of samples per call. Accepting them takes about a second without a forward pass."""
 _MOST_IDS = 2**62
 """Upper bound of the ids that a caller chooses, so that larger ids always exist."""
 
@@ -56,8 +55,7 @@ class Schedules(Protocol):
 
 
 class Requests:
-    """Makes a sequence for each sample of a prompt, and passes it to the scheduler until it ends. Clients can call the
-    verbs."""
+    """Makes a sequence for each sample of a prompt, and passes it to the scheduler until it ends."""
 
     def __init__(
         self,

@@ -62,9 +62,8 @@ class Rows:
         self.limits = np.zeros(count, np.int64)
         """Maximum length of the whole sample, 0 for an empty row."""
         self.regimes = np.zeros(count, np.int64)
-        """The scheduler's number for the version and the stamp of the last pass in which it drew; PREFILL if it has not
-        drawn in this row. After a draw its last token is in the device state of the row, and all tokens before it are
-        computed."""
+        """The scheduler's number for the version and the stamp of the last pass in which it drew, or PREFILL. After a
+        draw its last token is in the device state of the row, and all tokens before it are computed."""
         self.pins = np.zeros(count, np.int64)
         """The version that draws all of its tokens, or NOT_PINNED."""
         self.reserved = np.zeros(count, np.int64)

@@ -40,9 +40,8 @@ class KVNamespaces:
         self._changed_at |= dict.fromkeys(adapters, version)
 
     def of(self, sequence: Sequence, version: int, stamp: int) -> tuple[Namespace, int, int]:
-        """Return the namespace of the state that a pass under this version of the weights computes for a sequence, the
-        version of that state, and the oldest version whose state it can reuse. For the weights alone the version does
-        not count publishes of adapters."""
+        """Return the namespace and the version of the state that a pass computes for a sequence, and the oldest version
+        whose state it can reuse. version: of the weights; stamp: with publishes of adapters counted."""
         computed_by = version if sequence.adapter is None else stamp
         oldest, across = 0, self._lag(sequence.params.prefix_across_versions)
         if across and sequence.pin is UNPINNED:  # the state can be of several versions

@@ -18,8 +18,7 @@ class StopCondition:
         self._eos_ids, self._tokenizer = eos_ids, tokenizer
 
     def reason(self, sequence: Sequence, *, is_finite: bool) -> str | None:
-        """Return the reason why a sample ends with the token drawn last, or None. is_finite: its log-probability is a
-        number."""
+        """Return the reason why a sample ends, or None. is_finite: the token's log-probability is a number."""
         if not is_finite:
             return "error"
         if self.is_met(sequence):

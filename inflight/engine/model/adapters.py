@@ -8,6 +8,7 @@ row's adapter is a number and a CUDA graph can keep its addresses.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,7 +87,7 @@ class AdapterBank:
 
     def attach(self, model: PreTrainedModel) -> None:
         """Attach adapters to the projections of a module over some slot. Projections that run as in Transformers get a
-        hook; fused projections find them by `lora_of`."""
+        hook; fused projections find them by `merged_lora`."""
         for name, module in model.named_modules():
             if name in self._loras:
                 module.inflight_lora = self._loras[name]  # type: ignore[assignment]
@@ -134,15 +135,10 @@ def _targets(model: nn.Module, options: EngineOptions) -> dict[str, nn.Linear]:
     return targets
 
 
-def lora_of(module: nn.Module) -> Lora | None:
-    """Return the adapters of a projection, if the engine has any."""
-    return getattr(module, "inflight_lora", None)
-
-
-def merge_lora(parts: Sequence[Lora | None]) -> Lora | None:
-    """Return the adapters of projections that are computed as one. They are adjacent in memory, like the weights of the
-    projections."""
-    loras = [lora for lora in parts if lora is not None]
+def merged_lora(projections: Sequence[Any]) -> Lora | None:
+    """Return the adapters of projections that are computed as one, if the engine has any. They are adjacent in memory,
+    like the weights of the projections."""
+    loras = [projection.inflight_lora for projection in projections if hasattr(projection, "inflight_lora")]
     if not loras:
         return None
     first, rank = loras[0], loras[0].b_SNR.shape[2]

@@ -49,8 +49,7 @@ _PREDICTS_MORE = re.compile(r"(.*\.\d+\.)eh_proj\.")
 
 
 def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """Load a language model with all of its weights, by the class of `auto_class`. options: arguments of
-    `from_pretrained`.
+    """Load a language model with all of its weights, by the class of `auto_class`. options: of `from_pretrained`.
 
     Weights that Transformers can dequantise are dequantised, on every device: their layout is the layout of a trainer
     without quantised weights. Raises ModelLoadError if the checkpoint does not fit the model or its quantisation is
@@ -167,15 +166,13 @@ def brings_its_model(config: PretrainedConfig) -> bool:
 
 
 def _quantisation(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the quantisation of a checkpoint's weights, as in its config.json or in the text config there. It is empty
-    if they are not quantised."""
+    """Return the quantisation of a checkpoint's weights, from its config.json or the text config there, or {}."""
     configs = (config, config.get_text_config(decoder=True))
     return next((found for one in configs if (found := getattr(one, "quantization_config", None))), {})
 
 
 def _dequantised(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config. It requests dequantised weights if its checkpoint is quantised and Transformers can dequantise
-    it."""
+    """Return the config, which requests dequantised weights if Transformers can dequantise the checkpoint's."""
     quantised = _quantisation(config)
     kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(quantised.get("quant_method", ""))
     if kind is None or "dequantize" not in inspect.signature(kind).parameters:

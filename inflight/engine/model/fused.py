@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from inflight.core.decoder import ATTENTION, LAST_NORMS, LAYER_NORMS, MLP, MLPS
 from inflight.engine.cache.memory import KVMemory
-from inflight.engine.model.adapters import Lora, lora_of, merge_lora
+from inflight.engine.model.adapters import Lora, merged_lora
 from inflight.engine.model.attention.backend import ForwardBatch
 from inflight.engine.model.attention.hook import has_state, running
 from inflight.engine.model.attention.latent import LatentHeads
@@ -432,7 +432,7 @@ def _linear(*modules: nn.Linear) -> _Linear:
     if biases and len(biases) < len(modules):
         raise UnknownPartError("some of the sibling projections have a bias, others not")
     weight = _cover([module.weight for module in modules])
-    return _Linear(weight, _cover(biases) if biases else None, merge_lora([lora_of(module) for module in modules]))
+    return _Linear(weight, _cover(biases) if biases else None, merged_lora(modules))
 
 
 def _cover(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

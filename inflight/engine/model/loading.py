@@ -51,8 +51,8 @@ _CONTEXTS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 
 
 def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype | None:
-    """Return the dtype of the weights. None stands for the checkpoint's own dtype with "auto". For a built-in shape,
-    "auto" is bf16 on a GPU and fp32 on a CPU."""
+    """Return the dtype of the weights. "auto" is bf16 on a GPU and fp32 on a CPU for a built-in shape, and None, the
+    checkpoint's own dtype, for other models."""
     if name != "auto":
         return getattr(torch, name)
     if model in SHAPES:
@@ -61,8 +61,8 @@ def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype
 
 
 def load_config(model: str, *, trust: bool = False, kinds: Sequence[LayerKind] = OUR_KINDS) -> PretrainedConfig:
-    """Return the config of `read_config`. Raises UnsupportedModelError also for layers that this engine cannot run.
-    kinds: kinds of layers with a state per sequence that it can run."""
+    """Return the config of `read_config`. Raises UnsupportedModelError also for layers of no kind. kinds: as for
+    `classify_layers`."""
     config = read_config(model, trust=trust)
     check_layer_types(config.get_text_config(), kinds)
     return config
@@ -121,9 +121,8 @@ def refuse_other_models(config: PretrainedConfig) -> None:
 
 
 def context_limit(config: PretrainedConfig, asked: int, *, sparse: bool = False) -> int:
-    """Return the maximum number of tokens of a sequence: the requested number (0: at most 4096), within the model's
-    context, and within `length_limit`. sparse: as for `length_limit`. A request beyond the model's context is lowered
-    with a warning. Raises UnsupportedModelError if more than the other length was requested."""
+    """Return the maximum number of tokens of a sequence: the requested number (0: at most 4096), lowered with a warning
+    to the model's context. Raises UnsupportedModelError if `length_limit` is exceeded. sparse: as for that function."""
     known = next((int(found) for name in _CONTEXTS if (found := getattr(config, name, None))), None)
     limit = known or DEFAULT_MAX_CONTEXT
     length, cause = length_limit(config, sparse=sparse) or (limit, "")

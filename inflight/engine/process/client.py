@@ -67,12 +67,9 @@ class EngineClient:
         *,
         timeout_s: float | None = None,
     ) -> Value:
-        """Call a verb of the engine and return its value. The value must be of type `returns`.
-
-        timeout_s: a bound for this call; None: `answer_timeout_s`. Raises the exceptions of the engine,
-        InvalidRequestError for arguments that cannot be sent, and ProtocolError for an unknown verb or arguments that
-        do not fit it.
-        """
+        """Call a verb of the engine and return its value, of type `returns`. timeout_s: a bound for this call; None:
+        `answer_timeout_s`. Raises the exceptions of the engine, InvalidRequestError for arguments that cannot be sent,
+        and ProtocolError for an unknown verb or arguments that do not fit it."""
         return self.start_call(verb, arguments, returns, timeout_s=timeout_s)()
 
     def start_call(
@@ -87,7 +84,8 @@ class EngineClient:
         answer, bound_s = self.call_soon(verb, arguments), self.answer_timeout_s if timeout_s is None else timeout_s
 
         def value() -> Value:
-            return _value_of(self._wait_for(answer, f"did not answer {verb}", bound_s, self._why_silent), returns)
+            result = self._wait_for(answer, f"did not answer {verb}", bound_s, self._why_silent)
+            return read(msgpack_decoder(returns), expect(result, Result).value)
 
         return value
 
@@ -138,7 +136,3 @@ class EngineClient:
     def _take_unasked(self, message: FromEngine | InflightError) -> None:
         if isinstance(message, InflightError):  # an error that belongs to no particular call
             self._connection.fail_all(message)
-
-
-def _value_of(answer: FromEngine, returns: type[Value]) -> Value:
-    return read(msgpack_decoder(returns), expect(answer, Result).value)

@@ -1,8 +1,8 @@
 """The number of threads that a pass uses on a CPU, while other programs compute on the same cores.
 
-The threads of a pass wait for each other after each kernel, and spin meanwhile. If another program takes the core of
-one of them, all others spin until the system gives it back. On two cores, one busy neighbour leaves a few percent of
-the throughput, and one thread less leaves most of that of one core.
+The threads of a pass spin while they wait for each other after each kernel. If another program takes the core of one
+of them, all others spin until the system gives it back: on two cores, one busy neighbour leaves a few percent of the
+throughput.
 
 The engine tries another number of threads, and keeps it if its passes draw more tokens per second. It tries one more
 from time to time, and fewer when passes use little processor time. Because threads spin, n of them use n · c / (n + b)

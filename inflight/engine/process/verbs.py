@@ -21,12 +21,9 @@ _BRINGS_WORK: dict[Callable[..., Any], bool] = {}
 
 
 def verb(*, brings_work: bool = False) -> Callable[[Method], Method]:
-    """Make the decorated method callable by clients. All its parameters are annotated with types that msgspec can read,
-    and it returns a value that msgspec can write.
-
+    """Make the decorated method callable by clients. msgspec can read the types of its parameters, and write its value.
     brings_work: the method gives the generator work, so its calls are handled at once. All other calls together get a
-    tenth of the time of a forward pass.
-    """
+    tenth of the time of a forward pass."""
 
     def mark(method: Method) -> Method:
         _BRINGS_WORK[method] = brings_work
