@@ -41,9 +41,7 @@ def chooses_keys(config: PretrainedConfig) -> bool:
 
 def row_limit(config: PretrainedConfig) -> tuple[int, str] | None:
     """Return the largest number of tokens in a row of packed sequences, and the reason; None if rows are not limited.
-
-    Llama 4 scales queries by their index in the row, whatever their positions are, from `floor_scale` on.
-    """
+    Llama 4 scales queries by their index in the row, whatever their positions are, from `floor_scale` on."""
     if getattr(config, "attn_temperature_tuning", None) and getattr(config, "floor_scale", None):
         return int(config.floor_scale) - 1, "a query scale that counts the tokens of a row"
     return None

@@ -132,7 +132,9 @@ class StatesElsewhere(CarriedState):
 def advance(module: nn.Module, carried: CarriedState, hidden_BTD: torch.Tensor) -> torch.Tensor:
     """Return the layer's output [B, T, D] for the next T tokens of these sequences. Afterwards `carried` has
     the new states. Raises UnsupportedModelError for a layer that returns anything else."""
-    with _exact_single_steps(module):
+    # Otherwise Transformers rounds single tokens of Mamba-2 more often, and ignores the limits of their time steps.
+    limits = getattr(module, "time_step_limit", None) or (0.0, inf)
+    with functions_replaced(module, {_SINGLE_STEP: lambda update: partial(_exact_step, update, limits)}):
         out = type(module).forward(module, hidden_states=hidden_BTD, cache=carried)
     if not isinstance(out, torch.Tensor) or out.shape != hidden_BTD.shape:
         raise UnsupportedModelError(f"{type(module).__name__} does not return one hidden state per token")
@@ -151,22 +153,12 @@ def state_after_two(module: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensor[0] for tensor in carried.state)
 
 
-@contextmanager
-def _exact_single_steps(module: nn.Module) -> Iterator[None]:
-    """Let Mamba-2 compute single tokens like several. Otherwise Transformers rounds them more often in 16 bits, and
-    ignores the limits of their time steps."""
-    limits = getattr(module, "time_step_limit", None) or (0.0, inf)
-    with functions_replaced(module, {_SINGLE_STEP: lambda update: partial(_exact_step, update, limits)}):
-        yield
-
-
 _makers: ContextVar[Mapping[str, Callable[[Any], Any]] | None] = ContextVar("inflight_functions", default=None)
 """Maps names of functions of Transformers to makers of their replacements."""
 
 
 class Replaceable:
-    """A function of a file, or what replaces it in the current context. Another thread can run the same file's layers
-    with other functions."""
+    """A function of a file, or its replacement in the current context: other threads can have other replacements."""
 
     def __init__(self, name: str, function: Callable[..., Any]):
         update_wrapper(self, function)

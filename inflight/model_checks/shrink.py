@@ -95,8 +95,7 @@ def shrink_lengths(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _counts(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
-    """Yield the whole numbers of a configuration with the names of their fields. Some fields contain one number per
-    layer."""
+    """Yield names and whole numbers of fields. Some fields contain one number per layer."""
     for name, value in vars(config).items():
         numbers = value if isinstance(value, (list, tuple)) else [value]
         if not name.startswith("_"):
@@ -109,8 +108,8 @@ def _changed(
     layers: list[int] | None,
     inner: Callable[[PretrainedConfig], PretrainedConfig],
 ) -> PretrainedConfig:
-    """Return a copy with numbers mapped by `rule`, with these layers (None: all), and with inner configurations mapped
-    by `inner`. The copy bypasses the checks of single fields, since the fields belong together."""
+    """Return a copy with numbers mapped by `rule`, these layers (None: all), and inner configurations by `inner`.
+    The copy bypasses the checks of single fields, since the fields belong together."""
     small = copy.deepcopy(config)
     count = _num_layers(config)
     fields = vars(small)
@@ -237,8 +236,7 @@ def _kept_layers(config: PretrainedConfig) -> list[int] | None:
 
 
 def _sections(config: PretrainedConfig, count: int) -> list[str]:
-    """Return the name of the field that counts each layer, if some fields count the layers of one part of the decoder
-    each; otherwise "" for each."""
+    """Return, for each layer, the name of the field that counts the layers of its part of the decoder, or ""."""
     fields = [(n, v) for n, v in vars(config).items() if _SECTION.match(n) and _is_count(v)]
     others = (_LAYER_COUNT, _LAYER_PATTERN)
     sections = [name for name, value in fields if not any(o.search(name) for o in others) for _ in range(value)]

@@ -3,8 +3,7 @@
 A model's classes and configuration decide whether packed sequences, a paged cache or fused kernels compute the same
 results; its weights and their dtype do not. A twin has the same classes and configuration, and is small enough for fp32
 on a CPU. Its weights are large enough for every part to have an effect, and its sequences are longer than every window
-and threshold. A difference in the twin would be an error in every dtype. Without one, other dtypes differ by rounding
-only.
+and threshold. Without a difference in the twin, other dtypes differ by rounding only.
 """
 
 import copy
@@ -91,10 +90,8 @@ def twin_of(model: nn.Module) -> Twin:
 
 
 def _with_mrope_section(model: nn.Module) -> Any:
-    """Return the model's configuration.
-
-    In some models only the code decides how multimodal positions share the rotated pairs of a head. Then the result is
-    a copy with these numbers, because a smaller head needs smaller numbers."""
+    """Return the model's configuration. If only the code decides how multimodal positions share the rotated pairs of a
+    head, it is a copy with these numbers, because a smaller head needs smaller ones."""
     config: Any = model.config
     found = next((module.mrope_section for module in model.modules() if hasattr(module, "mrope_section")), None)
     if found is None or "mrope_section" in str(config.get_text_config().rope_parameters):
@@ -229,10 +226,8 @@ class _SmallOnly(TorchFunctionMode):
 
 @torch.no_grad()
 def _randomize(model: nn.Module, *, relative: bool) -> None:
-    """Set weights so that each has an effect: no weight of a norm is 1, no bias is 0.
-
-    relative: parameters other than matrices change in proportion to their values. A few models (nGPT) multiply such
-    parameters by large numbers, and are chaotic otherwise."""
+    """Set weights so that each has an effect: no weight of a norm is 1, no bias is 0. relative: parameters other than
+    matrices change in proportion to their values, since a few models (nGPT) multiply them by large numbers."""
     generator = torch.Generator().manual_seed(0)
     state = model.state_dict(keep_vars=True)
     floats = [b for name, b in model.named_buffers() if name in state and b.is_floating_point() and b.ndim == 1]

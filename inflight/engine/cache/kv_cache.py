@@ -61,8 +61,7 @@ class KVCache:
         return Holding([[] for _ in self._pools])
 
     def match(self, holding: Holding, token_ids: Sequence[int], namespace: Namespace, *, oldest: int = 0) -> int:
-        """Give a sequence without blocks the longest remembered beginning of its tokens (`PrefixCache.find`). Returns
-        its length in tokens."""
+        """Give a sequence without blocks the result of `PrefixCache.find`. Return its length in tokens."""
         found = self.prefixes.find(token_ids, namespace, oldest)
         if not found:
             return 0

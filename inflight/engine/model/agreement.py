@@ -127,16 +127,14 @@ def _eager(model: PreTrainedModel) -> Iterator[None]:
 
 
 def agrees_with(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if most rows of two tensors of logits [M, V], of any dtype, differ at most by rounding in the `dtype`
-    of the weights. In 16 bits rounding sends some tokens to other experts. Wrong kernels make all rows differ by their
-    size. Smaller differences are detected in fp32 (`check_model`)."""
+    """Return True if most rows of logits [M, V] differ at most by rounding in the `dtype` of the weights. In 16 bits
+    rounding sends some tokens to other experts. `check_model` detects smaller differences, in fp32."""
     tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.2
     return bool(row_errors(ours, theirs).median() < tolerance)
 
 
 def why_unfused(agrees: Callable[[], bool]) -> str | None:
-    """Return the reason why fused decoders are not used. `agrees` makes and runs some; it returned False or raised.
-    None if they are used."""
+    """Return the reason not to use fused decoders, or None. `agrees` makes and runs some."""
     try:
         return None if agrees() else "the fused decoder and the Transformers model give different logits"
     except UnknownPartError as error:
@@ -154,8 +152,8 @@ def _compare(
     fused: bool,
     kinds: Sequence[LayerKind],
 ) -> str | None:
-    """Return why the fused decoder of a model (fp32, CPU, our attention) does not give these logits, or None. Raises
-    UnsupportedModelError if the module itself does not."""
+    """Return why the fused decoder of a model (fp32, CPU, our attention) gives other logits, or None. Raises
+    UnsupportedModelError if the module itself does."""
     name = type(model).__name__
     layers = classify_layers(model, kinds)
     lengths, cpu = [len(ids) for ids in sequences], torch.device("cpu")

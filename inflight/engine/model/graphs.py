@@ -21,7 +21,6 @@ import torch
 
 from inflight.engine.cache.kinds import NO_BLOCK
 from inflight.engine.cache.memory import KVMemory
-from inflight.engine.loop.sequence import Schedule, places_of
 from inflight.engine.model.attention.backend import ForwardBatch, GraphBackend, Places
 from inflight.engine.model.device import reachable
 from inflight.engine.model.fused import FusedDecoder
@@ -39,17 +38,6 @@ def graph_sizes(max_rows: int) -> list[int]:
     """Return the numbers of rows for which graphs are recorded: 1, 2, 4, then every eighth, from 256 on every 32nd."""
     sizes = [1, 2, 4, *range(8, min(max_rows, 256), 8), *range(256, max_rows, 32)]
     return [*(size for size in sizes if size < max_rows), max_rows]
-
-
-def fits_graph(schedule: Schedule, weights_as_tokens: int) -> bool:
-    """Return True if all prompt tokens of a pass can be rows of its graph. Another pass for them would read all weights
-    again. But each row reads the keys and values before it, so rows are used only while they at most double the memory
-    that the pass reads. Models whose layers keep a state have no graphs: such a layer cannot compute several tokens of
-    a sequence as rows. weights_as_tokens: the number of cached tokens that take as many bytes as the weights."""
-    single = schedule.num_single
-    positions = places_of(schedule.begins[single:], schedule.counts[single:])
-    others = weights_as_tokens + int(schedule.begins[:single].sum())
-    return len(positions) <= PROMPT_ROWS and int(positions.sum()) <= others
 
 
 @cache
@@ -93,9 +81,8 @@ class Recorder:
         return graph.replay, result
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Finish the end of a failed capture. If CUDA refuses to end the capture, `capture_end` raises before it
-        notifies the allocator. The allocator would then continue to use the pool's memory and return no cached
-        memory."""
+        """Finish the end of a failed capture. If CUDA refuses to end it, `capture_end` raises before it notifies the
+        allocator, which would continue to use the pool's memory and return no cached memory."""
         _failed.append(graph)
         with suppress(RuntimeError):  # the allocator was already notified
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)

@@ -59,10 +59,8 @@ def with_values(qkv_TN: torch.Tensor, products: int, width: int, norm: Norm | No
 class LayerEnd:
     """The last steps of a layer: a block gated by the input per layer, and a scalar."""
 
-    gate: _Block | None
-    activation: _Block | None
-    projection: _Block | None
-    norm: _Block | None
+    gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+    """Maps [T, H] and the input per layer [T, P] to [T, H], which is added."""
     scalar: torch.Tensor
     """[1]"""
 
@@ -72,16 +70,15 @@ class LayerEnd:
         if not isinstance(getattr(layer, "layer_scalar", None), torch.Tensor):
             return None
         if not hasattr(layer, "per_layer_input_gate"):
-            return cls(None, None, None, None, layer.layer_scalar)
-        products = (product_of(layer.per_layer_input_gate), product_of(layer.per_layer_projection))
-        return cls(
-            products[0], layer.act_fn, products[1], block_of(layer.post_per_layer_input_norm), layer.layer_scalar
-        )
+            return cls(None, layer.layer_scalar)
+        gate, projection = product_of(layer.per_layer_input_gate), product_of(layer.per_layer_projection)
+        norm, activation = block_of(layer.post_per_layer_input_norm), layer.act_fn
+        return cls(lambda x, input_TP: norm(projection(activation(gate(x)) * input_TP)), layer.layer_scalar)
 
     def __call__(self, x: torch.Tensor, input_TP: torch.Tensor | None) -> torch.Tensor:
         """Map the output of the MLP with its residual, [T, H], to the output of the layer, [T, H]."""
-        if self.gate is not None and self.activation and self.projection and self.norm and input_TP is not None:
-            x = x + self.norm(self.projection(self.activation(self.gate(x)) * input_TP))
+        if self.gated is not None and input_TP is not None:
+            x = x + self.gated(x, input_TP)
         return x * self.scalar
 
 

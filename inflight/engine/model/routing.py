@@ -51,8 +51,7 @@ class RoutedExpertsRecorder:
         self._parts.append(experts)
 
     def take(self) -> torch.Tensor:
-        """Return the experts of all tokens of the schedule, on the CPU. On a GPU the copy is queued after the pass and
-        is valid once it is done."""
+        """Return the experts of all tokens of the schedule, on the CPU, valid once the pass is done."""
         whole = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
         self._parts = []
         return whole.to("cpu", non_blocking=True)

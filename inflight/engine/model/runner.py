@@ -19,7 +19,7 @@ from inflight.engine.model.attention.backend import ForwardBatch, GraphBackend, 
 from inflight.engine.model.attention.hook import run_packed
 from inflight.engine.model.device import to_device, together_to_device
 from inflight.engine.model.fused import FusedDecoder, use_kernels
-from inflight.engine.model.graphs import PROMPT_ROWS, DecodeGraphs, fits_graph
+from inflight.engine.model.graphs import PROMPT_ROWS, DecodeGraphs
 from inflight.engine.model.routing import RoutedExpertsRecorder
 
 logger = logging.getLogger("inflight.engine")
@@ -104,7 +104,7 @@ class ModelRunner:
             rows = np.arange(single)
             return self._compute(schedule, 0, rows, slot) if graphs is None else self._replay(graphs, schedule, slot)
         rows, row_of_each = np.unique(_rows_with_logits(schedule), return_inverse=True)  # samples share a prompt's row
-        if graphs is not None and fits_graph(schedule, self._weights_as_tokens):
+        if graphs is not None and _fits_graph(schedule, self._weights_as_tokens):
             logits = self._replay(graphs, schedule, slot, rows)
         elif graphs is not None and single:
             parts = [
@@ -192,8 +192,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _warm_up_adapters(self) -> None:
-        """Compute a chunk that is longer than small tiles of the adapters' kernels. Otherwise the first such prompt
-        would compile them, while all other requests wait."""
+        """Compute a chunk that is longer than small tiles, so that the adapters' kernels are compiled at start."""
         most = min(SMALL_TOKENS + 1, self._options.max_prefill_tokens)
         length = min(most, self._options.max_context)
         rooms = [(group.num_blocks - 1) // self._memory.max_blocks for group in self._memory.groups]
@@ -230,6 +229,17 @@ class ModelRunner:
                 for restore in restores:
                     restore()
         return reason
+
+
+def _fits_graph(schedule: Schedule, weights_as_tokens: int) -> bool:
+    """Return True if all prompt tokens of a pass can be rows of its graph. Another pass for them would read all weights
+    again. But each row reads the keys and values before it, so rows are used only while they at most double the memory
+    that the pass reads. Models whose layers keep a state have no graphs: such a layer cannot compute several tokens of
+    a sequence as rows."""
+    single = schedule.num_single
+    positions = places_of(schedule.begins[single:], schedule.counts[single:])
+    others = weights_as_tokens + int(schedule.begins[:single].sum())
+    return len(positions) <= PROMPT_ROWS and int(positions.sum()) <= others
 
 
 def _copy_prompts(schedule: Schedule, token_ids: np.ndarray) -> None:

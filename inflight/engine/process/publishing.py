@@ -65,7 +65,7 @@ class PublisherService:
                 self._submit(sender, message)
             case Fill():
                 self._slot_table.check(message)
-                self._load(sender, message)
+                self._submit(sender, message)
                 self._slot_table.written()
             case SlotRequest():
                 self._slot_table.request()
@@ -73,7 +73,7 @@ class PublisherService:
                 self._slot_table.ready(message)
             case SlotReady():
                 self._slot_table.check(message)
-                self._load(sender, message)
+                self._submit(sender, message)
         if isinstance(message, SlotReady | SlotRequest):
             self._engine.headers.stall_clock.handled(self._slot_table, began_ns)
         return None
@@ -121,14 +121,12 @@ class PublisherService:
             aliases=self._engine.aliases if message.aliases and not message.adapters else [],
         )
 
-    def _load(self, sender: bytes, job: Fill | SlotReady) -> None:
-        if (self._slot_table, job.slot) in self._loading:
-            raise ProtocolError(f"slot {job.slot} is being filled")
-        self._loading.add((self._slot_table, job.slot))
-        self._submit(sender, job)
-
     def _submit(self, sender: bytes, job: SlotJob) -> None:
         assert self._filler is not None  # The sender is attached.
+        if not isinstance(job, Prepare):
+            if (self._slot_table, job.slot) in self._loading:
+                raise ProtocolError(f"slot {job.slot} is being filled")
+            self._loading.add((self._slot_table, job.slot))
         self._filler.submit(sender, job)
 
     def _loaded(self, result: SlotJobResult) -> None:

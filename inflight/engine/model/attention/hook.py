@@ -65,7 +65,7 @@ def running(batch: ForwardBatch, memory: KVMemory) -> Iterator[None]:
 
 
 def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
-    """Return the model's logits [M, V] for a batch that the memory's backend has prepared."""
+    """Return the model's logits [M, V] for a batch that the memory has begun."""
     with running(batch, memory):
         logits = model(
             input_ids=batch.token_ids[None],
@@ -122,8 +122,7 @@ _ALL_KEYS = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
 
 
 def attend_to_all_keys(model: nn.Module) -> None:
-    """Let sparse attention in a model, and in its deep copies, attend to all keys during passes. Its code needs a mask,
-    of which it hands a part to its indexer."""
+    """Let sparse attention in a model, and in its deep copies, attend to all keys during passes."""
     NoChoice.begin(model)
     for module in sparse_attention(model):
         module.register_forward_pre_hook(_note_all_keys, with_kwargs=True)
