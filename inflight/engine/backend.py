@@ -81,8 +81,7 @@ class Backend(ABC):
     @verb()
     @abstractmethod
     def sleep(self) -> None:
-        """Free the memory of the KV cache until `wake()`. Unfinished sequences keep their tokens and are computed again
-        afterwards."""
+        """Free the memory of the KV cache until `wake()`. Unfinished sequences keep their tokens."""
 
     @verb()
     @abstractmethod
@@ -125,8 +124,7 @@ class Backend(ABC):
         is nothing to report. Every frame must be sent, because frame numbers have no gaps."""
 
     def close(self) -> None:
-        """Remove the slots' names. Their memory is freed when the last process that maps it ends. Safe to call
-        twice."""
+        """Remove the slots' names. Their memory lives as long as a process maps it. Safe to call twice."""
         for slot_table in self.slot_tables:
             for slot in slot_table.slots:
                 slot.unlink()

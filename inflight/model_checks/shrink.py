@@ -211,8 +211,7 @@ def _num_layers(config: PretrainedConfig) -> int:
 
 
 def _kept_layers(config: PretrainedConfig) -> list[int] | None:
-    """Return layers of every kind. These are the first layers if they suffice, so that patterns counted from the first
-    hold."""
+    """Return layers of every kind: the first ones if they suffice, so that patterns counted from there hold."""
     count = _num_layers(config)
     if not count:
         return None
@@ -314,8 +313,7 @@ def _apportion(section: list[int], total: int) -> list[int]:
 
 
 def _special_token(name: str, value: int) -> int:
-    """Return a small id for ordinary special tokens. Image and sound tokens, which probes must not contain, get the
-    last ids of the vocabulary."""
+    """Return a small id for ordinary special tokens, and a last one for image and sound, which probes avoid."""
     ordinary = ("pad", "bos", "eos", "sep", "cls", "mask", "unk", "decoder_start")
     kind = next((i for i, word in enumerate(ordinary) if name.startswith(word)), None)
     return min(value, kind if kind is not None else VOCABULARY - 1) if value >= 0 else value

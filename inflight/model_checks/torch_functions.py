@@ -35,8 +35,7 @@ def use_torch_on_cpu(model: nn.Module) -> None:
 
 
 def _replaceable_functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
-    """Yield functions under Transformers' `use_kernel_func_from_hub_with_fallback`; `kernels` wraps them in a
-    module."""
+    """Yield functions under `use_kernel_func_from_hub_with_fallback`; `kernels` wraps them in a module."""
     for value in list(names.values()):
         if isinstance(value, Replaceable):
             value = value.function

@@ -33,8 +33,7 @@ _MAX_PARAMETERS = 8_000_000
 _MAX_TWINS = 16
 _WEIGHT_STD = 0.2
 _STEP = 0.3
-"""Standard deviation of the noise that is added to norms' weights, biases and other parameters that are not
-matrices."""
+"""Standard deviation of the noise on parameters other than matrices, such as norms' weights and biases."""
 _SLOW_DECAY = -2.0
 """Mean logarithm of the decay of recurrent states (`A_log`). Initial weights let most states decay within a token: then
 their mistakes do not show, and outputs are differences that rounding decides."""
@@ -71,8 +70,7 @@ _twins: dict[tuple[type, str], Twin | str] = {}
 
 
 def twin_of(model: nn.Module) -> Twin:
-    """Return the twin of a Transformers model. Models with the same class and configuration share a twin. Raises
-    NoTwinError."""
+    """Return the twin of a model, shared by models of one class and configuration. Raises NoTwinError."""
     kind = transformers_class(model)
     try:
         config = _with_mrope_section(model)
@@ -179,8 +177,7 @@ def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | str:
 
 
 def _is_chaotic(twin: Twin) -> bool:
-    """Return whether rounding decides the model's results, by comparison with its float64 logits. False if it has
-    none."""
+    """Return whether the float64 logits differ, if the model has some: rounding then decides its results."""
     precise = copy.deepcopy(twin.plain)
     nn.Module.to(precise, dtype=torch.float64)
     try:

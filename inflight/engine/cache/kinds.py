@@ -41,8 +41,7 @@ class Paged:
         return 0 if self.window is None else max(0, computed + 1 - self.window) // self.block_size
 
     def room(self, count: int, computed: int) -> int:
-        """Length up to which `count` blocks suffice, and none can be freed, while a sequence with `computed` tokens
-        grows token by token."""
+        """Length up to which `count` blocks suffice, and none can be freed, if tokens are computed one by one."""
         length = count * self.block_size
         if self.window is None:
             return length

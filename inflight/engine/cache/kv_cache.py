@@ -114,8 +114,7 @@ class KVCache:
         )
 
     def room(self, holding: Holding) -> int:
-        """Return the length up to which `reserve` would do nothing for a sequence that has just reserved and grows
-        token by token."""
+        """Return the length up to which `reserve` would do nothing, if tokens are computed one by one."""
         return min(
             pool.kind.room(len(blocks), holding.computed)
             for pool, blocks in zip(self._pools, holding.blocks, strict=True)

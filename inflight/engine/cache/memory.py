@@ -68,8 +68,7 @@ class KVMemory:
         return self._block_bytes([layer for group in self.groups for layer in group.layers]) // self.block_size
 
     def allocate(self) -> None:
-        """Take the memory, at the start or after `free`. Raises DeviceMemoryError, with nothing taken, if the device
-        lacks it."""
+        """Take the memory, all or nothing, at the start or after `free`. Raises DeviceMemoryError."""
         try:
             for layer, group in zip(self._layers, self.group_of, strict=True):
                 keys, values = self.backend.allocate(layer, self.groups[group].num_blocks)

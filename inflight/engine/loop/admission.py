@@ -1,5 +1,4 @@
-"""Admission control: the engine starts no new sequences while the trainer is too far behind. The user sets the bounds.
-By default there are none."""
+"""Admission control: within bounds of the user, no sequences start while the trainer is too far behind."""
 
 from inflight.engine.backend import Backend
 from inflight.stream.wire import Held

@@ -27,8 +27,7 @@ class Backlog:
         self._last_served = 0
 
     def next_version(self, live: int) -> int:
-        """Return the version of the next pass. Versions that have sequences take turns; there is one, unless requests
-        are pinned. There must be work."""
+        """Return the version of the next pass. Versions that have sequences take turns. There must be work."""
         wanted = sorted({live if pin is None else pin for pin in self.unfinished})
         self._last_served = next((version for version in wanted if version > self._last_served), wanted[0])
         return self._last_served
@@ -52,8 +51,7 @@ class Backlog:
         heappush(self._queue_of(sequence), (self._order(sequence), turn, sequence))
 
     def first(self, pins: tuple[int | None, ...], *, only_started: bool = False) -> Sequence | None:
-        """Return the first waiting sequence in order. None also if that sequence was preempted and its last draw is not
-        known yet."""
+        """Return the first waiting sequence in order. None also if its last draw is not known yet."""
         kinds = (True,) if only_started else (False, True)
         heads = [queue[0] for pin in pins for started in kinds if (queue := self._unfinished_of(pin, started))]
         first = min(heads)[2] if heads else None

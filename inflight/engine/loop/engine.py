@@ -106,8 +106,7 @@ class Engine(Parts, Backend):
 
     @verb()
     def checksums(self, asked: ChecksumRequest) -> list[Digests]:
-        """Return checksums of the live weights, or an empty list if they are not ready: ask again. Raises BackendError
-        if no weights are live."""
+        """Return checksums of the live weights. An empty list means: ask again. Raises BackendError without weights."""
         if self.slot_table.live is None:  # no attached publisher could fill the slot
             raise BackendError(
                 "the engine cannot compare weights: its only slot was given to a publisher that has ended. "

@@ -31,8 +31,7 @@ def load_order(name: str) -> Order:
 
 
 def check_order(name: str, order: Order, sequence: Sequence) -> None:
-    """Raise InvalidRequestError if the order fails or does not return a number. name: the prompt's name in the
-    message."""
+    """Raise InvalidRequestError if the order does not return a number. name: the prompt's name in the message."""
     try:
         place = order(sequence)
     except Exception as error:  # A user's function can raise anything.

@@ -14,8 +14,7 @@ from inflight.core.columns import NUMBERS, own_column_name
 from inflight.core.errors import TokenColumnError
 
 ColumnFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps the log-probabilities f32[S, V] that tokens i64[S] were sampled from, −inf for tokens that were filtered out, to
-one number per token [S]."""
+"""Maps log-probabilities f32[S, V], −inf for tokens that were filtered out, and tokens i64[S] to numbers [S]."""
 _DTYPES = tuple(torch.from_numpy(np.empty(0, dtype)).dtype for dtype in NUMBERS)
 
 

@@ -163,8 +163,7 @@ class Requests:
 
     @verb()
     def cancel(self, group_ids: Seq[int], request_ids: Seq[int] = ()) -> None:
-        """End every unfinished request of these groups, and these requests. Ended requests of these groups lose the
-        protection of their blocks."""
+        """End these requests, and all of these groups. Ended requests of the groups lose their protection."""
         wanted = {i for i in request_ids if i in self.unfinished}
         for group_id in group_ids:
             wanted |= self._groups.get(group_id, set())
@@ -202,8 +201,7 @@ class Requests:
         self._finishes.append(Finish(sequence.request_id, reason, len(sequence.tokens)))
 
     def _check_room(self, prompts: Seq[Prompt], ids: Seq[Ids] | None) -> None:
-        """Raise QueueFullError if the samples of these prompts do not fit, and InvalidRequestError unless
-        these ids are unused."""
+        """Raise QueueFullError if these samples do not fit, and InvalidRequestError for ids in use."""
         most, count = self._options.max_queued, sum(prompt.params.n for prompt in prompts)
         if len(self.unfinished) + count > most:
             raise QueueFullError(

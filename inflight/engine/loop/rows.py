@@ -72,8 +72,7 @@ class Rows:
         """The number of computed and known tokens at which more full blocks enter the prefix cache."""
         self.num_blocks = np.zeros(count, np.int64)
         self.tables = [np.full((count, max_blocks), NO_BLOCK, np.int32) for _ in range(num_tables)]
-        """Block numbers i32[R, B] for each kind. The number of a block that left a sliding window stays, and nothing
-        reads it."""
+        """Block numbers i32[R, B] for each kind. Numbers of blocks that left a sliding window stay unread."""
         self.adapters = np.zeros(count, np.int32)
         """The place of its adapter, −1 for none."""
         self.states = np.full(count, NO_BLOCK, np.int64)

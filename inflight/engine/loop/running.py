@@ -53,8 +53,7 @@ class KVNamespaces:
         return ((namespace, salt) if salt else namespace), computed_by, oldest
 
     def reach(self, entry: Entry, lag: int | None, version: int, stamp: int) -> bool:
-        """Return True if prompts that are not pinned, with this maximum version lag, can reuse an entry. version,
-        stamp: as in `of`."""
+        """Return True if prompts that are not pinned, with this maximum version lag, can reuse an entry."""
         namespace = entry.key[0][0] if isinstance(entry.key[0], tuple) else entry.key[0]
         if isinstance(namespace, int):
             return namespace == version or namespace in self._of_adapters.values()
@@ -120,8 +119,7 @@ class RunningSequences:
         sequence.taken_over, sequence.taken_over_version = 0, NO_VERSION
 
     def grow(self, rows: np.ndarray) -> bool:
-        """Take another block for each of these decoding rows i64[N]. False, with nothing taken, if more is to be
-        done."""
+        """Take another block for each of these decoding rows i64[N]. False, with nothing taken, if it is not enough."""
         if not len(rows):
             return True
         blocks = self._cache.grow([sequence.holding for sequence in self._rows.sequences[rows]])

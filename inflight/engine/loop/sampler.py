@@ -284,8 +284,7 @@ def _spread(index_A: torch.Tensor, values_A: torch.Tensor, count: int) -> torch.
 
 
 def _recorded_temperatures(temperatures_M: torch.Tensor) -> torch.Tensor:
-    """Return [M, 1]: the temperatures of the recorded distributions. Greedy rows record the distribution of temperature
-    1."""
+    """Return [M, 1]: the temperatures of the recorded distributions, 1 for greedy rows."""
     return torch.where(temperatures_M == 0, 1.0, temperatures_M)[:, None]
 
 
@@ -307,8 +306,7 @@ def _filter(logits_MV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _candidates(scaled_FV: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (scores [F, K] by falling probability, token ids i64[F, K], bool[F, K]: True for tokens that the filters
-    leave)."""
+    """Return (scores [F, K] by falling probability, token ids i64[F, K], bool[F, K]: True for tokens that stay)."""
     vocabulary = scaled_FV.shape[1]
     top_ks = filters.top_ks.tolist()
     most = max(top_ks)

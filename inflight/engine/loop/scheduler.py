@@ -47,8 +47,7 @@ class Scheduler:
         self.preemption = Preemption(rows, self.sequences, self.backlog)
         new_regimes = itertools.count(PREFILL + 1)
         self._regime = lru_cache(_MOST_REGIMES)(lambda version, stamp: next(new_regimes))
-        """Returns the number of a version and a stamp. A sequence that draws under the same ones again needs no report
-        to the cache."""
+        """Returns the number of a version and a stamp. Sequences are reported to the cache when theirs changes."""
 
     @property
     def has_work(self) -> bool:

@@ -177,8 +177,7 @@ class Draws(NamedTuple):
 
 @dataclass(slots=True)
 class Schedule:
-    """One forward pass of S chunks: the last tokens of decoding sequences first, each of which draws the next one, then
-    the chunks of prompts."""
+    """One forward pass of S chunks: the last tokens of decoding sequences, then the chunks of prompts."""
 
     version: int
     """The version of the weights that computes it."""
@@ -216,6 +215,5 @@ class Schedule:
 
 
 def places_of(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return i64[T], the place of each token in its sequence. begins: i64[S], the first place of each chunk; counts:
-    i64[S], its tokens."""
+    """Return i64[T], the place of each token in its sequence. begins: first places of chunks; counts: tokens."""
     return np.arange(counts.sum()) + np.repeat(begins - np.cumsum(counts) + counts, counts)

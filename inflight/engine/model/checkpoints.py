@@ -183,8 +183,7 @@ def _dequantised(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _unscaled(model: str) -> list[str]:
-    """Return the names of 8-bit floats without a scale in a checkpoint's safetensors files. Transformers would use 1 as
-    their scale."""
+    """Return the names of 8-bit floats without a scale in safetensors files. Transformers would scale them by 1."""
     config = cached_file(model, CONFIG_NAME)
     names: set[str] = set()
     floats: list[str] = []

@@ -14,13 +14,11 @@ _CGROUPS = (
     ("/sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")),
     ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
 )
-"""Folders of control groups of version 2 and 1. Names of their files with the limit and the used memory, and of the
-entry with unused file pages."""
+"""Folders of control groups of version 2 and 1, and the names of limit, used memory and unused file pages."""
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device: cpu, or a GPU with its index. "auto" is the first GPU if there is one. Raises
-    ModelLoadError."""
+    """Return the device: cpu, or a GPU with its index. "auto" prefers a GPU. Raises ModelLoadError."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:

@@ -43,8 +43,7 @@ from inflight.model_checks.mixers import names_in_forward
 
 _DROPOUT = {"dropout", "residual_dropout", "functional", "nn", "training"}
 _GATED_MLP = _DROPOUT | {"act_fn", "activation_fn", "chunk", *(name for names in MLP for name in names.names)}
-"""Names in the code of a gated MLP. Other names are of something else that it computes, such as Gemma 3n's sparse gates
-or a clamp."""
+"""Names in the code of a gated MLP. Others belong to something else, such as Gemma 3n's sparse gates."""
 
 
 class UnknownPartError(Exception):

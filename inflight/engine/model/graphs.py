@@ -27,8 +27,7 @@ from inflight.engine.model.fused import FusedDecoder
 from inflight.engine.model.routing import RoutedExpertsRecorder
 
 PROMPT_ROWS = 32
-"""Maximum number of prompt tokens in a recorded pass. Few passes compute more, if groups of 8 end one by one
-(docs/gpu.md)."""
+"""Maximum number of prompt tokens in a recorded pass. Few passes have more (docs/gpu.md)."""
 Result = TypeVar("Result")
 _failed: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture failed: the allocator of pinned memory might keep a pointer to each (torch's CUDAGraph.cpp)."""
@@ -179,8 +178,7 @@ class DecodeGraphs:
         return hidden[:count]
 
     def _make_batch(self, size: int) -> ForwardBatch:
-        """Return the batch at the addresses that graphs of `size` rows read. Tables and contexts arrive with each
-        pass."""
+        """Return the batch at the addresses that graphs of `size` rows read, without tables and contexts."""
         width = size + size % 2  # Triton compiles a kernel once more for pointers that are not multiples of 16 bytes
         inputs = self._inputs[: (2 + len(self._memory.groups)) * width].view(-1, width)
         batch = ForwardBatch(

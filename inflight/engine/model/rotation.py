@@ -105,8 +105,7 @@ def _rotates_neighbours(attention: nn.Module) -> bool:
 
 
 def _halves_first(head_dim: int, rotated: int, rotated_width: int, width: int) -> torch.Tensor:
-    """Return the order i64[N] in which the even rotated numbers of each head of queries and keys precede the odd
-    ones."""
+    """Return the order i64[N] with even rotated numbers before odd ones in each head of queries and keys."""
     one = torch.cat([torch.arange(0, rotated, 2), torch.arange(1, rotated, 2), torch.arange(rotated, head_dim)])
     heads = torch.arange(0, rotated_width, head_dim)[:, None] + one
     return torch.cat([heads.flatten(), torch.arange(rotated_width, width)])

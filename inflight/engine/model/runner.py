@@ -251,8 +251,7 @@ def _copy_prompts(schedule: Schedule, token_ids: np.ndarray) -> None:
 
 
 def _rows_with_logits(schedule: Schedule) -> np.ndarray:
-    """Return the rows i64[M + S] of a pass after which tokens are drawn, and then the rows whose next tokens are
-    scored."""
+    """Return the rows i64[M + S] after which tokens are drawn, then the rows whose next tokens are scored."""
     ends = np.cumsum(schedule.counts)
     drawn = ends[schedule.draws.chunks] - 1
     if not schedule.num_scored:

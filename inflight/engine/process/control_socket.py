@@ -135,8 +135,7 @@ class ControlSocket:
         return self.send(client, Done())
 
     def send(self, to: bytes, message: FromEngine) -> bool:
-        """Send a message. Return False if the receiver has ended. A receiver that reads nothing loses messages beyond
-        its queue."""
+        """Send a message. Return False if the receiver has ended. Messages beyond its queue are dropped."""
         try:
             self._socket.send_multipart([to, encode(message)], zmq.NOBLOCK)
         except zmq.Again:

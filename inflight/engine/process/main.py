@@ -77,8 +77,7 @@ class ParentWatch:
         self._stop = stop
 
     def leave_nothing(self) -> None:
-        """Remove the files that the launcher would have removed, also while another thread creates sockets and locks
-        there."""
+        """Remove the directory, also while another thread creates sockets and locks there."""
         for _ in range(_MOST_REMOVALS):
             shutil.rmtree(self._directory, ignore_errors=True)
             if not self._directory.exists():

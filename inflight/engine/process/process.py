@@ -1,5 +1,4 @@
-"""The engine's process. It answers the control socket between forward passes and sends every frame to the stream, until
-it is stopped."""
+"""The engine's process: it answers the control socket between two passes, and sends frames to the stream."""
 
 import logging
 import os

@@ -30,8 +30,7 @@ class TcpListener:
     not answer, no client is admitted."""
 
     def __init__(self, secret: bytes, lets_in: Callable[[bytes], bool]):
-        """secret: the key of this end. lets_in: returns True if the holder of a public key is allowed to connect; it is
-        called in a separate thread."""
+        """secret: the key of this end. lets_in: returns True for admitted public keys, in a separate thread."""
         self._secret, self._lets_in = secret, lets_in
         self._authenticator = ThreadAuthenticator()
         self._authenticator.start()

@@ -48,8 +48,7 @@ class Verbs:
         return _BRINGS_WORK[self._methods[call.verb].__func__]
 
     def answer(self, call: Call) -> Result:
-        """Call a verb. Raises ProtocolError for an unknown verb or arguments that do not fit it, and the exceptions of
-        the method."""
+        """Call a verb. Raises ProtocolError for an unknown verb or wrong arguments, and the method's exceptions."""
         if call.verb not in self._methods:
             names = ", ".join(sorted(self._methods))
             raise ProtocolError(f"the engine has no verb {shorten(call.verb, 100)!r}; it has {names}")

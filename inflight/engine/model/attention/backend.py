@@ -57,8 +57,7 @@ class ForwardBatch:
     positions: torch.Tensor
     """i64[T]"""
     cache_index: list[torch.Tensor]
-    """The cache place of the key and value of each token, i64[T] for each group: block · block_size + index in the
-    block."""
+    """Cache places of tokens, i64[T] for each group: block · block_size + index in the block."""
     tables: list[np.ndarray]
     """The blocks of each chunk's sequence, i32[S, B] on the host for each group."""
     starts: np.ndarray

@@ -107,8 +107,7 @@ def has_state(module: nn.Module) -> bool:
 
 
 def keep_latents(module: nn.Module) -> None:
-    """Let a module with latent attention, and its deep copies, hand latents to `attend` during passes, in place of the
-    keys and values of all heads."""
+    """Let a module with latent attention, and its deep copies, hand latents to `attend` during passes."""
     own = type(module).expand_kv  # type: ignore[attr-defined]
 
     def expand_kv(module: nn.Module, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
