@@ -4,14 +4,14 @@
 `SlotTable` between two steps, and report each step in one `TokenFrame`.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Self
 
 import torch
 
+from inflight.core.closing import ClosedAtEnd
 from inflight.core.frames import TokenFrame
 from inflight.core.layout import Alias
 from inflight.core.options import EngineOptions
@@ -48,7 +48,7 @@ class Load:
     """Prompt tokens that the prefix cache saved."""
 
 
-class Backend(ABC):
+class Backend(ClosedAtEnd):
     """Generates tokens. Further verbs are `digests` and `checksums` of the live weights. A backend raises BackendError
     for an unsupported feature and names the feature."""
 
@@ -128,9 +128,3 @@ class Backend(ABC):
         for slot_table in self.slot_tables:
             for slot in slot_table.slots:
                 slot.unlink()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from inflight.chat.conversation import conversation_of
 from inflight.core.errors import InvalidRequestError
-from inflight.core.messages import Prompt
+from inflight.core.messages import Prompt, shorten
 from inflight.core.sampling import SamplingParams
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -48,7 +48,9 @@ def encode_prompts(
     InvalidRequestError, naming the prompt.
     """
     if isinstance(prompts, (str, Mapping)):
-        raise InvalidRequestError(f"submit takes a list of prompts, got {_short(prompts)}; wrap it in a list")
+        raise InvalidRequestError(
+            f"submit takes a list of prompts, got {shorten(repr(prompts), 100)}; wrap it in a list"
+        )
     return [_encode(f"prompt {index}", prompt, tokenizer, model) for index, prompt in enumerate(prompts)]
 
 
@@ -76,7 +78,7 @@ def _token_ids(
             return [operator.index(token) for token in prompt]
         except TypeError as error:
             raise InvalidRequestError(
-                f"{name} is {_short(prompt)}, expected text, token ids, chat messages or a row of a dataset"
+                f"{name} is {shorten(repr(prompt), 100)}, expected text, token ids, chat messages or a row of a dataset"
             ) from error
     if tokenizer is None:
         raise InvalidRequestError(f"{model!r} has no tokenizer; submit token ids, or add its tokenizer files to it")
@@ -91,8 +93,3 @@ def _token_ids(
         return conversation_of(tokenizer).begin(prompt, tools or None)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{name} is chat messages for {model!r}: {error}") from error
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
