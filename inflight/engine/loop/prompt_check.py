@@ -23,9 +23,8 @@ class PromptCheck:
         can_read_text: bool,
         media_ids: frozenset[int] = frozenset(),
     ):
-        """check_sequence: `Schedules.check`. options: max_context (a number of tokens, not 0), lora_rank, adapters and
-        columns are used. can_read_text: the model has a tokenizer, as stop strings require. media_ids: tokens in place
-        of images or sound."""
+        """check_sequence: `Schedules.check`. options: max_context is not 0. can_read_text: the model has a tokenizer,
+        as stop strings require. media_ids: tokens in place of images or sound."""
         self._check_sequence = check_sequence
         self._slot_table, self._max_context = slot_table, options.max_context
         self._vocab_size, self._can_read_text, self._media_ids = vocab_size, can_read_text, media_ids

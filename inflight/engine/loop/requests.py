@@ -132,10 +132,9 @@ class Requests:
 
     @verb(brings_work=True)
     def adopt(self, groups: Seq[Unfinished], next_group_id: int, next_request_id: int) -> dict[int, str]:
-        """Continue groups of another engine under their ids, with their tokens so far. The next tokens are the same as
-        on that engine, if draws depend on (seed, position) alone. Groups and requests that are accepted later get ids
-        from these two on. Return the reasons of refused groups, by group id. Raises InvalidRequestError for ids in
-        use."""
+        """Continue groups of another engine under their ids, with their tokens so far. If draws depend on (seed,
+        position) alone, the next tokens are the same as there. Later groups and requests get ids from these two on.
+        Return the reasons of refused groups, by group id. Raises InvalidRequestError for ids in use."""
         next_group_id = max(next_group_id, self.next_group_id)
         next_request_id = max(next_request_id, self._next_request_id)
         for group in groups:

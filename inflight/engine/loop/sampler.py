@@ -328,9 +328,8 @@ def _candidates(scaled_FV: torch.Tensor, filters: Filters) -> tuple[torch.Tensor
 
 
 def _best(scores_FV: torch.Tensor, count: int) -> torch.Tensor:
-    """Return token ids i64[F, count] of the best scores by rank. Ranks of a whole vocabulary cost ten times as much as
-    `topk` of the scores. So only a few more tokens than requested get ranks, and the whole row gets them if ties extend
-    beyond these tokens."""
+    """Return token ids i64[F, count] of the best scores by rank. Ranks cost ten times as much as `topk` of the scores,
+    so only a few more tokens than requested get ranks, and the whole row if ties extend beyond these tokens."""
     some = count + count // 2 + 64
     if some >= scores_FV.shape[1]:
         return _ranks(scores_FV).topk(count).indices
@@ -351,9 +350,8 @@ def _all(scores_FV: torch.Tensor) -> torch.Tensor:
 
 
 def _ranks(scores_FV: torch.Tensor, ids_FV: torch.Tensor | None = None) -> torch.Tensor:
-    """Return i64[F, V] in the order of the scores, f32, and among equal scores in the order of falling token ids. No
-    two ranks are equal, so the best tokens do not depend on the number requested. `topk` of scores does not guarantee
-    this."""
+    """Return i64[F, V] in the order of the scores, f32, and among equal scores of falling token ids. No two ranks are
+    equal, so the best tokens do not depend on the number requested, unlike with `topk` of scores."""
     if ids_FV is None:
         ids_FV = torch.arange(scores_FV.shape[1], device=scores_FV.device)
     bits_FV = scores_FV.view(torch.int32)

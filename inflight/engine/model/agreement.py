@@ -85,9 +85,8 @@ def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKin
 
 @torch.inference_mode()
 def check_weights(model: PreTrainedModel, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
-    """Compare a module over its slot with itself under Transformers' own attention, in the dtype and on the device that
-    serve it, for a batch of one sequence. Return its logits [M, V]. Raises UnsupportedModelError if they differ by more
-    than rounding."""
+    """Compare a module over its slot with itself under Transformers' own attention, as it is served, for a batch of one
+    sequence. Return its logits [M, V]. Raises UnsupportedModelError if they differ by more than rounding."""
     memory.begin(batch)
     ours = run_packed(model, batch, memory)
     try:

@@ -17,9 +17,8 @@ EXPERTS_NAME = "inflight"
 def compute_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted sum [T, D] of the experts' outputs. module: experts with Transformers'
-    `use_experts_implementation`; hidden_states: [T, D]; top_k_index: i64[T, k], the experts of each token;
-    top_k_weights: [T, k]."""
+    """Return the weighted sum [T, D] of the outputs of experts with Transformers' `use_experts_implementation`.
+    hidden_states: [T, D]; top_k_index: i64[T, k], the experts of each token; top_k_weights: [T, k]."""
     unknown = module.is_transposed or module.has_bias or getattr(module, "has_post_expert_norm", False)
     if hidden_states.device.type != "cpu" or unknown:
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)

@@ -56,9 +56,8 @@ class Recorder:
 
     def __call__(self, compute: Callable[[], Result], *, proven: bool = False) -> tuple[Callable[[], None], Result]:
         """Record a computation. Return (the function that replays it, the tensors that then hold the result). Raises
-        RuntimeError if the computation waits for the device, because no graph can do that. proven: such a pass was
-        recorded before. Otherwise it first runs once while waiting is forbidden, because a failed capture is hard to
-        end."""
+        RuntimeError if it waits for the device. proven: such a pass was recorded before. Otherwise it first runs once
+        while waiting is forbidden, because a failed capture is hard to end."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

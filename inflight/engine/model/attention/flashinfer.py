@@ -273,9 +273,8 @@ class FlashInferAttention:
 
     def _use(self, memory: CacheMemory, staged: torch.cuda.Event | None) -> None:
         """Wait until the last plans of this kind are on the device: FlashInfer copies them from pinned memory and
-        overwrites this memory in the next `plan`. With a pass in flight the wait ends when the pass before it is done.
-        Recorded and unrecorded passes have separate pinned memory, so that the two parts of a pass do not wait for each
-        other."""
+        overwrites this memory in the next `plan`. Recorded and unrecorded passes have separate pinned memory, so that
+        the two parts of a pass do not wait for each other."""
         if staged is not None:
             staged.synchronize()
         if memory is self._memory:

@@ -24,9 +24,8 @@ class LatentHeads(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
-        """Return the heads of an attention module of Transformers that expands latents by `expand_kv`. None for other
-        modules, for heads with sinks, and if the projection is not a plain Linear without bias, such as a quantized
-        one."""
+        """Return the heads of an attention module that expands latents by `expand_kv`. None for other modules, for
+        heads with sinks, and if the projection is not a plain Linear without bias."""
         attention: Any = module
         product = getattr(module, "kv_b_proj", None)
         if not hasattr(module, "expand_kv") or hasattr(module, "sinks"):
