@@ -13,6 +13,8 @@ from inflight.core.spans import span
 
 def is_async(function: Any) -> bool:
     """Return True for a coroutine function, and for an object that is called as one."""
+    while isinstance(function, partial):
+        function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     )
@@ -20,7 +22,7 @@ def is_async(function: Any) -> bool:
 
 def name_of(function: Any) -> str:
     """Return the name of a function, or the class of another object that is called."""
-    while isinstance(function, partial):
+    while isinstance(function, partial) and not hasattr(function, "__name__"):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
 

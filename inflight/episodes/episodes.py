@@ -14,6 +14,7 @@ from inflight.core.arguments import named
 from inflight.core.closing import ClosedAtEnd
 from inflight.core.errors import InflightError
 from inflight.core.extras import needing
+from inflight.core.failures import Failures
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.core.workers import is_async
@@ -90,6 +91,7 @@ class Episodes(ClosedAtEnd):
         of the trainer, and of "calls not stored" (their results cannot be saved)."""
         if agents is None and agents_url is not None:
             raise ValueError('agents_url needs agents="HOST:PORT", the address to listen on')
+        failures = Failures("an episode", logger, retries, self.counts)
         self._address: tuple[socket.socket, str] | None = None
         if agents is not None:
             with needing("serve", "the address of agents"):
@@ -99,7 +101,7 @@ class Episodes(ClosedAtEnd):
         """Base URL of the endpoints of sessions, and of workers; None without `agents`."""
         self.turns = Turns(engine, adapter, prefix_across_versions, self.counts, partial(_import_server, self._address))
         """Draws the turns."""
-        self._player = Player(rollout, self.turns, self.limits, retries, min_share=min_share, max_running=max_running)
+        self._player = Player(rollout, self.turns, self.limits, failures, min_share=min_share, max_running=max_running)
         self.seconds = self._player.seconds
         """Time that episodes spent in "turns", "calls", "waits" for rate limits, and "rendering", added up over
         episodes."""

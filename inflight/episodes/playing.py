@@ -74,7 +74,7 @@ class Player:
         rollout: RolloutFunction,
         turns: Turns,
         limits: Limits,
-        retries: Mapping[type[Exception], int] | None,
+        failures: Failures,
         *,
         min_share: float,
         max_running: int,
@@ -82,7 +82,7 @@ class Player:
         """The arguments are as for `Episodes`."""
         self._rollout, self._turns, self._limits, self._min_share = rollout, turns, limits, min_share
         self._counts = turns.counts
-        self._failures = Failures("an episode", logger, retries, self._counts)
+        self._failures = failures
         self._places = asyncio.Semaphore(max_running or 1 << 30)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """As `Episodes.seconds`."""

@@ -219,16 +219,24 @@ def _joined(parts: Sequence[Rollout | int], drawn: Sequence[np.ndarray]) -> np.n
 
 def _joined_masks(parts: Sequence[Rollout | int]) -> SamplingMask | None:
     """Join the sampling masks of drawn turns. Given tokens, and turns without a mask, have the whole vocabulary."""
-    if all(isinstance(part, int) or part.sampling_mask is None for part in parts):
+    masks = [None if isinstance(part, int) else part.sampling_mask for part in parts]
+    if not any(mask is not None for mask in masks):
         return None
-    token_ids: list[np.ndarray] = []
-    cut_from: list[int] = []
-    for part in parts:
-        mask = None if isinstance(part, int) else part.sampling_mask
-        count = part if isinstance(part, int) else len(part.token_ids)
-        token_ids += [np.empty(0, np.int32)] * count if mask is None else mask.split()
-        cut_from += [0] * count if mask is None or mask.cut_from is None else mask.cut_from.tolist()
-    return SamplingMask.join(token_ids, cut_from)
+    lengths = [part if isinstance(part, int) else len(part.token_ids) for part in parts]
+    counts = [
+        np.zeros(length, np.int64) if mask is None else np.diff(mask.offsets)
+        for mask, length in zip(masks, lengths, strict=True)
+    ]
+    cut_from = [
+        np.zeros(length, np.int32) if mask is None or mask.cut_from is None else mask.cut_from
+        for mask, length in zip(masks, lengths, strict=True)
+    ]
+    sizes = np.concatenate(cut_from)
+    return SamplingMask(
+        np.concatenate([np.empty(0, np.int32), *(mask.token_ids for mask in masks if mask is not None)]),
+        np.concatenate([np.zeros(1, np.int64), np.concatenate(counts).cumsum()]),
+        sizes if sizes.any() else None,
+    )
 
 
 def _joined_experts(drawn: Sequence[Rollout]) -> np.ndarray | None:

@@ -152,6 +152,7 @@ class Session:
         """Return an address for an agent that calls the API of OpenAI or Anthropic. Its requests are calls of `chat`.
         Only programs on this machine reach it, unless `Episodes` has `agents`. rewards: requests can also set rewards.
         An agent that runs code of the policy could then set its own. It needs the extra `serve`. Raises EpisodeEnd."""
+        self._check_open()
         return (await self.turns.agent_server()).open(self, rewards=rewards)
 
     # ---- rewards ------------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ class Session:
         limit (`Limits.rates`) waits for it. Raises TimeoutError, the exceptions of the function, and EpisodeEnd.
 
         After a restart of the trainer the call returns or raises the saved result, as long as requests have the same
-        functions and arguments in the same order. Arguments and results must be JSON-like, bytes, tuples, or arrays of
+        functions and arguments in the same order. Results are saved if they are JSON-like, bytes, tuples, or arrays of
         NumPy. Functions that might have a state are called again: methods, functions within functions, and functions
         with `function.on_restart = "replay"`. The attribute `on_restart` of an object changes it for its methods."""
         self._check_open()

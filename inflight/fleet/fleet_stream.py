@@ -32,6 +32,7 @@ class FleetStream:
         self._fleet, self._journal = fleet, journal
         self._reads = self._closed = False
         self._lock = threading.Lock()
+        """Guards `_parts` and `_closed`. A thread that needs the fleet's lock as well takes that one first."""
         self._parts: tuple[EngineFrames, ...] = ()
         self._ready: deque[EngineFrames] = deque()
         """Connections that might have a frame."""

@@ -31,7 +31,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.core.workers import is_async, name_of
+from inflight.core.workers import is_async
 from inflight.fleet.engine import Engine
 from inflight.integrations.trl import check_ended, encode, warn_of_bias
 from inflight.training.data.advantages import group_advantages
@@ -79,7 +79,10 @@ class EngineWorker:
         advantages of 0."""
         functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self._engine, self._dataset, self._args, self._adapter = engine, dataset, args, adapter
-        scorers = {name_of(function): _scorer(function, timeout_s) for function in functions}
+        scorers = {
+            getattr(function, "__name__", type(function).__name__): _scorer(function, timeout_s)
+            for function in functions
+        }
         for scorer in scorers.values():
             scorer.on_failure = self._note_failure
         self._rewards = Rewards(scorers)

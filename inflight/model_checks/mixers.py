@@ -60,10 +60,14 @@ def newer_transformers(subject: str, version: str = _CACHE_SINCE) -> str:
     return f"{subject} need Transformers {version} or newer; {transformers.__version__} is installed"
 
 
-@cache
 def names_in_forward(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names of functions and attributes that the class's `forward` uses."""
-    return frozenset(getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ()))
+    return _names_in(kind.forward)  # other packages replace the function
+
+
+@cache
+def _names_in(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ()))
 
 
 class CarriedState:

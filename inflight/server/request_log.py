@@ -54,7 +54,8 @@ class RequestLog:
     def note(self, request: Request, path: str, status: int, seconds: float, reason: str = "") -> None:
         """Count a request when it is answered or its stream begins. reason: of a refusal."""
         method, client = request.method[:20], request.client.host if request.client else "a local client"
-        because = f": {shorten(reason.replace(chr(10), ' '), 400)}" if reason else ""
+        reason = shorten(reason.replace("\n", " "), 400)
+        because = f": {reason}" if reason else ""
         logger.debug("%s %s %d in %.3f s for %s%s", method, path, status, seconds, client, because)
         if status < 400 and path in _QUIET:
             return

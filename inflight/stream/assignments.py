@@ -107,7 +107,8 @@ class Assignments:
             for record in (self._table.records[group_id] for group_id in in_order):
                 if not record.is_wanted or record.prompt is None:
                     continue
-                arrived, is_open = list(record.rollouts), record.state is State.OPEN
+                arrived = list(record.rollouts)
+                is_open = record.state is State.OPEN
                 if not (is_open or record.is_finished):
                     begun = self._table.assembler.groups.get(record.group_id)
                     arrived = [*begun.finished, *begun.partial()] if begun is not None else []
@@ -126,7 +127,8 @@ class Assignments:
             self.count_from(next_ids)
             finished = []
             for group in groups:
-                owner, ids, prompt = Owner.CALLER if group.reserved else Owner.TRAINING, group.ids, group.prompt
+                ids, prompt = group.ids, group.prompt
+                owner = Owner.CALLER if group.reserved else Owner.TRAINING
                 record = GroupRecord(ids.group_id, owner, prompt=prompt, ids=ids, origin=group.forked_from)
                 record.cancelled.update(group.cancelled)
                 self._table.records[record.group_id] = record

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """The process of an engine, on any machine. By default another process launched it: only answers show that it
-    lives, and closing the connection does not end it."""
+    """The process of an engine, on any machine. This class is for a process that another one launched: only answers
+    show that it lives, and it cannot be ended from here. Placements override these methods."""
 
     client: EngineClient
     welcome: Welcome
@@ -33,10 +33,10 @@ class Process:
         """Raise EngineDiedError, with the reason, if the process is known to have ended."""
 
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process at once, if it was launched from here."""
 
     def remove(self) -> None:
-        """Free the memory and remove the files of a process that has ended."""
+        """Free the memory and remove the files of a process that was launched from here and has ended."""
 
     def close(self) -> None:
         """Close the connection, and end a process that was launched from here. Safe to call twice."""

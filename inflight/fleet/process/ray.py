@@ -103,8 +103,8 @@ class RayProcess(RemoteProcess):
         try:
             endpoint, key, self.pid = self._launch(options, public, closing)
             self._end: Future[str] = self._actor.wait.remote().future()
-            keys, timeout_s = ClientKeys(public, secret, key), options.answer_timeout_s
-            super().__init__(endpoint, keys=keys, timeout_s=_CONNECT_S, answer_timeout_s=timeout_s)
+            keys = ClientKeys(public, secret, key)
+            super().__init__(endpoint, keys=keys, timeout_s=_CONNECT_S, answer_timeout_s=options.answer_timeout_s)
         except BaseException:
             self._end_actor()
             raise

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Literal, TypeVar
 
 import msgspec
@@ -169,12 +168,13 @@ class RankSharing:
             absent = _why_absent(missing - self.watch.peers.keys())
             return f"{_named(missing)} has not taken its share of batch {self._number}{bound}{absent}"
 
-        bound = f" within {self._timeout_s:g} s (launch with rank_timeout_s for another bound)"
-        try:
-            self._store.wait(is_settled, self._timeout_s, what=late, late=partial(late, bound), check=self.check)
-        except RankLostError as error:
-            self.watch.lose(error)
-            raise
+        def too_late() -> str:
+            text = late(f" within {self._timeout_s:g} s (launch with rank_timeout_s for another bound)")
+            self.watch.lose(RankLostError(text))
+            self.check()  # All ranks raise the first loss.
+            return text
+
+        self._store.wait(is_settled, self._timeout_s, what=late, late=too_late, check=self.check)
         self.check()
         self._taken = self._number
         for name in (f"batch/{self._number}", *(f"taken/{self._number}/{r}" for r in range(1, self.size))):

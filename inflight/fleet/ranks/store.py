@@ -110,7 +110,7 @@ class RankStore:
             pause_s = min(2 * pause_s, self.pause_s)
             passed_s = waited.tick(what())
             counted_s = counted_s + passed_s if is_bounded() else 0.0
-            if counted_s > bound_s:
+            if counted_s > bound_s and not is_over():  # It can be over since the pause.
                 raise RankLostError(late())
 
     def close(self) -> None:

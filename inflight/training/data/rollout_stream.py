@@ -38,7 +38,7 @@ _CHECK_S = 0.1
 
 
 class Sharing(Protocol):
-    """The part of `fleet.ranks.sharing.Sharing` that rank 0 of a trainer uses."""
+    """The part of `fleet.ranks.sharing.RankSharing` that rank 0 of a trainer uses."""
 
     @property
     def size(self) -> int: ...
