@@ -108,7 +108,7 @@ def print_budget(model: str, *, sequences: int, context: int, gpu_gib: float, co
     for name, bytes_of_each in TRAINERS.items():
         left = [budget.left_bytes(gpu_bytes, name, slots) for slots in (2, 1)]
         table.add_row(name, _gib(bytes_of_each * budget.num_parameters), *map(_left, left))
-    console.print(table)
+    console.print(table, soft_wrap=False)
     console.print("What is left is for the trainer's activations. Publishing adapters needs one slot.")
 
 

@@ -191,3 +191,34 @@ def test_a_parameter_may_differ_by_the_rounding_of_parts_with_fewer_bits():
         assert Parameter("bias", target, after, [copy]).agree(target, after) == same
     after = torch.full((4,), 0.005)
     assert not Parameter("bias", torch.zeros(4), after, []).agree(torch.zeros(4), after)
+
+
+class Stuck(StandIn):
+    """Keeps the weights that it started with."""
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
+        return super().collective_rpc(method, args) if self.num_commits == 0 else [True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "is_refused"), [(StandIn, False), (Stuck, True)])
+def test_a_quantised_model_has_to_follow_new_weights(kind, is_refused, dtype, caplog):
+    """Its errors are not refused, here those of a rounded model."""
+    model: Any = make_model(Family("llama", "llama", {}), large=True).to(dtype)
+    layout = layout_of(model)
+    slot = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    fill(slot_views(slot, layout), published_tensors(model))
+    core = kind(AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype).eval(), slot, layout)
+    core.collective_rpc("inflight_commit")
+    with parameters_without_memory():
+        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype)
+    torch.manual_seed(0)
+    check = partial(check_logits, core, core.draw, skeleton, layout, slot, name="llama", max_context=128)
+    with caplog.at_level("INFO", "inflight.engine"):
+        if is_refused:
+            with pytest.raises(UnsupportedModelError, match="does not take new weights of 'llama'"):
+                check(quantized=True)
+        else:
+            check(quantized=True)
+    assert "vLLM quantises llama: the log-probabilities of nine of ten drawn tokens are within" in caplog.text
+    assert torch.equal(slot_views(slot, layout)["model.norm.weight"], published_tensors(model)["model.norm.weight"])

@@ -1,5 +1,7 @@
 """Layers that vLLM converts after loading, without vLLM: the layer and its method are stand-ins."""
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,8 +102,49 @@ class Raises(Method):
         super().process_weights_after_loading(layer)
 
 
+class Closure(Method):
+    """Keeps the result in a function, as vLLM does with packed products on a CPU."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        packed = layer.weight.detach().clone()
+        layer.cpu_linear = lambda inputs: inputs @ packed.T
+        layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+class Beside(Method):
+    """Keeps a part of the result in its kernel."""
+
+    def __init__(self) -> None:
+        self.kernel = SimpleNamespace(alpha=torch.zeros(1))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        self.kernel.alpha = layer.scale.amax()
+
+
+class Function(Method):
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        packed = layer.weight.clone()
+        layer.apply_packed = partial(torch.matmul, packed)
+
+
+class Number(Method):
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        layer.scale_float = float(layer.scale.amax())
+
+
 @pytest.mark.parametrize(
-    ("method", "reason"), [(OtherForm, "layer.scale: .* another form"), (Raises, "raises AssertionError: only once")]
+    ("method", "reason"),
+    [
+        (OtherForm, "layer.scale: .* another form"),
+        (Raises, "raises AssertionError: only once"),
+        (Closure, r"layer\.weight: .* outside"),
+        (Beside, "layer: .* outside"),
+        (Function, "layer: .* outside"),
+        (Number, "a number from the weights"),
+    ],
 )
 def test_a_layer_whose_conversion_cannot_be_repeated_is_left_to_vllm(method, reason):
     weight = torch.randn(6, 4)
@@ -116,5 +159,17 @@ def test_a_layer_is_left_to_vllm_if_nothing_converts_it_or_workers_share_it():
         converted(nn.Linear(4, 6), weight)
     layer = layer_of(weight, Method())
     layer.tp_size = 2
-    with pytest.raises(Unmappable, match="workers exchange data"):
+    with pytest.raises(Unmappable, match="workers can exchange data"):
         converted(layer, weight)
+
+
+def test_a_conversion_leaves_the_kernel_and_the_modules_of_the_layer_alone():
+    """They compute while the next tensors are made."""
+    method = Beside()
+    layer = layer_of(torch.randn(6, 4), method)
+    layer.register_buffer("table", torch.zeros(2), persistent=False)
+    alpha, new = method.kernel.alpha, torch.randn(6, 4)
+    with pytest.raises(Unmappable):
+        converted(layer, new).convert({"weight": new})
+    assert method.kernel.alpha is alpha
+    assert "table" in layer._non_persistent_buffers_set

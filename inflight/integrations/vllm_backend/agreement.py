@@ -40,6 +40,8 @@ _COARSE_FLOOR = 0.02
 TF32."""
 _COARSE_ROUNDING = 0.3
 """Rounding errors in nats that are assumed in the cases of `_COARSE_FLOOR`, for a model without measured ones."""
+_FOLLOWED = 0.5
+"""Largest error of a quantised model with new weights, relative to its distance from the weights before."""
 _GAIN = 1.5
 """Standard deviation of a random matrix's output for inputs of standard deviation 1."""
 _PREPARE_S = 600.0
@@ -73,21 +75,25 @@ def check_logits(
 ) -> None:
     """Compare the model of vLLM with Transformers. skeleton: the Transformers model without values of its parameters;
     slot: u8[n], the weights that vLLM computes with. Raises UnsupportedModelError if they differ by more than rounding
-    in the dtype of the skeleton. quantized: vLLM quantises the weights of the slot. The difference is only logged."""
+    in the dtype of the skeleton. quantized: vLLM quantises the weights of the slot. Then the difference is logged, and
+    a small model has to follow the random weights."""
     use_torch_on_cpu(skeleton)
     reference = _Reference(skeleton.eval(), layout, slot, name)
     prompts = _prompts(skeleton.config.get_text_config(), max_context)
     if quantized:
         reference.report(draw, prompts)
-        return
-    reference.compare(draw, prompts, "as loaded")
+    else:
+        reference.compare(draw, prompts, "as loaded")
     if not reference.is_small:
         return
     loaded = slot.to("cpu", copy=True)
     _randomize(reference.model)
     _take(core)
     try:
-        reference.compare(draw, prompts, "with random weights")
+        if quantized:
+            reference.follow(draw, prompts, loaded)
+        else:
+            reference.compare(draw, prompts, "with random weights")
     finally:
         slot.copy_(loaded)
         _take(core)
@@ -136,6 +142,24 @@ class _Reference:
                 "published weights",
                 self._name,
                 error,
+            )
+
+    @torch.inference_mode()
+    def follow(self, draw: DrawTokens, prompts: list[list[int]], before: torch.Tensor) -> None:
+        """Raise UnsupportedModelError if vLLM's log-probabilities are not nearer to the weights in the slot than to the
+        weights before. before: u8[n]. The slot holds these afterwards."""
+        drawn, own = self._both(draw, prompts)
+        if own is None:
+            return
+        self._slot.copy_(before)
+        earlier = [_logprobs(self.model, one) for one in drawn]
+        logprobs = [one.logprobs for one in drawn]
+        error, distance = _error(logprobs, own), _error(logprobs, earlier)
+        logger.debug("%s: vLLM is %.2g nats from new weights, and %.2g from old ones", self._name, error, distance)
+        if not error <= _FOLLOWED * distance:
+            raise UnsupportedModelError(
+                f"vLLM does not take new weights of {self._name!r} with this quantisation: log-probabilities are off "
+                f"by {error:.2g} nats from new weights, and by {distance:.2g} from the weights before"
             )
 
     def _both(self, draw: DrawTokens, prompts: list[list[int]]) -> tuple[list[DrawnPrompt], list[torch.Tensor] | None]:

@@ -260,7 +260,7 @@ def _map(
     scratch: dict[torch.dtype, torch.Tensor] = {}
     parameters: dict[nn.Module, dict[str, Parameter]] = {}
     converted: set[nn.Module] = set()
-    memory: dict[tuple[str, torch.Size, torch.dtype], torch.Tensor] = {}
+    memory: dict[tuple[Any, ...], torch.Tensor] = {}
     traces = _trace(model, tensors)
     for traced in traces:
         parameter, live, product = _loaded(traced, slot), traced.live, _packed_product(traced.layer)
@@ -281,8 +281,11 @@ def _map(
             converted.add(traced.layer)
         if traced.layer in converted:
             # Their memory is needed only while a layer is converted.
-            key = traced.name, traced.meta.shape, traced.meta.dtype
+            key = _place_of(traced.name, traced.meta)
             parameter.live, parameter.next = None, memory.setdefault(key, parameter.next)
+    for layer in model.modules():
+        if getattr(layer, "kv_b_proj", None) in converted:
+            raise Unmappable(f"{type(layer).__name__}: vLLM computes other weights from the converted kv_b_proj")
     conversions = [
         _conversion(one, parameters[one.layer], memory, referred)
         for one in traces
@@ -323,7 +326,7 @@ def _loaded(traced: "_Traced", slot: torch.Tensor) -> Parameter:
 def _conversion(
     traced: "_Traced",
     loaded: dict[str, Parameter],
-    memory: dict[tuple[str, torch.Size, torch.dtype], torch.Tensor],
+    memory: dict[tuple[Any, ...], torch.Tensor],
     referred: Set[int],
 ) -> Conversion:
     """Return the conversion of a layer. loaded: its parameters that have loaders; memory: of the loaded parameters of
@@ -335,32 +338,42 @@ def _conversion(
     for name, meta in traced.restored.items():
         if name not in loaded and not meta.is_meta:
             continue  # vLLM does not convert it.
-        key = name, meta.shape, meta.dtype
+        key = _place_of(name, meta)
         if key not in memory:
             memory[key] = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
         parameter = loaded.setdefault(name, Parameter(name, None, memory[key], []))
         parameter.live, parameter.next = None, memory[key]
     held = [tensor for tensor in layer._parameters.values() if tensor is not None]
     shared = any(tensor.untyped_storage().data_ptr() in referred for tensor in held)
-    converted = ConvertedLayer(
-        traced.label, layer, traced.restored, in_place=shared or not isinstance(layer, LinearBase)
-    )
+    in_place = shared or not isinstance(layer, LinearBase)
+    converted = ConvertedLayer(traced.layer_label, layer, traced.restored, in_place=in_place)
     return Conversion(converted, loaded)
 
 
+def _place_of(name: str, meta: torch.Tensor) -> tuple[Any, ...]:
+    """Parameters with equal places use the same memory, one after another."""
+    return name, meta.shape, meta.stride(), meta.dtype
+
+
 def _referred(model: nn.Module) -> set[int]:
-    """Return addresses of memory that tensors of the model refer to, apart from parameters: MambaMixer2.conv_weights is
-    a view of a parameter."""
-    held = (value for layer in model.modules() for value in (*layer._buffers.values(), *vars(layer).values()))
-    tensors = (value for value in held if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+    """Return addresses of memory that several tensors of the model refer to, or that others than parameters refer to:
+    MambaMixer2.conv_weights and MLAAttention.W_UV are views of parameters."""
+    parameters: dict[int, set[int]] = {}
+    others: set[int] = set()
+    for layer in model.modules():
+        for value in (*layer._parameters.values(), *layer._buffers.values(), *vars(layer).values()):
+            if isinstance(value, nn.Parameter):
+                parameters.setdefault(value.untyped_storage().data_ptr(), set()).add(id(value))
+            elif isinstance(value, torch.Tensor):
+                others.add(value.untyped_storage().data_ptr())
+    return (others | {address for address, its in parameters.items() if len(its) > 1}) - {0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Traced:
     """A parameter of vLLM, and the calls of its loader."""
 
-    label: str
+    layer_label: str
     name: str
     layer: nn.Module
     meta: torch.Tensor
@@ -371,6 +384,10 @@ class _Traced:
     """All parameters of the layer as `meta`, by name."""
     loader: Callable[..., Any]
     calls: list[LoaderCall] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"{self.layer_label}.{self.name}"
 
     def note(self, *args: Any, **kwargs: Any) -> bool:
         """Record a call of the loader instead of loading."""
@@ -403,7 +420,7 @@ def _trace(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[_Trace
                 loader = _get_original_loader(tensor)
                 original[id(tensor)] = tensor, loader
                 live = None if kernel is None else kernel[0].get(name, kernel[1].get(name))
-                label = f"{layer_name}.{name} ({type(layer).__name__})"
+                label = f"{layer_name} ({type(layer).__name__})"
                 one = _Traced(label, name, layer, tensor, live, parameters, loader)
                 tensor.weight_loader = one.note
                 traced.append(one)

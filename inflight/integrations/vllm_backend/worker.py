@@ -26,7 +26,6 @@ from inflight.integrations.vllm_backend.adapters import AdapterShadow, without_a
 from inflight.integrations.vllm_backend.columns import ColumnRecorder, Columns, can_record
 from inflight.integrations.vllm_backend.converted import Unmappable
 from inflight.integrations.vllm_backend.shadow import Shadow, WeightShadow
-from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import slot_views
 
@@ -114,6 +113,9 @@ class StagedWeights:
         self._inflight_config.enter_context(set_current_vllm_config(runner.vllm_config))
         self._inflight_cores = attached.cores
         self._inflight_preparation: Future[None] | None = None
+        on_gpu = runner.device.type == "cuda"
+        # One stream for all preparations: memory that one frees serves the next one.
+        self._inflight_stream = torch.cuda.Stream(runner.device) if on_gpu else None
         self._inflight_kv_bytes = [storage.nbytes() for storage in self._inflight_kv_storages()]
         with without_adapters(runner.get_model()):
             shadow, weights = _path(
@@ -144,7 +146,9 @@ class StagedWeights:
         try:
             os.sched_setaffinity(0, self._inflight_cores)  # vLLM has bound its thread to a core, and children with it
             device = self.model_runner.device
-            use_own_stream(device)  # so that passes of vLLM do not wait for the copies
+            if self._inflight_stream is not None:  # so that passes of vLLM do not wait for the copies
+                torch.cuda.set_device(device)
+                torch.cuda.set_stream(self._inflight_stream)
             shadow.prepare(slot)
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()

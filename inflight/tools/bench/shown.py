@@ -31,14 +31,14 @@ def show(console: Console, result: dict[str, Any], options: Any) -> None:
     shown = _table(", ".join([f"bench {result['bench']}", *changed]), "result", used)
     for name, row in rows.items():
         shown.add_row(name, *(row.get(column, "") for column in used))
-    console.print(shown, markup=False)
+    console.print(shown, markup=False, soft_wrap=False)
     for key, records in measured.items():
         if is_records(records):
             columns = [dict(values_of(record)) for record in records]
             shown = _table("", key, [""] * len(columns))
             for name in dict.fromkeys(name for column in columns for name in column):
                 shown.add_row(name, *(figure_text(name, column.get(name, "")) for column in columns))
-            console.print(shown, markup=False)
+            console.print(shown, markup=False, soft_wrap=False)
 
 
 def _table(title: str, first: str, others: Sequence[str]) -> Table:

@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import mimetypes
 import socket
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
+mimetypes.add_type("text/javascript", ".js")  # some machines have another type, which browsers do not run
 _GRACE_S = 2
 _MAX_CONNECTIONS = 256
 _LONGEST_CURSOR = 200
