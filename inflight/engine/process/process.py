@@ -88,8 +88,7 @@ class EngineProcess:
         while not self.stopping:
             engine, idle = self._engine, self._engine.idle
             self._states.enter(state_of(engine) if idle else GENERATING)
-            limit_ns, wait_ms = self._step_ns * _SHARE_OF_STEP, _IDLE_POLL_MS if idle else 0
-            self._control.serve(self._handlers, self._brings_work, limit_ns=limit_ns, wait_ms=wait_ms)
+            self._answer(wait=idle)
             self._publishing.take_results()
             engine.scheduler.admits = may_begin(engine, self._stream)
             if not engine.idle:
@@ -158,6 +157,11 @@ class EngineProcess:
     def stop_trace(self) -> str:
         """Return the path of the engine's part of the trace. The file belongs to the caller from then on."""
         return str(self._recorder.stop())
+
+    def _answer(self, *, wait: bool) -> None:
+        """Answer waiting messages; with `wait`, wait a while for the first one."""
+        limit_ns, wait_ms = self._step_ns * _SHARE_OF_STEP, _IDLE_POLL_MS if wait else 0
+        self._control.serve(self._handlers, self._brings_work, limit_ns=limit_ns, wait_ms=wait_ms)
 
     def _brings_work(self, message: ToEngine) -> bool:
         return self._verbs.brings_work(message) if isinstance(message, Call) else not isinstance(message, Hello)
