@@ -173,15 +173,7 @@ class Sampler:
             logits_MV = self._adjust(logits_MV.float(), sequences, rows)
         if rows.filtered is not None:
             logits_MV = _filter(logits_MV.float(), rows.filtered.filters)
-        tokens, logprobs, entropies = draw(logits_MV, rows.temperatures, rows.seeds, positions, entropy=rows.entropy)
-        samples = Samples(tokens, logprobs)
-        if entropies is not None:
-            samples.columns["entropies"] = entropies
-        if rows.top:
-            chosen_M1 = logits_MV.gather(1, tokens[:, None]).float()
-            top_Mk, samples.columns["top_token_ids"] = logits_MV.float().topk(min(rows.top, logits_MV.shape[1]))
-            top_logprobs_Mk = (top_Mk - chosen_M1) / _recorded_temperatures(rows.temperatures) + logprobs[:, None]
-            samples.columns["top_logprobs"] = top_logprobs_Mk
+        samples = self._sample(logits_MV, rows, positions)
         if rows.filtered is not None and rows.filtered.masks is not None:
             mask_AV = logits_MV[rows.filtered.masks] > float("-inf")
             columns, mask_AV = count_mask(mask_AV, rows.filtered.masks, num_rows=len(sequences))
@@ -194,10 +186,10 @@ class Sampler:
             samples.columns |= columns
         if rows.own:
             logprobs_MV = (logits_MV.float() / _recorded_temperatures(rows.temperatures)).log_softmax(-1)
-            samples.columns.update(compute_columns(rows.own, logprobs_MV, tokens))
-        self._last_tokens.index_copy_(0, rows.batch_rows, tokens)
+            samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
+        self._last_tokens.index_copy_(0, rows.batch_rows, samples.tokens)
         if rows.penalized is not None and self._seen is not None:
-            self._seen[rows.penalized.batch_rows, tokens[rows.penalized.index]] = True
+            self._seen[rows.penalized.batch_rows, samples.tokens[rows.penalized.index]] = True
             for sequence in (sequences[i] for i in rows.penalized.rows):
                 self._seen_by[sequence.batch_row] = (sequence.request_id, sequence.length)
         return samples
@@ -257,6 +249,18 @@ class Sampler:
         logits_PV, penalties_P1 = logits_MV[penalized.index], penalized.penalties
         changed_PV = torch.where(logits_PV > 0, logits_PV / penalties_P1, logits_PV * penalties_P1)
         logits_MV[penalized.index] = torch.where(self._seen[penalized.batch_rows], changed_PV, logits_PV)
+
+    def _sample(self, logits_MV: torch.Tensor, rows: _Rows, positions: torch.Tensor) -> Samples:
+        tokens, logprobs, entropies = draw(logits_MV, rows.temperatures, rows.seeds, positions, entropy=rows.entropy)
+        samples = Samples(tokens, logprobs)
+        if entropies is not None:
+            samples.columns["entropies"] = entropies
+        if rows.top:
+            chosen_M1 = logits_MV.gather(1, tokens[:, None]).float()
+            top_Mk, samples.columns["top_token_ids"] = logits_MV.float().topk(min(rows.top, logits_MV.shape[1]))
+            top_logprobs_Mk = (top_Mk - chosen_M1) / _recorded_temperatures(rows.temperatures) + logprobs[:, None]
+            samples.columns["top_logprobs"] = top_logprobs_Mk
+        return samples
 
 
 def count_mask(
