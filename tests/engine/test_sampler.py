@@ -25,6 +25,7 @@ from sampler_cases import (
     make_sequence,
     mask_size,
     masks_by_row,
+    new_sampler,
     randn,
     steps,
 )
@@ -280,6 +281,20 @@ def test_filters_keep_what_a_float64_restatement_keeps(rows, at_first):
         assert mask_FK[row, :count].all()
         assert sorted_FK[row, :count].tolist() == falling[:count].tolist()
         assert len(set(order_FK[row].tolist())) == order_FK.shape[1]
+
+
+@pytest.mark.parametrize("vocabulary", [2000, 3000])
+def test_a_top_k_of_all_tokens_or_more_is_no_filter(vocabulary):
+    """Also with more logits than the config's vocabulary."""
+    logits = randn(1, 3000)
+    for top_p, min_p in ((1.0, 1e-9), (0.2, 0.0), (0.9, 0.0)):
+        masks = [
+            masks_by_row(new_sampler(vocabulary, 1).sample(logits.clone(), draws_of([make_sequence(0, params)])))
+            for top_k in (0, 3000, 2**31 - 1)
+            for params in [SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, return_sampling_mask=True)]
+        ]
+        assert masks[0] == masks[1] == masks[2]
+        assert len(masks[0][0]) == 3000 or top_p < 1
 
 
 # ---- kernel and reference --------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ class _Filtered(NamedTuple):
     """i64[A]: the rows whose sampling masks are recorded."""
 
     @classmethod
-    def of(cls, special: Seq[tuple[int, SamplingParams]], vocabulary: int, device: torch.device) -> "_Filtered | None":
+    def of(cls, special: Seq[tuple[int, SamplingParams]], device: torch.device) -> "_Filtered | None":
         """Return the rows with filters among these (row, parameters), or None."""
         filtered = [(row, params) for row, params in special if params.filtered]
         if not filtered:
@@ -126,7 +126,7 @@ class _Filtered(NamedTuple):
         filters = Filters(
             to_device(rows, device, torch.int64),
             to_device([p.temperature for p in params], device, torch.float32),
-            to_device([p.top_k or vocabulary for p in params], device, torch.int64),
+            to_device([p.top_k or _LAST_ID for p in params], device, torch.int64),  # logits can be of any width
             to_device([p.top_p for p in params], device, torch.float64),
             to_device([p.min_p for p in params], device, torch.float32),
         )
@@ -206,7 +206,7 @@ class Sampler:
                 batch_rows=batch_rows,
                 adjusted=[i for i, params in special if params.adjusted],
                 penalized=_Penalized.of(special, batch_rows, self._device),
-                filtered=_Filtered.of(special, self._vocab_size, self._device),
+                filtered=_Filtered.of(special, self._device),
                 entropy=any(params.return_entropy for _, params in special),
                 top=max((params.top_logprobs for _, params in special), default=0),
                 own={name: f for name, f in self._own_columns.items() if name in asked},
@@ -320,9 +320,8 @@ def _candidates(scaled_FV: torch.Tensor, filters: Filters) -> tuple[torch.Tensor
         probs_FK = torch.exp(sorted_FK - scaled_FV.logsumexp(-1, keepdim=True))
         return sorted_FK, order_FK, _mask(probs_FK, filters, vocabulary)
 
-    few = all(
-        top_k <= _MANY or top_k >= vocabulary for top_k in top_ks
-    )  # top-p asks for the mass of all tokens that top-k leaves
+    # Top-p asks for the mass of all tokens that top-k leaves.
+    few = all(top_k <= _MANY or top_k >= vocabulary for top_k in top_ks)
     if most >= vocabulary and few and vocabulary > 4 * _MANY:
         # Sorting is slow, and top-p and min-p mostly leave few tokens, so a small number is tried first.
         tried = cut(_best(scaled_FV, _MANY))
