@@ -136,7 +136,8 @@ class StatesElsewhere(CarriedState):
 def advance(module: nn.Module, carried: CarriedState, hidden_BTD: torch.Tensor) -> torch.Tensor:
     """Return the layer's output [B, T, D] for the next T tokens of these sequences. Afterwards `carried` has
     the new states. Raises UnsupportedModelError for a layer that returns anything else."""
-    # Otherwise Transformers rounds single tokens of Mamba-2 more often, and ignores the limits of their time steps.
+    # Single tokens of Mamba-2 are computed like several. Otherwise Transformers rounds them more often in 16 bits, and
+    # ignores the limits of their time steps.
     limits = getattr(module, "time_step_limit", None) or (0.0, inf)
     with functions_replaced(module, {_SINGLE_STEP: lambda update: partial(_exact_step, update, limits)}):
         out = type(module).forward(module, hidden_states=hidden_BTD, cache=carried)

@@ -34,7 +34,8 @@ class Scheduler:
     """
 
     def __init__(self, cache: KVCache, rows: Rows, options: EngineOptions, order: Order = by_priority):
-        """options: max_prefill_tokens (a number of tokens, not 0) and prefix_across_versions are used."""
+        """options: max_prefill_tokens (a number of tokens, not 0), prefix_across_versions, kv_on_swap and adapters are
+        used."""
         self._cache, self._rows, self._options, self._order = cache, rows, options, order
         self.admits = True
         self.namespaces = KVNamespaces(options)

@@ -121,8 +121,9 @@ def refuse_other_models(config: PretrainedConfig) -> None:
 
 
 def context_limit(config: PretrainedConfig, asked: int, *, sparse: bool = False) -> int:
-    """Return the maximum number of tokens of a sequence: the requested number (0: at most 4096), lowered with a warning
-    to the model's context. Raises UnsupportedModelError if `length_limit` is exceeded. sparse: as for that function."""
+    """Return the maximum number of tokens of a sequence: the requested number (0: at most 4096), within the model's
+    context and within `length_limit`. A request beyond the model's context is lowered with a warning, one beyond
+    `length_limit` raises UnsupportedModelError. sparse: as for `length_limit`."""
     known = next((int(found) for name in _CONTEXTS if (found := getattr(config, name, None))), None)
     limit = known or DEFAULT_MAX_CONTEXT
     length, cause = length_limit(config, sparse=sparse) or (limit, "")

@@ -176,7 +176,8 @@ class PublisherLease:
             logger.warning("no room for the publisher's token in %s: %s", lock, error)
 
     def take(self, sender: bytes, token: str) -> bytes | None:
-        """Give a publisher the lease. Return the previous holder if it lost it. Raises PublisherConflictError."""
+        """Give a publisher the lease. Return the previous holder if it lost it. Raises PublisherConflictError if
+        another publisher lives."""
         locked = not is_free(self._file)
         by_lock = locked and token != "" and token == os.pread(self._file, TOKEN_BYTES, 0).decode(errors="replace")
         if locked and not by_lock:
