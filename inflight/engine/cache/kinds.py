@@ -22,6 +22,15 @@ NEVER = 2**62
 """Stands for a number of tokens that is not reached."""
 
 
+class ForkedBlocks(NamedTuple):
+    """How a fork gets the blocks of one kind from its parent."""
+
+    shared: list[int]
+    """Blocks that both hold from now on."""
+    copied: int = NO_BLOCK
+    """A block of which the fork gets a copy, or NO_BLOCK."""
+
+
 @dataclass(frozen=True, slots=True)
 class Paged:
     """Keys and values in blocks of `block_size` tokens. The blocks contain the state after each earlier token."""
@@ -48,13 +57,13 @@ class Paged:
         # The next block leaves the window this many tokens later.
         return min(length, (self.num_unseen(computed) + 1) * self.block_size + self.window - 1)
 
-    def fork(self, blocks: list[int], computed: int, length: int) -> tuple[list[int], int] | None:
-        """Return the blocks that a fork shares from now on, and a block of which it gets a copy or NO_BLOCK. It starts
-        with `length` tokens of a sequence with `computed` tokens. None if these blocks no longer contain that state."""
+    def fork(self, blocks: list[int], computed: int, length: int) -> ForkedBlocks | None:
+        """Return the blocks of a fork that starts with `length` tokens of a sequence with `computed` tokens. None if
+        these blocks no longer contain the state after `length` tokens."""
         full, rest = divmod(length, self.block_size)
         if NO_BLOCK in blocks[self.num_unseen(length) : full + (rest > 0)]:
             return None
-        return blocks[:full], blocks[full] if rest else NO_BLOCK
+        return ForkedBlocks(blocks[:full], blocks[full] if rest else NO_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +83,9 @@ class PerRow:
     def room(self, count: int, computed: int) -> int:
         return NEVER
 
-    def fork(self, blocks: list[int], computed: int, length: int) -> tuple[list[int], int] | None:
+    def fork(self, blocks: list[int], computed: int, length: int) -> ForkedBlocks | None:
         # The next token of the parent overwrites the state, so two sequences can never share one.
-        return ([], blocks[0]) if length == computed else None
+        return ForkedBlocks([], blocks[0]) if length == computed else None
 
 
 StateKind = Paged | PerRow

@@ -140,17 +140,17 @@ class KVCache:
         forks = []
         for pool, blocks in zip(self._pools, parent.blocks, strict=True):
             fork = pool.kind.fork(blocks, parent.computed, length)
-            if fork is None or (fork[1] != NO_BLOCK and not pool.num_available):
+            if fork is None or (fork.copied != NO_BLOCK and not pool.num_available):
                 return False
             forks.append(fork)
-        for index, (pool, (shared, copied)) in enumerate(zip(self._pools, forks, strict=True)):
-            for block in shared:
+        for index, (pool, fork) in enumerate(zip(self._pools, forks, strict=True)):
+            for block in fork.shared:
                 if block != NO_BLOCK:
                     pool.hold(block)
-            child.blocks[index] = shared
-            if copied != NO_BLOCK:
-                shared.append(self.prefixes.take_block(pool))
-                self.copies.add(index, shared[-1], copied)
+            child.blocks[index] = fork.shared
+            if fork.copied != NO_BLOCK:
+                child.blocks[index].append(self.prefixes.take_block(pool))
+                self.copies.add(index, child.blocks[index][-1], fork.copied)
         child.namespace, child.oldest, child.computed = parent.namespace, parent.oldest, length
         return True
 

@@ -117,9 +117,10 @@ def _query_scale(attention: Any) -> Callable[[torch.Tensor, torch.Tensor], torch
     beta = rope.get("llama_4_scaling_beta") if isinstance(rope, dict) else None
     if not beta:
         return None
+    period = rope["original_max_position_embeddings"]
 
     def scale(query_THD: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        factors = 1 + beta * torch.log(1 + torch.floor(positions_T / rope["original_max_position_embeddings"]))
+        factors = 1 + beta * torch.log(1 + torch.floor(positions_T / period))
         return query_THD * factors[:, None, None].to(query_THD.dtype)
 
     return scale

@@ -58,8 +58,12 @@ class ModelRunner:
         if adapters is not None:
             adapters.num_tokens = length
         logits = check_weights(self._modules[0], batch, memory)
-        self.unfused_reason = self._choose_code(batch, logits, unfused_reason)
+        self.unfused_reason = unfused_reason or why_unfused(lambda: self._fuse(batch, logits))
         """Reason why the model runs with Transformers' own code. None if it runs fused."""
+        if self.unfused_reason is not None:
+            logger.info("the model runs as Transformers runs it: %s", self.unfused_reason)
+            if options.fused:
+                self._use_kernels(batch, logits)
         if adapters is not None and memory.device.type == "cuda":
             self._warm_up_adapters()
         self._wants_graphs = options.cuda_graphs
@@ -163,17 +167,18 @@ class ModelRunner:
     def _batch(self, schedule: Schedule, first: int, rows: np.ndarray) -> ForwardBatch:
         batch_rows, begins, counts = (column[first:] for column in (schedule.rows, schedule.begins, schedule.counts))
         single = schedule.num_single - first
-        positions, owners = (places_of(begins, counts), counts) if schedule.prompts else (begins, None)
-        places = Places.of(
-            self._rows.tables, self._memory.block_size, batch_rows, positions, begins + counts, counts=owners
-        )
+        tables, block_size = self._rows.tables, self._memory.block_size
+        if schedule.prompts:
+            places = Places.of(tables, block_size, batch_rows, places_of(begins, counts), begins + counts, counts)
+        else:
+            places = Places.of(tables, block_size, batch_rows, begins, begins + 1)
         token_ids = np.zeros(len(places.positions), np.int64)  # the last tokens of sequences are on the device
         _copy_prompts(schedule, token_ids[single:])
         starts = np.zeros(len(counts) + 1, np.int32)
         np.add.accumulate(counts, out=starts[1:])
         device = self._memory.device
         ids, positions_T, rows_M, single_rows, *cache_index = together_to_device(
-            [token_ids, positions, rows, batch_rows[:single], *places.cache_index], device
+            [token_ids, places.positions, rows, batch_rows[:single], *places.cache_index], device
         )
         has_states = bool(self._memory.states)
         states = to_device(torch.from_numpy(self._rows.states[batch_rows]), device) if has_states else None
@@ -205,30 +210,23 @@ class ModelRunner:
         self._run(batch, 0)
 
     @torch.inference_mode()
-    def _choose_code(self, batch: ForwardBatch, theirs: torch.Tensor, unfused_reason: str | None) -> str | None:
-        """Use fused decoders, or else our kernels in the model's parts, if the logits of a batch agree with `theirs`
-        over these weights, in this dtype and on this device. `agreement.py` compared the decoders closely before.
-        Return the reason if the model is not fused."""
+    def _fuse(self, batch: ForwardBatch, theirs: torch.Tensor) -> bool:
+        """Use fused decoders if they compute the same logits as the model over these weights, in this dtype and on this
+        device. `agreement.py` compared their parts closely before."""
+        decoders = [FusedDecoder(module, self._memory, self._options.max_context) for module in self._modules]
+        self._memory.begin(batch)
+        agree = agrees_with(decoders[0](batch), theirs, self._modules[0].dtype)
+        self._decoders = decoders if agree else []
+        return agree
 
-        def agrees() -> bool:
-            return agrees_with(self._run(batch, 0), theirs, self._modules[0].dtype)
-
-        def fused_agrees() -> bool:
-            self._decoders = [FusedDecoder(each, self._memory, self._options.max_context) for each in self._modules]
-            return agrees()
-
-        reason = unfused_reason or why_unfused(fused_agrees)
-        if reason is None:
-            return None
-        self._decoders = []
-        logger.info("the model runs as Transformers runs it: %s", reason)
-        if self._options.fused:
-            restores = [use_kernels(module) for module in self._modules]
-            if not agrees():
-                logger.warning("the model runs without our kernels, since its logits would differ with them")
-                for restore in restores:
-                    restore()
-        return reason
+    @torch.inference_mode()
+    def _use_kernels(self, batch: ForwardBatch, theirs: torch.Tensor) -> None:
+        """Let the parts of an unfused model use our kernels. Undo it if the logits differ from `theirs`."""
+        restores = [use_kernels(module) for module in self._modules]
+        if not agrees_with(self._run(batch, 0), theirs, self._modules[0].dtype):
+            logger.warning("the model runs without our kernels, since its logits would differ with them")
+            for restore in restores:
+                restore()
 
 
 def _fits_graph(schedule: Schedule, weights_as_tokens: int) -> bool:
