@@ -305,9 +305,10 @@ class _Trainer:
         if present.batches and probe is not None and step % config.probe_every == 0:
             with bf16_on_gpu(self.learner.model, config.autocast):
                 causes = probe.causes(present.batches[0])
+        demonstrations = self.learner.next_demonstrations()
         if self.ranks is not None:
             self.ranks.send("step")
-        update, staleness = self.learner.step(), None
+        update, staleness = self.learner.step(demonstrations), None
         self.num_skipped += update.num_skipped
         if present.batches:
             staleness = measure_consumed(meter, *present.batches)

@@ -113,10 +113,16 @@ class Learner:
         for part in parts:
             self._add(part, weight)
 
-    def step(self) -> Update:
-        """Take the optimizer steps of the parts, and a step of the learning rate if one of them was taken. A step of
-        which a loss or the gradient is not finite is not taken. Without a batch, nothing changes."""
-        demonstrations = None if self.demonstrations is None else next(self.demonstrations)
+    def next_demonstrations(self) -> PackedBatch | None:
+        """Return the demonstrations of the next step, if steps have some. Raises InflightError after the last. Rank 0
+        calls this before the other ranks begin the step: they wait in its collective calls, and do not receive errors
+        there."""
+        return None if self.demonstrations is None else next(self.demonstrations)
+
+    def step(self, demonstrations: PackedBatch | None = None) -> Update:
+        """Take the optimizer steps of the parts and of `next_demonstrations`, and a step of the learning rate if one of
+        them was taken. A step of which a loss or the gradient is not finite is not taken. Without a batch, nothing
+        changes."""
         update = self._take(demonstrations) if self.has_batch else Update()
         if self.has_batch and self.lr_scheduler is not None and update.num_skipped < self.config.updates_per_batch:
             self.lr_scheduler.step()

@@ -91,7 +91,12 @@ class Rank:
             "sharded probe": error_of(lambda: Run(**self.handles(), model=wrapped(Bigram(), "fsdp2"), probe_every=1)),
             "spread": error_of(lambda: Run(**self.handles(), model=spread(Bigram()))),
             "score": error_of(lambda: Run(**self.handles(), score=_fail)),
+            "demonstrations": error_of(lambda: Run(**self.handles(), demonstrations=self.demonstrations())),
         }
+
+    def demonstrations(self) -> list[Any]:
+        """Demonstrations, of which rank 0 has none for the second step."""
+        return rank_cases.demonstrations()[: 1 if self.rank == 0 else None]
 
 
 def _fail(rollout: Any) -> float:

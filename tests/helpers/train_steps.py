@@ -20,7 +20,6 @@ def train_step(
     **options: Any,
 ) -> Update:
     """Take the optimizer steps on a batch. options: fields of `Learner`."""
-    given = None if demonstrations is None else iter([demonstrations])
-    learner = Learner(model, optimizer, config, demonstrations=given, **options)
+    learner = Learner(model, optimizer, config, **options)
     learner.add(batch)
-    return learner.step()
+    return learner.step(demonstrations)

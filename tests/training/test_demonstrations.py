@@ -51,10 +51,9 @@ def change(config, pairs, parts=(1.0,), model=None):
     model = (model or make_model("qwen3")).double()
     before = [p.detach().clone() for p in model.parameters()]
     learner = Learner(model, torch.optim.SGD(model.parameters(), lr=1.0), config)
-    learner.demonstrations = iter([inflight.pack_demonstrations(pairs)]) if pairs else None
     for place, share in enumerate(parts):
         learner.add(batch_of(place), share=share)
-    update = learner.step()
+    update = learner.step(inflight.pack_demonstrations(pairs) if pairs else None)
     return [was - p.detach() for was, p in zip(before, model.parameters(), strict=True)], update
 
 

@@ -72,7 +72,7 @@ class Follower:
             case "count":
                 self.learner.count(decode_totals(data))
             case "step":
-                self.learner.step()
+                self.learner.step(self.learner.next_demonstrations())
                 self.learner.publish(self.publisher)
             case _:
                 raise InflightError(
