@@ -134,6 +134,11 @@ def test_grpo_takes_one_list_for_each_step_and_continues_where_a_run_was_saved(b
     assert report.nll == pytest.approx(bigram_nll(demonstrations()[2]))
 
 
+def test_demonstrations_can_be_an_iterator(bigram):
+    packed = inflight.pack_demonstrations(zip([[1, 2, 3], [6]], [[4, 5], [7]], strict=True))
+    assert packed.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_demonstrations_that_end_or_are_empty_are_errors(bigram):
     with pytest.raises(InflightError, match="the demonstrations have ended before the run"):
         Run(model=Bigram(), demonstrations=demonstrations()[:2])

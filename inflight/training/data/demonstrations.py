@@ -1,6 +1,6 @@
 """Given answers, whose likelihood a step increases next to the policy gradient."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,10 +14,11 @@ Demonstration = tuple[ArrayLike, ArrayLike]
 
 
 @named()
-def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
+def pack_demonstrations(demonstrations: Iterable[Demonstration]) -> PackedBatch:
     """Pack demonstrations: `policy_loss(model, batch, objective="none")` is the negative log-likelihood of the answers,
     with every token of an answer in the loss, averaged by the objective's aggregation. Each is one group.
     Raises ValueError for no demonstrations, and for an empty prompt or answer."""
+    demonstrations = list(demonstrations)
     for place, (_, answer) in enumerate(demonstrations):
         if not len(np.asarray(answer)):
             raise ValueError(
@@ -27,7 +28,7 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
     return pack(rollouts, [1.0] * len(rollouts))  # The gradient of −A · log π with A = 1.
 
 
-def packed_by_step(of_steps: Iterable[Sequence[Demonstration]]) -> Iterator[PackedBatch]:
+def packed_by_step(of_steps: Iterable[Iterable[Demonstration]]) -> Iterator[PackedBatch]:
     """Yield the demonstrations of each step. Raises InflightError after the last."""
     yield from map(pack_demonstrations, of_steps)
     raise InflightError(
