@@ -59,14 +59,14 @@ def soft(function: F) -> F:
 
 def needs_entropies(function: F) -> F:
     """Declare that a function reads `DrawnTokens.entropies`, so that the loss computes them."""
-    vars(function)["needs_entropies"] = True
+    setattr(function, needs_entropies.__name__, True)
     return function
 
 
 def ranks_tokens(function: F) -> F:
     """Declare that the result of a function for a token depends on tokens of other sequences, by ranks or by means.
     `grpo` then refuses several ranks and `train_as_they_finish`. Micro-batches are ranked separately."""
-    vars(function)["ranks_tokens"] = True
+    setattr(function, ranks_tokens.__name__, True)
     return function
 
 

@@ -15,7 +15,7 @@ from train_steps import train_step
 from inflight.training.grpo import GRPOConfig
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective import loss as loss_module
-from inflight.training.objective.bounds import bounded, needs_entropies, open_form, unbounded
+from inflight.training.objective.bounds import bounded, declares, needs_entropies, open_form, ranks_tokens, unbounded
 from inflight.training.objective.corrections import token_truncate, uncorrected
 from inflight.training.objective.loss import loss_of_scores, policy_loss
 from inflight.training.objective.objective import PRESETS, Objective, resolve
@@ -176,6 +176,22 @@ def test_entropies_are_computed_if_a_part_declares_that_it_needs_them(monkeypatc
     assert asked == [True, False]
     with pytest.raises(ValueError, match="entropy=True"):
         loss_of_scores(objective, batch, score_tokens(model, batch))
+
+
+class Slotted:
+    __slots__ = ("needs_entropies", "ranks_tokens")
+
+    def __call__(self, tokens):
+        return tokens.log_weights
+
+
+@pytest.mark.parametrize("declaration", [needs_entropies, ranks_tokens])
+def test_objects_and_classes_can_be_declared_and_bound_methods_cannot(declaration):
+    assert declares(declaration(Slotted()), declaration)
+    assert declares(declaration(type("Derived", (Slotted,), {})), declaration)
+    with pytest.raises(AttributeError):
+        declaration(Truncate().open_form)
+    assert not declares(Truncate.open_form, declaration)
 
 
 # Bounds that a function declares
