@@ -11,6 +11,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -140,7 +141,7 @@ class TeacherScorer(GroupScorer):
         """teacher: a `Teacher`, or its source. score: None: the reward is 0, and the reward of an episode is its own.
         top_k: the `teacher_top_k` of the objective."""
         self._teacher, self._top_k = teacher if isinstance(teacher, Teacher) else Teacher(teacher), top_k
-        self._score = score if isinstance(score, GroupScorer) else Scorer(score or no_reward)
+        self._score = score if isinstance(score, GroupScorer) else Scorer(no_reward if score is None else score)
         self._owns_score = self._score is not score
         self.scores_cancelled = self._score.scores_cancelled
         self._calls = Scorer(
@@ -162,11 +163,11 @@ class TeacherScorer(GroupScorer):
     def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
         scored = self._calls.start(group, prepare=prepare)
         plain = [rollout for rollout in group if not rollout.is_of_episode]
-        rewards = self._score.start(plain, prepare=prepare)
+        rewards = [self._score.start(plain, prepare=prepare)] if plain else []
 
         async def both() -> list[Reward]:
-            of_teacher, of_plain = await asyncio.gather(asyncio.wrap_future(scored), asyncio.wrap_future(rewards))
-            own = iter(of_plain)
+            of_teacher, *of_plain = await asyncio.gather(*map(asyncio.wrap_future, [scored, *rewards]))
+            own = chain(*of_plain)
             given = [(rollout.reward or 0.0) if rollout.is_of_episode else next(own) for rollout in group]
             return [None if ok is None else reward for ok, reward in zip(of_teacher, given, strict=True)]
 

@@ -21,6 +21,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.training.data import teacher_scoring
 from inflight.training.data.batch import pack
 from inflight.training.data.rewards import Rewards
+from inflight.training.data.scoring import GroupScorer
 from inflight.training.data.teacher_scoring import Teacher, TeacherScorer, TeacherScores
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.objective.distillation import LOGPROBS, TOP_IDS, TOP_LOGPROBS
@@ -215,6 +216,30 @@ def test_episodes_keep_their_rewards():
     assert all(map(scorer.wants, rollouts))
     assert rewards_of(scorer, rollouts) == [0.25, 0.0]
     assert all(LOGPROBS in rollout.columns for rollout in rollouts)
+
+
+class Nines(list):
+    """A score function that is false, since it is an empty list."""
+
+    def __call__(self, rollout):
+        return 9.0
+
+
+class OwnScorer(GroupScorer):
+    def start(self, group, *, prepare=lambda group: None):
+        raise AssertionError("a group of episodes has rewards")
+
+    def close(self):
+        pass
+
+
+def test_a_score_is_not_called_for_a_group_of_episodes_and_can_be_a_false_object():
+    rollouts = plain_rollouts(2)
+    teacher = lambda given, k: [TeacherScores(-1.0 * r.token_ids) for r in given]  # noqa: E731
+    assert rewards_of(TeacherScorer(teacher, Nines()), rollouts) == [9.0, 9.0]
+    for rollout in rollouts:
+        rollout.turns, rollout.reward = (Turn(0, len(rollout.token_ids), True, began_ns=1),), 0.25
+    assert rewards_of(TeacherScorer(teacher, OwnScorer()), rollouts) == [0.25, 0.25]
 
 
 def test_rewards_of_turns_that_the_score_sets_are_the_rewards_without_a_teacher():
