@@ -127,7 +127,8 @@ def of_rewards(function: RewardAdvantages) -> Advantages:
 
 @named()
 def turn_advantages(advantages: str | RewardAdvantages = "rloo", *, discount: float = 1.0) -> Advantages:
-    """Return a function for `advantages=` that compares the turns of episodes. discount: γ.
+    """Return a function for `advantages=` that compares the turns of episodes. advantages: a name in `ADVANTAGES`,
+    "module:name", or a function of rewards. discount: γ.
 
     The rewards r_j belong to the drawn turns of an episode, in the order in which they were requested; None is 0. A
     rollout without turns is one turn with its reward. The return of turn k is G_k = Σ_{j ≥ k} γ^(j − k) r_j. All tokens
@@ -138,7 +139,7 @@ def turn_advantages(advantages: str | RewardAdvantages = "rloo", *, discount: fl
     of its group reaches is compared with the mean of the other samples' returns from the last turn that each has. That
     mean does not depend on the turn's tokens either. Other advantages relative to the group give 0 to such a turn
     (docs/training.md#advantages has the bias).
-    Raises ValueError for an unknown name. The function raises the errors of the advantages.
+    Raises ValueError for another name. The function raises the errors of the advantages.
     """
     function = resolve_by_name(advantages, ADVANTAGES, "advantages")
     is_unbiased = advantages == "rloo" or function is rloo_advantages
@@ -270,11 +271,12 @@ def _spared(samples: Sequence[Sequence[Rollout]]) -> list[float]:
 
 @named()
 def policy_advantages(advantages: str | RewardAdvantages = "rloo") -> Advantages:
-    """Return a function for `advantages=` for episodes of several policies, each an adapter.
+    """Return a function for `advantages=` for episodes of several policies, each an adapter. advantages: a name in
+    `ADVANTAGES`, "module:name", or a function of rewards.
 
     The reward of a policy in an episode is the sum of the rewards of its own turns. It is compared with the rewards of
     the same policy in the other samples of the group. All tokens of the policy get the advantage. Raises ValueError for
-    an unknown name.
+    another name.
     """
     function = resolve_by_name(advantages, ADVANTAGES, "advantages")
 

@@ -114,6 +114,7 @@ def test_unknown_names_are_refused():
         resolve_advantages("ppo")
     with pytest.raises(ValueError, match="unknown advantages 'ppo'"):
         turn_advantages("ppo")
+    assert callable(turn_advantages("inflight.training.data.advantages:rloo_advantages"))
     own = of_rewards(group_advantages)
     assert resolve_advantages(own) is own
 
