@@ -220,13 +220,9 @@ class StalenessMeter:
         adapters: object[n], the adapter that drew each token, or None; None: no adapter drew any."""
         own_ns, newer_ns = np.zeros_like(sampled_at_ns), np.zeros_like(sampled_at_ns)
         with self._lock:
-            oldest, *later = self._published  # The oldest remembered version counts for every adapter.
             names = {None} if adapters is None or not self._changes else set(adapters)
-            clocks = {
-                name: [oldest, *((v, ns) for v, ns in later if name in self._changes.get(v, {name}))] for name in names
-            }
-        for adapter, clock in clocks.items():
-            versions, published = np.array(clock).T
+            clocks = {name: self._clock(name) for name in names}
+        for adapter, (versions, published) in clocks.items():
             of_it = adapters == adapter if len(clocks) > 1 else slice(None)
             own = np.maximum(np.searchsorted(versions, weight_versions[of_it], side="right") - 1, 0)
             newer = np.minimum(own + 1, len(versions) - 1)
@@ -247,6 +243,12 @@ class StalenessMeter:
             every = np.ones(len(weight_versions), bool)
             listener.consumed(weight_versions, staleness, every if in_loss is None else in_loss)
         return staleness
+
+    def _clock(self, adapter: str | None) -> np.ndarray:
+        """Return the versions that changed an adapter, and their times, i64[2, k]. The oldest remembered version is one
+        of them."""
+        oldest, *later = self._published
+        return np.array([oldest, *((v, ns) for v, ns in later if adapter in self._changes.get(v, {adapter}))]).T
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Return {name: {p50, p90, p99}} over all consumed tokens and all swaps; version_lag as {p50, max}."""
