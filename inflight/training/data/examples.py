@@ -108,12 +108,13 @@ class Examples:
         if self._observe is not None:
             self._observe(group)
 
-    def submitted(self, num_submitted: int, in_flight: list[int]) -> Submitted:
-        """Return the record from which another run continues, JSON-like if the examples are."""
+    def submitted(self, num_submitted: int, in_flight: list[int], unsubmitted: list[Any]) -> Submitted:
+        """Return the record from which another run continues, JSON-like if the examples are. unsubmitted: a copy of the
+        buffer."""
         if self._observe is None or not hasattr(self._source, "state_dict"):
             return Submitted(num_submitted, in_flight)
         state = cast(Any, self._source).state_dict()
-        return Submitted(num_submitted, in_flight, state, [_plain(example) for example in self.buffer])
+        return Submitted(num_submitted, in_flight, state, [_plain(example) for example in unsubmitted])
 
 
 class FittingExamples:

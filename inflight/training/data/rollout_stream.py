@@ -5,7 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing
 from math import ceil
 from typing import Any, Literal, Protocol
 
@@ -221,18 +221,19 @@ class RolloutStream:
         """
         if score is None and prompts is not None and episodes is None:
             raise ValueError("prompts need a score; only episodes have rewards: give score=…, or episodes=…")
-        submitter, in_background = None, nullcontext()
-        if prompts is not None:
-            submitter = self._submitter(prompts, params, rollouts, ahead, episodes or self.engine)
-            in_background = submitter.in_background()
-        whole = self._whole_batches(rollouts, score, staleness, advantages, submitter)
+        submitter = (
+            None if prompts is None else self._submitter(prompts, params, rollouts, ahead, episodes or self.engine)
+        )
         try:
-            with closing(whole), in_background:
+            with (
+                ExitStack() as background,
+                closing(self._whole_batches(rollouts, score, staleness, advantages, submitter, background)) as whole,
+            ):
                 for batch in whole if self.sharing is None else self.sharing.shares(whole, self):
                     batch.observers = self.observers
                     yield batch
         finally:
-            unsubmitted = [] if submitter is None else list(submitter.examples.buffer)
+            unsubmitted = [] if submitter is None else submitter.unsubmitted
             if unsubmitted and isinstance(prompts, Iterator):  # Other iterables begin again in the next call.
                 self._unsubmitted[id(prompts)] = prompts, unsubmitted
 
@@ -243,12 +244,17 @@ class RolloutStream:
         staleness: Sequence[StalenessRule],
         advantages: str | Advantages,
         submitter: Submitter | None,
+        background: ExitStack,
     ) -> "Generator[PackedBatch, None, None]":
+        """Yield the batches of all ranks. background: holds `submitter.in_background()` once the arguments are checked
+        and groups are scored."""
         if rollouts < 1:
             raise ValueError(f"rollouts must be at least 1, got {rollouts}")
         check_rules(staleness)
         resolve_advantages(advantages)
         scorer = None if score is None else self.scoring.score_with(score)
+        if submitter is not None:
+            background.enter_context(submitter.in_background())
         more, num_batches, num_greedy, left_out = True, 0, 0, Dropped()
         while more:
             taken: list[GroupRecord] = []

@@ -64,8 +64,8 @@ class Submitter:
         self._taken_early: set[int] = set()
         """Groups that were taken before their submission returned."""
         self._changed = threading.Condition()
-        """Guards the controller, `in_flight` and the buffer of examples. Held briefly, and never while prompts are
-        submitted."""
+        """Guards the controller, `in_flight` and the buffer of examples, except that the trainer's thread appends to
+        the buffer without it. Held briefly, and never while prompts are submitted or the state of examples is read."""
         self._submitting = threading.Lock()
         """Held while prompts are submitted, so that they are submitted in order. Taken before `_changed`."""
         self._stopped, self._is_paused = True, False
@@ -168,7 +168,14 @@ class Submitter:
     def submitted(self) -> Submitted:
         """The record from which another submitter continues."""
         with self._changed:
-            return self.examples.submitted(self.num_submitted, sorted(self.in_flight))
+            num_submitted, in_flight, unsubmitted = self.num_submitted, sorted(self.in_flight), self.unsubmitted
+        return self.examples.submitted(num_submitted, in_flight, unsubmitted)
+
+    @property
+    def unsubmitted(self) -> list[Any]:
+        """Examples that were read and not submitted."""
+        with self._changed:
+            return list(self.examples.buffer)
 
     @contextmanager
     def in_background(self) -> Iterator[None]:

@@ -2,12 +2,13 @@
 
 import threading
 import time
+from contextlib import nullcontext
 from itertools import chain, count
 
 import pytest
 import torch
 from tiny_models import make_model
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 import inflight
 from inflight.core.errors import InvalidRequestError, ScoreError
@@ -194,6 +195,47 @@ def test_a_paused_submitter_submits_nothing(engine):
             assert submitter.num_submitted == 4
         assert wait_for(8) == 8
     engine.stream.ledger.drop(engine.stream.outstanding)
+
+
+def test_the_state_of_examples_is_read_without_the_lock_and_the_buffer_with_it(engine):
+    class Stateful(list):
+        def observe(self, group): ...
+
+        def state_dict(self):
+            thread = threading.Thread(target=submitter.begin)
+            thread.start()
+            thread.join(20)
+            return {"free": not thread.is_alive()}
+
+    submitter, found = Submitter(engine, Stateful([[1, 3]]), SAMPLING, 4, ahead=1), []
+    submitter.examples.read(1)
+    record = submitter.submitted
+    assert record.examples == {"free": True}
+    assert record.unsubmitted == [Example([1, 3], {})]
+    thread = threading.Thread(target=lambda: found.append(submitter.unsubmitted))
+    with submitter._changed:
+        thread.start()
+        thread.join(0.2)
+        assert not found
+    thread.join(PATIENCE_S)
+    assert found == [[[1, 3]]]
+
+
+def test_prompts_start_in_the_background_once_arguments_are_checked_and_groups_are_scored(engine, monkeypatch):
+    score_with, begun = engine.stream.scoring.score_with, []
+    monkeypatch.setattr(engine.stream.scoring, "score_with", lambda score: begun.append("score") or score_with(score))
+    monkeypatch.setattr(Submitter, "in_background", lambda submitter: begun.append("background") or nullcontext())
+
+    def batches(**options):
+        return engine.stream.batches(score=score, prompts=[[1, 3]], params=SAMPLING, **options)
+
+    with pytest.raises(ValueError, match="unknown advantages"):
+        next(batches(rollouts=2, advantages="none"))
+    with pytest.raises(ValueError, match="rollouts must be at least 1"):
+        next(batches(rollouts=0))
+    assert begun == []
+    assert len(list(batches(rollouts=2))) == 1
+    assert begun == ["score", "background"]
 
 
 @pytest.mark.parametrize("ahead", ["auto", 1])
