@@ -62,5 +62,10 @@ class Policies:
         """Assert that each token is of its version, and that this can be seen."""
         assert {rollout.adapter for rollout in rollouts} == set(NAMES)
         for rollout in rollouts:
-            assert self.errors(rollout).max() < 1e-3
+            errors = self.errors(rollout)
+            worst = int(errors.argmax())
+            assert errors[worst] < 1e-3, (
+                f"{rollout.adapter}: token {worst} of {len(errors)} is off by {errors[worst]} under version "
+                f"{rollout.weight_versions[rollout.drawn][worst]}; {(errors >= 1e-3).sum()} are off by 0.001 or more"
+            )
             assert np.median(self.errors(rollout, wrong=True)) > 0.01
