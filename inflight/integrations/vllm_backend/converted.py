@@ -88,7 +88,7 @@ class ConvertedLayer:
         for name in {*twin._parameters, *twin._buffers} - self._restored.keys():
             delattr(twin, name)
         for name, values in loaded.items():
-            # vLLM's parameters have classes and attributes of their own.
+            # vLLM's parameters have special classes and attributes.
             tensor: Any = values.detach()
             tensor.__class__, tensor.__dict__ = self._restored[name].__class__, vars(self._restored[name]).copy()
             twin._parameters.pop(name, None)
