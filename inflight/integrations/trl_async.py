@@ -227,7 +227,7 @@ class EngineWorker:
 
 
 def _metrics(group: list[Rollout]) -> dict[str, Any]:
-    """Return metrics of a group, as sums and counts if TRL averages them."""
+    """Return metrics of a group. A metric that TRL averages is a sum and a count."""
     lengths = [len(rollout.token_ids) for rollout in group]
     clipped = sum(rollout.finish_reason == "length" for rollout in group)
     mixed = sum(len(set(rollout.weight_versions.tolist())) > 1 for rollout in group)

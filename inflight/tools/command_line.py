@@ -31,7 +31,7 @@ from inflight.core.option import DeviceName, OnCommandLine, docs_of, option
 
 
 def plain_console(**options: Any) -> Console:
-    """Return a console that prints text as it is: without markup, highlights and line breaks of its own."""
+    """Return a console that prints text as it is: without markup, highlights and additional line breaks."""
     return Console(markup=False, highlight=False, soft_wrap=True, **options)
 
 

@@ -1,8 +1,10 @@
 """Turns of an episode with given texts."""
 
+from dataclasses import replace
+
 import numpy as np
 
-import inflight
+from inflight.training.data.batch import given_rollout
 
 CALL = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b":2}}\n</tool_call><|im_end|>'
 
@@ -14,20 +16,8 @@ def scripted(tokenizer, *texts):
     def of(draw):
         async def say(token_ids, params, place, *others):
             ids = np.array(tokenizer(next(left))["input_ids"], np.int32)
-            zeros = np.zeros(len(ids), np.int64)
-            return inflight.Rollout(
-                request_id=0,
-                group_id=place.group_id,
-                sample=place.sample,
-                params=params,
-                metadata={},
-                prompt_token_ids=np.array(token_ids, np.int32),
-                token_ids=ids,
-                logprobs=zeros.astype(np.float32),
-                weight_versions=zeros,
-                sampled_at_ns=zeros,
-                finish_reason="stop",
-            )
+            rollout = given_rollout(token_ids, ids, request_id=0, group_id=place.group_id, sample=place.sample)
+            return replace(rollout, params=params)
 
         return say
 

@@ -62,7 +62,8 @@ class PassThreads:
 
     @classmethod
     def of_process(cls, device: torch.device) -> "PassThreads | None":
-        """Return one for this process. None if passes do not spin: on a GPU, with one thread, or by the environment."""
+        """Return one for this process. None if threads do not spin: on a GPU, with one thread, or if OMP_WAIT_POLICY or
+        GOMP_SPINCOUNT forbids it."""
         most, policy = torch.get_num_threads(), os.environ.get("OMP_WAIT_POLICY", "")
         spins = policy.lower() != "passive" and not os.environ.get("GOMP_SPINCOUNT")
         return cls(most) if device.type == "cpu" and most > 1 and spins else None

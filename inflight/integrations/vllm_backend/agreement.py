@@ -132,7 +132,7 @@ class _Reference:
 
     @torch.inference_mode()
     def report(self, draw: DrawTokens, prompts: list[list[int]]) -> None:
-        """Log the difference between vLLM's log-probabilities and those of the weights before quantisation."""
+        """Log how far vLLM's log-probabilities are from a model whose weights are not quantised."""
         drawn, own = self._both(draw, prompts)
         if own is not None:
             # The first column holds the drawn tokens.

@@ -29,8 +29,8 @@ class BucketedMeans:
         self._num_values = 0
 
     def add(self, number: int, value: float, *, most: float = inf) -> None:
-        """Add a value that was measured at a number of at least 1. most: bound of the value, in units of a known
-        mean."""
+        """Add a measured value. number: the number at which it was measured, at least 1. most: larger values are cut to
+        this multiple of the mean, once the mean is known."""
         self._num_values += 1
         mean = self._means.setdefault(_bucket_of(number), _Mean())
         if mean.added_at <= self._num_values - self._remembered:

@@ -59,7 +59,8 @@ class GroupScoring:
         """Scorings that have not ended."""
 
     def score_with(self, score: Score | GroupScorer) -> GroupScorer:
-        """Score groups with this as they finish, and again those that another scorer is scoring. Returns the scorer."""
+        """Score groups with this as they finish. Groups that another scorer is scoring are scored again. Returns the
+        scorer."""
         with self._lock:
             if isinstance(score, GroupScorer):
                 scorer = score
