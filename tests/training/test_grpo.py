@@ -28,7 +28,12 @@ from inflight.training.schedules import Example, Schedule
 SAMPLING = inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True)
 
 
-def run(engine, model, optimizer, *, steps=4, score=None, on_step=None, reference=None, **settings):
+def different(rollout):
+    """A reward that no group of four has in all its samples: a step of equal rewards alone has no gradient."""
+    return float(rollout.token_ids.sum() % 3 + rollout.sample)
+
+
+def run(engine, model, optimizer, *, steps=4, score=different, on_step=None, reference=None, **settings):
     """Reports of a run, and the versions that the engine drew with after each step."""
     config = GRPOConfig(steps=steps, groups_per_step=2, sampling=SAMPLING, schedule="sync", **settings)
     examples = (Example([index % VOCABULARY, 3], {}) for index in count())
@@ -41,7 +46,7 @@ def run(engine, model, optimizer, *, steps=4, score=None, on_step=None, referenc
             model,
             optimizer,
             examples,
-            score or (lambda rollout: float(rollout.token_ids.sum() % 3)),
+            score,
             config,
             reference=reference,
         )
@@ -255,7 +260,7 @@ def test_a_kl_in_the_reward_changes_what_is_learned_and_not_the_rewards_that_are
     by_hand = copy.deepcopy(model)
     settings = {"reward_kl_weight": 0.2, "reference": reference, "advantages": "rloo", "max_grad_norm": 0.0}
     [report] = run(engine, model, torch.optim.SGD(model.parameters(), lr=0.01), steps=1, **settings)
-    assert [r.reward for r in report.rollouts] == [float(r.token_ids.sum() % 3) for r in report.rollouts]
+    assert [rollout.reward for rollout in report.rollouts] == [different(rollout) for rollout in report.rollouts]
     with torch.no_grad():
         columns = [token_logprobs(reference, pack([rollout], [0.0])).numpy() for rollout in report.rollouts]
     kls = [float((r.logprobs - theirs).sum()) for r, theirs in zip(report.rollouts, columns, strict=True)]
@@ -436,7 +441,7 @@ def test_a_schedule_that_ends_first_is_the_reason(engine, caplog):
     ]
 
 
-def run_over(engine, config, num_examples, score=lambda rollout: float(rollout.token_ids.sum() % 3)):
+def run_over(engine, config, num_examples, score=different):
     """Reports of a run over this number of prompts."""
     model = make_model("qwen3")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
