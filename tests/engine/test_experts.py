@@ -43,20 +43,22 @@ def experts_of(kind: str) -> Any:
 
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("kind", ["gated", "without gate"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "gates"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ids=["fp32", "bf16", "bf16 with gates in fp32"],
+)
 @torch.no_grad()
-def test_they_equal_the_loop(dtype, kind, spread):
+def test_they_equal_the_loop(dtype, gates, kind, spread):
     index = SPREADS[spread]
     module, x = experts_of(kind), torch.randn(len(index), HIDDEN)
-    weights = torch.rand(index.shape)
+    weights = torch.rand(index.shape).to(gates)
     for one in (module, other := experts_of(kind).double()):
         one.config._experts_implementation = "eager"
-    exact = other(x.to(dtype).double(), index, weights.to(dtype).double())
-    if dtype == torch.bfloat16:
-        module.to(dtype)
-        other.load_state_dict(module.state_dict())
-        exact = other(x.to(dtype).double(), index, weights.to(dtype).double())
-    given = (x.to(dtype), index, weights.to(dtype))
+    module.to(dtype)
+    other.load_state_dict(module.state_dict())
+    exact = other(x.to(dtype).double(), index, weights.double())
+    given = (x.to(dtype), index, weights)
     theirs = module(*given)
     module.config._experts_implementation = EXPERTS_NAME
     ours = module(*given)

@@ -8,6 +8,7 @@ that have tokens, as they are in a slot.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from inflight_kernels import grouped_linear
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
@@ -23,14 +24,16 @@ def compute_experts(
     if hidden_states.device.type != "cpu" or unknown:
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     experts, order = top_k_index.flatten().sort()
-    x = hidden_states[order // top_k_index.shape[1]]
+    x = hidden_states.index_select(0, order // top_k_index.shape[1])
     if module.has_gate:
         x = module._apply_gate(grouped_linear(x, module.gate_up_proj, experts))
     else:
         x = module.act_fn(grouped_linear(x, module.up_proj, experts))
     x = grouped_linear(x, module.down_proj, experts)
-    out = torch.empty_like(x).index_copy_(0, order, x).view(*top_k_index.shape, -1)
-    return (out * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).view(top_k_index.shape)
+    dtype = torch.result_type(x, top_k_weights)
+    out = F.embedding_bag(rows, x.to(dtype), per_sample_weights=top_k_weights.to(dtype), mode="sum")
+    return out.to(hidden_states.dtype)
 
 
 ExpertsInterface.register(EXPERTS_NAME, compute_experts)
