@@ -5,7 +5,7 @@ For the tokens of an adapter, only versions that changed this adapter count, and
 
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from types import MappingProxyType
@@ -221,7 +221,7 @@ class StalenessMeter:
         own_ns, newer_ns = np.zeros_like(sampled_at_ns), np.zeros_like(sampled_at_ns)
         with self._lock:
             names = {None} if adapters is None or not self._changes else set(adapters)
-            clocks = {name: self._clock(name) for name in names}
+            clocks = {name: _clock(self._published, self._changes, name) for name in names}
         for adapter, (versions, published) in clocks.items():
             of_it = adapters == adapter if len(clocks) > 1 else slice(None)
             own = np.maximum(np.searchsorted(versions, weight_versions[of_it], side="right") - 1, 0)
@@ -244,12 +244,6 @@ class StalenessMeter:
             listener.consumed(weight_versions, staleness, every if in_loss is None else in_loss)
         return staleness
 
-    def _clock(self, adapter: str | None) -> np.ndarray:
-        """Return the versions that changed an adapter, and their times, i64[2, k]. The oldest remembered version is one
-        of them."""
-        oldest, *later = self._published
-        return np.array([oldest, *((v, ns) for v, ns in later if adapter in self._changes.get(v, {adapter}))]).T
-
     def summary(self) -> dict[str, dict[str, float]]:
         """Return {name: {p50, p90, p99}} over all consumed tokens and all swaps; version_lag as {p50, max}."""
         with self._lock:
@@ -259,3 +253,12 @@ class StalenessMeter:
         middle = np.searchsorted(below, len(lags) and below[-1] / 2)
         summary["version_lag"] = {"p50": float(lags[middle]), "max": float(lags[-1])} if len(lags) else {}
         return summary
+
+
+def _clock(
+    published: Iterable[tuple[int, int]], changes: Mapping[int, Collection[str]], adapter: str | None
+) -> np.ndarray:
+    """Return the versions that changed an adapter, and their times, i64[2, k]. The oldest remembered version is one of
+    them."""
+    oldest, *later = published
+    return np.array([oldest, *((v, ns) for v, ns in later if adapter in changes.get(v, {adapter}))]).T

@@ -1,6 +1,7 @@
 """Runs the forward pass of a schedule over the weights of one slot."""
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 
@@ -63,7 +64,7 @@ class ModelRunner:
         if self.unfused_reason is not None:
             logger.info("the model runs as Transformers runs it: %s", self.unfused_reason)
             if options.fused:
-                self._use_kernels(batch, logits)
+                _use_kernels(self._modules, lambda: self._run(batch, 0), logits)
         if adapters is not None and memory.device.type == "cuda":
             self._warm_up_adapters()
         self._wants_graphs = options.cuda_graphs
@@ -219,14 +220,16 @@ class ModelRunner:
         self._decoders = decoders if agree else []
         return agree
 
-    @torch.inference_mode()
-    def _use_kernels(self, batch: ForwardBatch, theirs: torch.Tensor) -> None:
-        """Let the parts of an unfused model use our kernels. Undo it if the logits differ from `theirs`."""
-        restores = [use_kernels(module) for module in self._modules]
-        if not agrees_with(self._run(batch, 0), theirs, self._modules[0].dtype):
-            logger.warning("the model runs without our kernels, since its logits would differ with them")
-            for restore in restores:
-                restore()
+
+@torch.inference_mode()
+def _use_kernels(modules: Seq[PreTrainedModel], compute: Callable[[], torch.Tensor], theirs: torch.Tensor) -> None:
+    """Let the parts of unfused models use our kernels. Undo it if the logits that are computed then differ from
+    `theirs`."""
+    restores = [use_kernels(module) for module in modules]
+    if not agrees_with(compute(), theirs, modules[0].dtype):
+        logger.warning("the model runs without our kernels, since its logits would differ with them")
+        for restore in restores:
+            restore()
 
 
 def _fits_graph(schedule: Schedule, weights_as_tokens: int) -> bool:

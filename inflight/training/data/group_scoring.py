@@ -73,7 +73,7 @@ class GroupScoring:
             self._scorer = scorer
             if self._again:
                 self._again = False
-                self._forget_unrewarded()
+                _forget_unrewarded(list(self._ledger.table.records.values()))
             overtaken = [s.record for s in self._busy if s.is_last and s.scorer is not scorer]
             scorings = [self._register(record, scorer) for record in overtaken]
         for scoring in scorings:
@@ -145,12 +145,6 @@ class GroupScoring:
         if scorer is not None:
             scorer.close()
 
-    def _forget_unrewarded(self) -> None:
-        for record in list(self._ledger.table.records.values()):
-            is_scored = isinstance(record.scoring, _Scoring) and record.scoring.done
-            if is_scored and all(rollout.reward is None for rollout in record.rollouts):
-                record.scoring = None
-
     def _register(self, record: GroupRecord, scorer: GroupScorer) -> _Scoring:
         record.scoring = scoring = _Scoring(record, scorer)
         self._busy.add(scoring)
@@ -188,6 +182,14 @@ class GroupScoring:
     def _pass_on(self, scoring: _Scoring) -> None:
         if scoring.is_last:
             self._ledger.queue.ready(scoring.record)
+
+
+def _forget_unrewarded(records: Sequence[GroupRecord]) -> None:
+    """Forget that groups were scored, if they have no reward."""
+    for record in records:
+        is_scored = isinstance(record.scoring, _Scoring) and record.scoring.done
+        if is_scored and all(rollout.reward is None for rollout in record.rollouts):
+            record.scoring = None
 
 
 def _members(group: Group, scorer: GroupScorer) -> Group:

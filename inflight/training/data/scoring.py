@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -124,13 +125,13 @@ class Scorer(GroupScorer):
         if processes and self._is_async:
             raise ValueError("an async score function waits rather than computes: leave processes out")
         self._processes = ScoreProcesses(score, batched=batched, timeout_s=timeout_s) if processes else None
-        self._function: Callable[..., Any] = self._processes or score
         self._workers = Workers("score")
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places: asyncio.Semaphore | None = None
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         """Durations of the last calls."""
+        self._function = partial(_timed, self._processes or score, self._seconds)
         self._failures = Failures("a score", logger, retries)
         self._rate = rate
         self.on_failure: Callable[[Rollout | list[Rollout], Exception], object] = lambda argument, error: None
@@ -181,28 +182,24 @@ class Scorer(GroupScorer):
     async def _score_group(self, group: Group, prepare: Prepare) -> list[Reward]:
         prepare(group)
         if self._batched:
-            rewards = await self._score(self._function, group, lambda values: _rewards(values, len(group)))
+            rewards = await self._score(group, lambda values: _rewards(values, len(group)))
             return [math.nan] * len(group) if rewards is None else rewards
         # Passing a quick call to a thread would cost more than the call itself.
         may_be_quick = not self._is_async and self._rate is None and len(self._seconds) == _REMEMBERED
         is_quick = may_be_quick and median(self._seconds) < _QUICK_S
         known = await self._score_in_turn(group) if is_quick else []
-        calls = (self._score(self._timed, r, _reward, known[i : i + 1]) for i, r in enumerate(group))
+        calls = (self._score(r, _reward, known[i : i + 1]) for i, r in enumerate(group))
         return [math.nan if reward is None else reward[0] for reward in await asyncio.gather(*calls)]
 
     async def _score(
-        self,
-        function: Callable[..., Any],
-        argument: Rollout | list[Rollout],
-        read: Callable[[Any], list[Reward]],
-        known: Sequence[Any] = (),
+        self, argument: Rollout | list[Rollout], read: Callable[[Any], list[Reward]], known: Sequence[Any] = ()
     ) -> list[Reward] | None:
         """Call the function, again after exceptions that allow it. Returns None if it has failed. read: converts the
         result. known: the result, or the exception, of a first call that was made before."""
         attempts: Counter[type[Exception]] = Counter()
         while True:
             try:
-                result = known[0] if known else await self._call(function, argument)
+                result = known[0] if known else await self._call(self._function, argument)
                 if isinstance(result, Exception):
                     raise result
                 rewards = read(result)
@@ -224,19 +221,13 @@ class Scorer(GroupScorer):
 
         def call_each(rollouts: Group) -> None:
             for rollout in rollouts:  # `map` would take a StopIteration for its end.
-                results.append(self._timed(rollout))
+                results.append(self._function(rollout))
 
         try:
             await self._call(call_each, group)
         except Exception as error:  # Score functions can raise anything.
             return [*results, error][: len(group)]
         return results
-
-    def _timed(self, rollout: Rollout) -> Any:
-        began = perf_counter()
-        reward = self._function(rollout)
-        self._seconds.append(perf_counter() - began)
-        return reward
 
     async def _call(self, function: Callable[..., Any], argument: Rollout | list[Rollout]) -> Any:
         """Call the function, in a worker thread unless it is async. Raises its exceptions, and TimeoutError."""
@@ -261,6 +252,14 @@ class Scorer(GroupScorer):
             finally:
                 if self._rate is not None:
                     self._rate.give_back()
+
+
+def _timed(function: Callable[..., Any], seconds: "deque[float]", argument: Any) -> Any:
+    """Call the function, and append the duration of the call."""
+    began = perf_counter()
+    result = function(argument)
+    seconds.append(perf_counter() - began)
+    return result
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
