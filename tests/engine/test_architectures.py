@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from architectures import REFUSED, RIGHT, VOCABULARY, make_model
+from family_configs import Family
+from family_weights import make_model as make_family
 from made_batches import make_group
 from tiny_models import run
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -112,6 +114,17 @@ def test_the_trainer_scores_as_transformers_does(name):
 def test_what_cannot_be_run_is_refused_by_name(saved, name, dtype):
     with pytest.raises(UnsupportedModelError, match=REFUSED[name][1]):
         generate(saved(name), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_transformers_itself_does_not_run_is_refused_by_name(dtype, tmp_path):
+    """Its keys are repeated for groups of heads, although each head has its own."""
+    broken = make_family(Family("broken", "glm4_moe_lite", {"num_attention_heads": 8, "num_key_value_heads": 4}))
+    broken.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"Glm4MoeLiteForCausalLM cannot be run: Transformers itself"):
+        generate(tmp_path, dtype=dtype)
+    with pytest.raises(UnsupportedModelError, match="Glm4MoeLiteForCausalLM cannot be scored: it does not run on tok"):
+        score_tokens(broken, pack(make_group(np.random.default_rng(0), 0, 2, 5), [0.0] * 2))
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "bert-generation", "ernie"])

@@ -71,8 +71,14 @@ def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKin
     if getattr(model, "hf_quantizer", None) is None and size <= (_SMALL if twin is not None else _LARGEST):
         packed = copy.deepcopy(model)
         nn.Module.to(packed, "cpu", torch.float32)
-        with _eager(packed):
-            sequences, logits = try_sequences(packed)
+        try:
+            with _eager(packed):
+                sequences, logits = try_sequences(packed)
+        except Exception as error:  # a foreign class can raise anything
+            raise UnsupportedModelError(
+                f"{name} cannot be run: Transformers itself does not run it on tokens alone "
+                f"({type(error).__name__}: {first_line(error)})"
+            ) from error
         _check_finite(logits, model)
         reason = _compare(packed, sequences, logits, fused=fused and reason is None, kinds=kinds) or reason
     elif twin is None:
