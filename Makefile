@@ -166,7 +166,7 @@ peers: $(PEERS_STAMP)
 
 $(PEERS)/.installed-gpu: constraints/peers-gpu.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	$(PEERS_PIP) -c $< vllm
+	$(PEERS_PIP) -c $< vllm$(if $(OLDEST),==0.26.0)
 	touch $@
 
 $(PEERS)/.installed-cpu: constraints/peers-cpu$(if $(OLDEST),-oldest).txt

@@ -45,9 +45,12 @@ def experts_of(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["gated", "without gate"])
 @pytest.mark.parametrize(
     ("dtype", "gates"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
-    ids=["fp32", "bf16", "bf16 with gates in fp32"],
-)
+    [
+        (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+    ],
+    ids=["fp32", "bf16", "fp16", "bf16 with gates in fp32", "fp16 with gates in fp32"],
+)  # fmt: skip
 @torch.no_grad()
 def test_they_equal_the_loop(dtype, gates, kind, spread):
     index = SPREADS[spread]

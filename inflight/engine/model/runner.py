@@ -223,8 +223,8 @@ class ModelRunner:
 
 @torch.inference_mode()
 def _use_kernels(modules: Seq[PreTrainedModel], compute: Callable[[], torch.Tensor], theirs: torch.Tensor) -> None:
-    """Let the parts of unfused models use our kernels. Undo it if the logits that are computed then differ from
-    `theirs`."""
+    """Let the parts of unfused models use our kernels. Undo it if the new logits differ from `theirs`. compute:
+    computes the logits of the first model."""
     restores = [use_kernels(module) for module in modules]
     if not agrees_with(compute(), theirs, modules[0].dtype):
         logger.warning("the model runs without our kernels, since its logits would differ with them")
