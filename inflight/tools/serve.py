@@ -74,6 +74,8 @@ def option_hint(name: str) -> str:
     ours = EngineOptions.OTHER_NAMES.get(field, field)
     if ours not in EngineOptions.__struct_fields__:
         return ""
+    if ours == "model":
+        return "; did you mean inflight serve MODEL?"
     if any(ours == one.name for one in fields(ServedModel)):
         return f"; did you mean --{ours.replace('_', '-')}?"
     return f"; did you mean --set {ours}=VALUE?"

@@ -204,6 +204,7 @@ def test_every_option_is_on_the_page_of_options(kind):
         ("--gpu-memory-utilization", "--set kv_cache_fraction=VALUE"),
         ("--max-model-len", "--max-context"),
         ("--max-num-seqs", "--max-sequences"),
+        ("--model", "inflight serve MODEL"),
         ("--enable-prefix-caching", "--set prefix_caching=VALUE"),
         ("--prefix-across-versions", "--set prefix_across_versions=VALUE"),
     ],
