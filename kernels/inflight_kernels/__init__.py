@@ -7,7 +7,7 @@ gradients. Results of the other functions have none, although inputs require the
 from inflight_kernels._norm import Norm
 from inflight_kernels.attention import paged_attention
 from inflight_kernels.copy import BlockCopies, ScaledCopies, copy_all
-from inflight_kernels.filters import Filters, cut_logits
+from inflight_kernels.filters import Filters, Penalties, cut_logits, penalize
 from inflight_kernels.latent import latent_attention
 from inflight_kernels.linear_logprob import linear_logprobs, linear_logprobs_reference
 from inflight_kernels.lora import add_lora
@@ -28,6 +28,7 @@ __all__ = [
     "BlockCopies",
     "Filters",
     "Norm",
+    "Penalties",
     "ScaledCopies",
     "add_lora",
     "add_rms_norm",
@@ -42,6 +43,7 @@ __all__ = [
     "linear_logprobs_reference",
     "list_pages",
     "paged_attention",
+    "penalize",
     "rms_norm",
     "rope_and_cache",
     "selective_logprobs",

@@ -1,4 +1,5 @@
-"""The Triton kernel of `filters`: one program per row searches the logit of the last token that is left.
+"""The Triton kernels of `filters`. For top-k, top-p and min-p one program per row searches the logit of the last token
+that is left.
 
 Logits of fp32 have the order of their bits, read as integers (`key_of`). A search over 32 bits decides two at a time:
 each of 16 passes over the row counts the tokens, or sums their weights, above three bounds at once.
@@ -133,6 +134,29 @@ def cut_kernel(logits, rows, temperatures, top_ks, top_ps, min_ps, stride, V: tl
         left &= (weights >= min_p) & (weights > 0) & ~bad
         seen += tl.sum(tie, 0)
         tl.store(logits + columns, tl.where(left, x, float("-inf")), mask=inside)
+
+
+@triton.jit
+def penalize_kernel(logits, seen, rows, seen_rows, factors, logits_stride, seen_stride, V, BLOCK: tl.constexpr):
+    at = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logits += tl.load(rows + at) * logits_stride
+    seen += tl.load(seen_rows + at) * seen_stride
+    factor = tl.load(factors + at)
+    is_seen = tl.load(seen + columns, mask=columns < V, other=0) != 0
+    x = tl.load(logits + columns, mask=is_seen, other=0.0)
+    tl.store(logits + columns, tl.where(x > 0, tl.div_rn(x, factor), x * factor), mask=is_seen)
+
+
+def penalize(
+    logits: torch.Tensor, seen: torch.Tensor, rows: torch.Tensor, seen_rows: torch.Tensor, factors: torch.Tensor
+) -> None:
+    if len(rows):
+        vocabulary = logits.shape[1]
+        block = min(BLOCK, triton.next_power_of_2(vocabulary))
+        launch = guarded(penalize_kernel[(len(rows), triton.cdiv(vocabulary, block))])
+        columns = [column.contiguous() for column in (rows, seen_rows, factors)]
+        launch(logits, seen.view(torch.uint8), *columns, logits.stride(0), seen.stride(0), vocabulary, BLOCK=block)
 
 
 def cut_logits(

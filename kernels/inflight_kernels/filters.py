@@ -1,11 +1,12 @@
-"""Top-k, top-p and min-p: sets the logits of all tokens that the filters remove to −∞.
+"""Changes of logits before a draw: the repetition penalty, and filters (top-k, top-p, min-p), which set the logits of
+the tokens that they remove to −∞.
 
 Tokens are in the order of falling logits, and of rising ids among equal ones. Top-k leaves the first k. Top-p leaves
 those whose predecessors, among the tokens that top-k leaves, have less than the share p of the weight of all of these.
 Min-p leaves those with at least min_p times the weight of the first. Weights are w = exp((logit − largest) /
 temperature); sums count them in units of 2⁻⁴⁰, as integers, so that the order of summation does not matter.
 
-M rows, F of them filtered; V vocabulary.
+M rows, F of them filtered, P penalised; V vocabulary.
 """
 
 from typing import NamedTuple
@@ -29,6 +30,46 @@ class Filters(NamedTuple):
     """f64[F], in (0, 1]; 1 for none."""
     min_ps: torch.Tensor
     """f32[F]; 0 for none."""
+
+
+class Penalties(NamedTuple):
+    """The repetition penalties of P rows, on the device of the logits."""
+
+    rows: torch.Tensor
+    """i64[P]: the rows with a penalty, each once."""
+    seen_rows: torch.Tensor
+    """i64[P]: their rows in the table of seen tokens."""
+    factors: torch.Tensor
+    """f32[P], above 0."""
+
+
+def penalize(logits: torch.Tensor, seen: torch.Tensor, penalties: Penalties) -> None:
+    """Divide positive logits of seen tokens by the factor of their row, and multiply other logits of seen tokens by it,
+    in place.
+
+    logits f32[M, V], seen bool[R, V], both with contiguous rows. Raises ValueError for other dtypes, shapes or strides.
+    """
+    is_plain = logits.dtype == torch.float32 and seen.dtype == torch.bool and logits.stride(-1) == seen.stride(-1) == 1
+    if not is_plain or logits.shape[1] != seen.shape[1]:
+        raise ValueError(
+            f"expected logits f32[M, V] and seen bool[R, V] in contiguous rows, got {logits.dtype} "
+            f"{list(logits.shape)} and {seen.dtype} {list(seen.shape)}, with strides {list(logits.stride())} and "
+            f"{list(seen.stride())}"
+        )
+    if logits.is_cuda:
+        from inflight_kernels import _filters_triton
+
+        _filters_triton.penalize(logits, seen, *penalties)
+    else:
+        penalize_reference(logits, seen, penalties)
+
+
+def penalize_reference(logits: torch.Tensor, seen: torch.Tensor, penalties: Penalties) -> None:
+    """Compute the result of `penalize` in plain PyTorch."""
+    rows, seen_rows, factors = penalties
+    logits_PV, factors_P1 = logits[rows], factors[:, None]
+    changed_PV = torch.where(logits_PV > 0, logits_PV / factors_P1, logits_PV * factors_P1)
+    logits[rows] = torch.where(seen[seen_rows], changed_PV, logits_PV)
 
 
 def cut_logits(logits: torch.Tensor, filters: Filters) -> None:

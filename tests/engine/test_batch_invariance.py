@@ -111,7 +111,7 @@ def test_a_sampler_that_drew_before_draws_as_a_new_one_does():
     for step in range(8):
         drawing = sequences[step % 3 :] if step > 3 else sequences  # others join and leave
         logits = randn(len(drawing), 50, seed=step) * 2
-        drawn, fresh = sampler.sample(logits, draws_of(drawing)), draw(logits, drawing)
+        drawn, fresh = sampler.sample(logits.clone(), draws_of(drawing)), draw(logits, drawing)
         assert torch.equal(drawn.tokens, fresh.tokens)
         assert torch.equal(drawn.logprobs, fresh.logprobs)
         for sequence, token in zip(drawing, drawn.tokens.tolist(), strict=True):
@@ -124,7 +124,7 @@ def test_a_penalty_counts_tokens_that_are_not_read_yet():
     logits = torch.arange(50.0)[None] + 1
     drawn = []
     for _ in range(4):
-        drawn.append(int(sampler.sample(logits, draws_of([sequence])).tokens[0]))
+        drawn.append(int(sampler.sample(logits.clone(), draws_of([sequence])).tokens[0]))
         sequence.num_unread += 1
     assert drawn == [49, 48, 47, 46]
 
@@ -134,7 +134,7 @@ def test_a_penalty_forgets_who_had_the_lane_before():
     sampler, logits = new_sampler(50, 1), torch.arange(50.0)[None] + 1
     for request in range(3):
         sequence = make_sequence(request, params, prompt=[request], batch_row=0)
-        assert sampler.sample(logits, draws_of([sequence])).tokens.tolist() == [49]
+        assert sampler.sample(logits.clone(), draws_of([sequence])).tokens.tolist() == [49]
 
 
 def test_a_penalty_holds_when_a_preempted_sequence_comes_back_to_its_first_lane():
@@ -143,7 +143,7 @@ def test_a_penalty_holds_when_a_preempted_sequence_comes_back_to_its_first_lane(
     logits = torch.arange(50.0)[None] + 1
     for batch_row in (0, 1, 0, 1):
         sequence.batch_row = batch_row
-        sequence.tokens += sampler.sample(logits, draws_of([sequence])).tokens.tolist()
+        sequence.tokens += sampler.sample(logits.clone(), draws_of([sequence])).tokens.tolist()
     assert sequence.tokens == [49, 48, 47, 46]
 
 

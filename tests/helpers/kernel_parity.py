@@ -25,7 +25,7 @@ from inflight_kernels import (
     linear_logprobs_reference,
     selective_logprobs_reference,
 )
-from inflight_kernels.filters import Filters, cut_logits_reference
+from inflight_kernels.filters import Filters, Penalties, cut_logits_reference, penalize_reference
 from inflight_kernels.lora import SMALL_TOKENS, add_lora_reference
 from inflight_kernels.rotary import rope_and_cache_reference
 from inflight_kernels.sampling import BLOCK, draw_reference, uniforms
@@ -270,6 +270,23 @@ def check_filters(device: str, rows: int, vocabulary: int, *, ties: bool) -> Non
     assert torch.equal(result[others], logits[others])
 
 
+def check_penalize(device: str, rows: int, vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(rows + vocabulary)
+    logits = torch.randn(rows, vocabulary + 3, generator=generator)[:, 1:-2] * 3
+    logits[0, 0], logits[-1, -1], logits[0, vocabulary // 2] = torch.nan, torch.inf, -torch.inf
+    seen = torch.rand(rows + 2, vocabulary, generator=generator) < 0.3
+    seen[:, [0, -1]] = True
+    chosen = torch.randperm(rows, generator=generator)[: max(1, rows - 1)]
+    seen_rows = torch.randperm(rows + 2, generator=generator)[: len(chosen)]
+    factors = torch.empty(len(chosen)).uniform_(0.5, 2, generator=generator)
+    logits, seen, chosen, seen_rows, factors = (x.to(device) for x in (logits, seen, chosen, seen_rows, factors))
+    result, expected = logits.clone(), logits.clone()
+    _filters_triton.penalize(result, seen, chosen, seen_rows, factors)
+    penalize_reference(expected, seen, Penalties(chosen, seen_rows, factors))
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+    assert vocabulary == 1 or not torch.equal(result.nan_to_num(), logits.nan_to_num())
+
+
 def check_draw(device: str, dtype: torch.dtype, rows: int, vocabulary: int, entropy: bool) -> None:
     generator = torch.Generator().manual_seed(rows + vocabulary)
     logits = (torch.randn(rows, vocabulary + 5, generator=generator) * 3).to(device, dtype)[:, 2:-3]
@@ -465,6 +482,8 @@ def main(device: str) -> None:
         check_add_lora(device, dtype, 270, 40, (7, 3, 16), 5, 2)
     for rows, vocabulary, ties in ((5, 1, False), (8, 7, True), (40, 300, True), (40, 300, False), (12, 5003, True)):
         check_filters(device, rows, vocabulary, ties=ties)
+    for rows, vocabulary in ((1, 1), (3, 7), (5, 2048), (4, 5003)):
+        check_penalize(device, rows, vocabulary)
     if device == "cuda":
         check_filters(device, 10_000, 1500, ties=True)
         check_filters(device, 64, 151_936, ties=False)

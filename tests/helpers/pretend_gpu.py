@@ -199,6 +199,8 @@ class Stream:
 
     def wait_stream(self, _): ...
 
+    def wait_event(self, _): ...
+
 
 class Event(Stream):
     """A stream's copies up to some moment, and the number of operations up to it: each takes the device OPERATION_MS.
@@ -361,6 +363,7 @@ def _replace_kernels():
     for name in ("dense_forward", "masked_forward", "grad_logits", "add_product", "segment_sum"):
         setattr(module("_linear_logprob_triton"), name, _kernel(getattr(module("_linear_logprob_cpu"), name)))
     module("_filters_triton").cut_logits = _kernel(_cut_logits)
+    module("_filters_triton").penalize = _kernel(_penalize)
     module("_copy_triton").copy_all = lambda destinations, sources: (destinations, sources)
     module("_copy_triton").BlockTable.of = lambda groups: None
     copied_by_plan = ("starts", "indptr", "last_page_len")
@@ -378,6 +381,11 @@ def _grouped_mm(input, weight, offs):
 def _cut_logits(logits, rows, temperatures, top_ks, top_ps, min_ps):
     module = importlib.import_module("inflight_kernels.filters")
     module.cut_logits_reference(logits, module.Filters(rows, temperatures, top_ks, top_ps, min_ps))
+
+
+def _penalize(logits, seen, rows, seen_rows, factors):
+    module = importlib.import_module("inflight_kernels.filters")
+    module.penalize_reference(logits, seen, module.Penalties(rows, seen_rows, factors))
 
 
 def _kernel(reference, on_host=()):

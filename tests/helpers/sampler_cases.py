@@ -109,7 +109,9 @@ def draws_of(sequences: Seq[Sequence]) -> Draws:
 
 
 def draw(logits: torch.Tensor, sequences: Seq[Sequence]) -> Samples:
-    return new_sampler(logits.shape[1], 1 + max(s.batch_row for s in sequences)).sample(logits, draws_of(sequences))
+    return new_sampler(logits.shape[1], 1 + max(s.batch_row for s in sequences)).sample(
+        logits.clone(), draws_of(sequences)
+    )
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -64,6 +64,12 @@ def filters(vocabulary: int, dtype: torch.dtype) -> None:
     _filters_triton.cut_logits(meta(256, vocabulary, dtype=FP32), rows, temperatures[0], rows, top_ps, temperatures[1])
 
 
+def penalties(vocabulary: int, dtype: torch.dtype) -> None:
+    rows, seen_rows = meta(2, 256, dtype=I64)
+    seen = meta(256, vocabulary, dtype=torch.bool)
+    _filters_triton.penalize(meta(256, vocabulary, dtype=FP32), seen, rows, seen_rows, meta(256, dtype=FP32))
+
+
 def selective_logprobs(vocabulary: int, dtype: torch.dtype) -> None:
     logits = meta(8192, vocabulary, dtype=dtype).requires_grad_()
     function = _selective_logprob_triton.SelectiveLogprobs
@@ -125,6 +131,7 @@ CASES: dict[str, Callable[..., None]] = {
     "draw": partial(draw, 151_936, True),
     "draw, no entropy": partial(draw, 131_072, False),
     "filters": partial(filters, 151_936),
+    "penalties": partial(penalties, 151_936),
     "selective_logprobs": partial(selective_logprobs, 151_936),
     "copies": copies,
     "block copies": block_copies,

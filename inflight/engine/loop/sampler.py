@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from inflight_kernels import Filters, cut_logits, draw
+from inflight_kernels import Filters, Penalties, cut_logits, draw, penalize
 
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.own_columns import ColumnFunction, compute_columns
@@ -86,15 +86,10 @@ class _Rows:
 
 
 class _Penalized(NamedTuple):
-    """P rows with a repetition penalty."""
+    """Rows with a repetition penalty, and their penalties."""
 
     rows: list[int]
-    index: torch.Tensor
-    """i64[P], the same rows on the device."""
-    batch_rows: torch.Tensor
-    """i64[P]"""
-    penalties: torch.Tensor
-    """f32[P, 1]"""
+    penalties: Penalties
 
     @classmethod
     def of(
@@ -104,9 +99,9 @@ class _Penalized(NamedTuple):
         penalized = [(row, params.repetition_penalty) for row, params in special if params.repetition_penalty != 1]
         if not penalized:
             return None
-        rows, penalties = map(list, zip(*penalized, strict=True))
+        rows, factors = map(list, zip(*penalized, strict=True))
         index = to_device(rows, device, torch.int64)
-        return cls(rows, index, batch_rows[index], to_device(penalties, device, torch.float32)[:, None])
+        return cls(rows, Penalties(index, batch_rows[index], to_device(factors, device, torch.float32)))
 
 
 class _Filtered(NamedTuple):
@@ -161,8 +156,7 @@ class Sampler:
         """Maps a batch row to the request whose tokens `_seen` holds, and the number of these tokens."""
 
     def sample(self, logits_MV: torch.Tensor, draws: Draws) -> Samples:
-        """Sample the next token of each sequence from its row of logits of any float dtype. Ids that are banned, or
-        that filters remove, can become −inf in them."""
+        """Sample the next token of each sequence from its row of logits of any float dtype. The logits can change."""
         for begin, end in self._banned:
             logits_MV[:, begin:end] = float("-inf")
         if self._banned_ids is not None:
@@ -189,7 +183,8 @@ class Sampler:
             samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
         self._last_tokens.index_copy_(0, rows.batch_rows, samples.tokens)
         if rows.penalized is not None and self._seen is not None:
-            self._seen[rows.penalized.batch_rows, samples.tokens[rows.penalized.index]] = True
+            penalties = rows.penalized.penalties
+            self._seen[penalties.seen_rows, samples.tokens[penalties.rows]] = True
             for sequence in (sequences[i] for i in rows.penalized.rows):
                 self._seen_by[sequence.batch_row] = (sequence.request_id, sequence.length)
         return samples
@@ -214,7 +209,6 @@ class Sampler:
         return self._rows
 
     def _adjust(self, logits_MV: torch.Tensor, sequences: Seq[Sequence], rows: _Rows) -> torch.Tensor:
-        logits_MV = logits_MV.clone()
         if rows.penalized is not None:
             self._penalize(logits_MV, sequences, rows.penalized)
         changed: list[int] = []
@@ -237,7 +231,7 @@ class Sampler:
         return logits_MV
 
     def _penalize(self, logits_MV: torch.Tensor, sequences: Seq[Sequence], penalized: _Penalized) -> None:
-        """Divide positive logits of seen tokens by the penalty of their row, and multiply negative ones, in place."""
+        """Mark the tokens that sequences new to their batch row have seen, and change logits in place."""
         if self._seen is None:
             batch_rows = len(self._last_tokens)
             self._seen = torch.zeros(batch_rows, self._vocab_size, dtype=torch.bool, device=self._device)
@@ -246,9 +240,7 @@ class Sampler:
                 seen_V = self._seen[sequence.batch_row]
                 seen_V.zero_()
                 seen_V[to_device(sequence.token_ids(), self._device, torch.int64)] = True
-        logits_PV, penalties_P1 = logits_MV[penalized.index], penalized.penalties
-        changed_PV = torch.where(logits_PV > 0, logits_PV / penalties_P1, logits_PV * penalties_P1)
-        logits_MV[penalized.index] = torch.where(self._seen[penalized.batch_rows], changed_PV, logits_PV)
+        penalize(logits_MV, self._seen, penalized.penalties)
 
     def _sample(self, logits_MV: torch.Tensor, rows: _Rows, positions: torch.Tensor) -> Samples:
         tokens, logprobs, entropies = draw(logits_MV, rows.temperatures, rows.seeds, positions, entropy=rows.entropy)
