@@ -193,7 +193,7 @@ class Welcome(_Message, frozen=True):
     """Layout of the adapter slots; tensors are named ADAPTER.MODULE.lora_A and …lora_B."""
     device: str
     device_uuid: str
-    """"" for a CPU."""
+    """The GPU of the slots; "" if they are in the memory of the host."""
     num_slots: int
     max_sequences: int
     max_context: int

@@ -14,7 +14,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inflight.core.errors import ProtocolError, SharedMemoryError
 from inflight.core.messages import SharedMemoryDescriptor
@@ -26,6 +26,8 @@ logger = logging.getLogger("inflight.weights")
 
 _PREFIX = "inflight-slot-"
 _SHM = Path("/dev/shm")
+_PORTABLE = 1
+"""cudaHostRegisterPortable: the memory is pinned for all GPUs of this process."""
 _own: set[Path] = set()
 """Paths of slots of this process that still have a name."""
 
@@ -72,8 +74,9 @@ class SharedMemorySlot:
         return cls(path, torch.frombuffer(memory, dtype=torch.uint8), unlink)
 
     @staticmethod
-    def attach(descriptor: SharedMemoryDescriptor) -> "torch.Tensor":
-        """Map a slot of another process, u8[nbytes]. Raises ProtocolError if the file is not as described."""
+    def attach(descriptor: SharedMemoryDescriptor, *, pinned: bool = False) -> "torch.Tensor":
+        """Map a slot of another process, u8[nbytes]. pinned: GPUs copy directly from and to it. Raises ProtocolError if
+        the file is not as described."""
         import torch
 
         try:
@@ -92,10 +95,13 @@ class SharedMemorySlot:
                     f"the engine's slot {descriptor.path} has {size} bytes, and does not hold bytes "
                     f"{descriptor.offset} to {end}"
                 )
-            memory = torch.frombuffer(_map(file, size), dtype=torch.uint8)
+            memory = _map(file, size)
         finally:
             os.close(file)
-        return memory[descriptor.offset : end]
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        if pinned:
+            memory.pin(buffer.data_ptr())
+        return buffer[descriptor.offset : end]
 
     def split(self, count: int) -> list["SharedMemorySlot"]:
         """Return slots of equal size in the memory of this one."""
@@ -107,9 +113,33 @@ class SharedMemorySlot:
         return SharedMemoryDescriptor(str(self.path), len(self.buffer), offset, file_bytes)
 
 
-def _map(file: int, nbytes: int) -> mmap.mmap:
+class _Memory(mmap.mmap):
+    """A mapped file. CUDA unpins it before it is unmapped."""
+
+    pinned_at = 0
+
+    def pin(self, address: int) -> None:
+        """Pin the pages at this address, where they are mapped. If CUDA refuses, copies take longer."""
+        import torch
+
+        cudart: Any = torch.cuda.cudart()
+        error = int(cudart.cudaHostRegister(address, len(self), _PORTABLE))
+        if error:
+            logger.warning("CUDA cannot pin %d bytes of weights (error %d): copies take longer", len(self), error)
+        else:
+            self.pinned_at = address
+
+    def __del__(self) -> None:
+        if self.pinned_at:
+            import torch
+
+            cudart: Any = torch.cuda.cudart()
+            cudart.cudaHostUnregister(self.pinned_at)
+
+
+def _map(file: int, nbytes: int) -> _Memory:
     """Map a file with all its pages, so that the first publish and the first pass cause no page faults."""
-    return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    return _Memory(file, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 
 def _remove(path: Path, file: int, owner_pid: int) -> None:

@@ -21,6 +21,7 @@ import torch
 from inflight_kernels import _sampling_triton, unrounded_linear
 from made_batches import make_batch
 from tiny_models import VOCABULARY, make_model, publish
+from torch.overrides import TorchFunctionMode
 from waiting import PATIENCE_S
 
 from inflight.core.messages import LIVE_VERSION, Prompt, SlotReady
@@ -33,10 +34,11 @@ from inflight.engine.loop.engine import Engine
 from inflight.engine.model import runner as model_runner
 from inflight.engine.model.attention.flashinfer import FlashInferAttention
 from inflight.engine.model.graphs import Recorder, _waiting_forbidden
+from inflight.integrations.vllm_backend.shadow import Parameter, Shadow, copy_of
 from inflight.integrations.vllm_backend.worker import StagedWeights
 from inflight.stream.assembler import Assembler
 from inflight.training.objective.loss import policy_loss
-from inflight.weights.tensors import slot_views
+from inflight.weights.tensors import fill, slot_views
 
 MODEL = "qwen3"
 """Of conftest, which the programs save in their directory."""
@@ -406,6 +408,49 @@ def commit_of_a_vllm_worker_has_the_time_of_the_device() -> None:
     assert worker.inflight_commit_ns() == 3 * pretend_gpu.OPERATION_MS * 1e6
 
 
+def parts_of_a_slot_of_the_host_reach_parameters_of_the_gpu() -> None:
+    slots = [torch.zeros(96, dtype=torch.uint8)[32 * i : 32 * i + 64] for i in range(2)]
+    views = [slot[16:48].view(torch.float32) for slot in slots]
+    live = torch.zeros(2, 4, device="cuda")
+    following = live.clone()
+    copies = [copy_of(following[row], views[0].view(2, 4)[1 - row], slots[0]) for row in range(2)]
+    shadow = Shadow(slots, [Parameter("w", live, following, copies)])
+    for version in range(1, 4):
+        values = torch.arange(8.0) + version
+        views[version % 2].copy_(values)
+        shadow.prepare(version % 2)
+        views[version % 2].zero_()  # The publisher may write once the version is prepared.
+        assert not torch.equal(live.cpu(), values.view(2, 4).flip(0))
+        shadow.commit()
+        assert torch.equal(live.cpu(), values.view(2, 4).flip(0))
+
+
+def weights_of_the_gpu_are_cast_before_they_go_to_the_host() -> None:
+    weights = {"w": torch.arange(8.0, device="cuda") / 3, "same": torch.arange(8, device="cuda")}
+    views = {"w": torch.zeros(8, dtype=torch.bfloat16), "same": torch.zeros(8, dtype=torch.int64)}
+    with Copies() as copies:
+        fill(views, weights)
+    assert torch.equal(views["w"], (torch.arange(8.0) / 3).bfloat16())
+    assert torch.equal(views["same"], torch.arange(8))
+    assert {source.dtype for target, source in copies.between if target.device.type == "cpu"} == {
+        torch.bfloat16,
+        torch.int64,
+    }
+
+
+class Copies(TorchFunctionMode):
+    """Collects the pairs of `torch._foreach_copy_`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch._foreach_copy_:
+            self.between += zip(*args, strict=True)
+        return func(*args, **(kwargs or {}))
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -451,6 +496,16 @@ def test_experts_recorded_by_graphs_are_those_of_the_cpu(tmp_path):
 def test_stall_of_a_swap_contains_what_it_enqueues_and_it_enqueues_nothing(tmp_path):
     run_with_gpu(
         tmp_path, stall_of_a_swap_has_the_time_of_the_device, commit_of_a_vllm_worker_has_the_time_of_the_device
+    )
+
+
+@pytest.mark.medium
+def test_weights_pass_slots_in_the_memory_of_the_host(tmp_path):
+    """As of a vLLM engine whose workers share each layer."""
+    run_with_gpu(
+        tmp_path,
+        parts_of_a_slot_of_the_host_reach_parameters_of_the_gpu,
+        weights_of_the_gpu_are_cast_before_they_go_to_the_host,
     )
 
 

@@ -76,7 +76,7 @@ def check(
         )
     torch.manual_seed(0)
     try:
-        check_logits(core, core.draw, skeleton, layout, slot, name=name, max_context=128)
+        check_logits(core, core.draw, skeleton, layout, slot, name=name, max_context=128, on_gpu=False)
     finally:
         assert torch.equal(slot, before), "the weights are those that were loaded again"
         if core.num_commits > 1:
@@ -213,7 +213,7 @@ def test_a_quantised_model_has_to_follow_new_weights(kind, is_refused, dtype, ca
     with parameters_without_memory():
         skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype)
     torch.manual_seed(0)
-    check = partial(check_logits, core, core.draw, skeleton, layout, slot, name="llama", max_context=128)
+    check = partial(check_logits, core, core.draw, skeleton, layout, slot, name="llama", max_context=128, on_gpu=False)
     with caplog.at_level("INFO", "inflight.engine"):
         if is_refused:
             with pytest.raises(UnsupportedModelError, match="does not take new weights of 'llama'"):

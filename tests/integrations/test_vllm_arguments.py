@@ -8,7 +8,14 @@ from transformers import PretrainedConfig
 
 from inflight.core.errors import BackendError, DeviceMemoryError
 from inflight.core.options import EngineOptions
-from inflight.integrations.vllm_backend.arguments import _memory_share, arguments_of, check_options, set_environment
+from inflight.integrations.vllm_backend.arguments import (
+    _memory_share,
+    arguments_of,
+    check_options,
+    choose_gpus,
+    set_environment,
+    slot_device,
+)
 from inflight.integrations.vllm_backend.build import _check_version
 
 GIB = 1 << 30
@@ -75,3 +82,43 @@ def test_share_of_a_gpu_leaves_room_for_the_next_weights_and_for_others(free):
     assert smaller < share
     with pytest.raises(DeviceMemoryError, match="needs 61,440 MiB for its weights and the next version"):
         _memory_share(options, 30 * GIB, free // 2 * GIB, 80 * GIB)
+
+
+def test_workers_share_the_weights_and_the_fullest_gpu_bounds_their_memory(monkeypatch):
+    free = [60, 40]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free[number] * GIB, 80 * GIB))
+    device = torch.device("cuda", 0)
+    for workers, share in ((1, 12 + 2 + 0.9 * (60 - 2 * 12 - 2)), (2, 6 + 2 + 0.9 * (40 - 2 * 6 - 2))):
+        options = EngineOptions("tiny", backend="vllm", vllm={"tensor_parallel_size": workers}, kv_cache_fraction=0.9)
+        arguments = arguments_of(options, "tiny", PretrainedConfig(), torch.bfloat16, device, 12 * GIB)
+        assert arguments["gpu_memory_utilization"] * 80 == pytest.approx(share)
+        assert slot_device(options, device).type == ("cuda" if workers == 1 else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "visible", "name", "then_visible"),
+    [
+        ("auto", 2, None, "auto", None),
+        ("cuda", 1, "3,5,7,9", "cuda", "3,5,7,9"),
+        ("cuda:0", 4, None, "cuda:0", None),
+        ("cuda:1", 1, None, "cuda", "1"),
+        ("cuda:2", 2, None, "cuda", "2,3"),
+        ("cuda:1", 2, "3,5,GPU-7,9", "cuda", "5,GPU-7"),
+        ("cpu", 2, None, "cpu", None),
+        ("cuda:zero", 1, None, "cuda:zero", None),  # `resolve_device` refuses it
+    ],
+)
+def test_vllm_sees_the_gpus_of_its_engine(monkeypatch, device, workers, visible, name, then_visible):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(os, "environ", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    options = EngineOptions("tiny", backend="vllm", device=device, vllm={"tensor_parallel_size": workers})
+    assert choose_gpus(options) == name
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == then_visible
+
+
+def test_gpus_that_are_not_visible_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device, workers in (("cuda:2", 1), ("cuda:1", 2), ("auto", 3)):
+        options = EngineOptions("tiny", backend="vllm", device=device, vllm={"tensor_parallel_size": workers})
+        with pytest.raises(BackendError, match="and 2 are visible"):
+            choose_gpus(options)

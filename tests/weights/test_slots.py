@@ -1,8 +1,12 @@
 """Versions from the staging buffer are copied to an engine's slots and announced."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import torch
 
 import inflight
+from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.transports.base import StagedVersion
 from inflight.weights.transports.slots import SlotSender
 
@@ -23,3 +27,38 @@ def test_every_slot_gets_the_whole_version():
     assert all(torch.equal(buffer, data) for buffer in sender._buffers)
     assert told == [(0, 1, None), (1, 2, None)]
     assert sender.sent_bytes == 2 * len(data)
+
+
+def test_a_pinned_slot_is_unpinned_before_it_is_unmapped(monkeypatch):
+    """CUDA holds the pages by their address."""
+    calls = []
+
+    def mapped(address: int) -> bool:
+        ranges = [line.split(" ")[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: calls.append((address, nbytes, flags)) or 0,
+        cudaHostUnregister=lambda address: calls.append((address, mapped(address))),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    slot = SharedMemorySlot.create(1 << 20)
+    pinned = SharedMemorySlot.attach(slot.descriptor(), pinned=True)
+    address = pinned.data_ptr()
+    assert calls == [(address, 1 << 20, 1)]
+    view = pinned[:4]
+    del pinned
+    assert len(calls) == 1  # the view keeps it
+    del view
+    assert calls[1:] == [(address, True)]
+    SharedMemorySlot.attach(slot.descriptor())
+    assert len(calls) == 2
+
+
+def test_a_slot_that_cuda_cannot_pin_is_used_as_it_is(monkeypatch, caplog):
+    cudart = SimpleNamespace(cudaHostRegister=lambda *_: 2)  # and no cudaHostUnregister
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    slot = SharedMemorySlot.create(4096)
+    slot.buffer[7] = 5
+    assert SharedMemorySlot.attach(slot.descriptor(), pinned=True)[7] == 5
+    assert "CUDA cannot pin 4096 bytes of weights (error 2)" in caplog.text

@@ -178,7 +178,7 @@ class EngineProcess:
             layout=engine.slot_table.layout,
             adapter_layout=engine.adapter_slots.layout if engine.adapter_slots is not None else None,
             device=str(engine.device),
-            device_uuid=uuid_of(engine.device),
+            device_uuid=uuid_of(engine.slot_table.slots[0].buffer.device),
             num_slots=len(engine.slot_table.slots),
             max_sequences=engine.options.max_sequences,
             max_context=engine.options.max_context,

@@ -71,14 +71,15 @@ def check_logits(
     *,
     name: str,
     max_context: int,
+    on_gpu: bool,
     quantized: bool = False,
 ) -> None:
     """Compare the model of vLLM with Transformers. skeleton: the Transformers model without values of its parameters;
     slot: u8[n], the weights that vLLM computes with. Raises UnsupportedModelError if they differ by more than rounding
-    in the dtype of the skeleton. quantized: vLLM quantises the weights of the slot. Then the difference is logged, and
-    a small model has to follow the random weights."""
+    in the dtype of the skeleton. on_gpu: vLLM computes on a GPU. quantized: vLLM quantises the weights of the slot.
+    Then the difference is logged, and a small model has to follow the random weights."""
     use_torch_on_cpu(skeleton)
-    reference = _Reference(skeleton.eval(), layout, slot, name)
+    reference = _Reference(skeleton.eval(), layout, slot, name, on_gpu=on_gpu)
     prompts = _prompts(skeleton.config.get_text_config(), max_context)
     if quantized:
         reference.report(draw, prompts)
@@ -102,13 +103,13 @@ def check_logits(
 class _Reference:
     """A Transformers module over a slot."""
 
-    def __init__(self, skeleton: PreTrainedModel, layout: WeightLayout, slot: torch.Tensor, name: str):
+    def __init__(self, skeleton: PreTrainedModel, layout: WeightLayout, slot: torch.Tensor, name: str, *, on_gpu: bool):
         self._skeleton, self._layout, self._slot, self._name = skeleton, layout, slot, name
         self.is_small = sum(math.prod(spec.shape) for spec in layout.tensors) <= _SMALL
         self.model = module_over(skeleton, layout, slot)
         for part in self.model.modules():
             part._buffers.update({k: b.to(slot.device) for k, b in part._buffers.items() if b is not None})
-        self._coarse = self.model.dtype.itemsize < 4 or slot.is_cuda
+        self._coarse = self.model.dtype.itemsize < 4 or on_gpu
 
     @torch.inference_mode()
     def compare(self, draw: DrawTokens, prompts: list[list[int]], weights: str) -> None:

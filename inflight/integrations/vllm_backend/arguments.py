@@ -1,6 +1,7 @@
 """Our options as arguments of vLLM: which of them it takes, its memory, and its environment variables."""
 
 import os
+import re
 from typing import Any, get_args
 
 import torch
@@ -86,6 +87,36 @@ def check_options(options: EngineOptions) -> None:
             raise BackendError(f'vllm={{"{name}": …}} cannot be chosen: {_FIXED[name][1]}')
 
 
+def num_workers(options: EngineOptions) -> int:
+    """Return the number of vLLM's workers, which split each layer."""
+    return options.vllm.get("tensor_parallel_size") or 1
+
+
+def slot_device(options: EngineOptions, device: torch.device) -> torch.device:
+    """Return the device of the slots. Several workers read them from the host's memory, each its own part, because one
+    GPU does not have room for a whole version of a model that is split over several."""
+    return torch.device("cpu") if num_workers(options) > 1 else device
+
+
+def choose_gpus(options: EngineOptions) -> str:
+    """Make the GPUs of this engine the only visible ones, because vLLM computes on the first ones that it sees. Return
+    the name of their device. Call it before CUDA is initialised. Raises BackendError."""
+    chosen = re.fullmatch(r"cuda:(\d+)", options.device)
+    count = torch.cuda.device_count() if chosen or options.device in ("auto", "cuda") else 0
+    if not count:
+        return options.device
+    first, workers = int(chosen[1]) if chosen else 0, num_workers(options)
+    if first + workers > count:
+        raise BackendError(
+            f"device={options.device!r} with {workers} workers needs the GPUs {first} to {first + workers - 1}, and "
+            f"{count} are visible"
+        )
+    if first:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[first : first + workers])
+    return "cuda" if first else options.device
+
+
 def arguments_of(
     options: EngineOptions,
     path: str,
@@ -101,7 +132,8 @@ def arguments_of(
     if options.max_prefill_tokens:
         arguments["max_num_batched_tokens"] = options.max_prefill_tokens + options.max_sequences
     if device.type == "cuda" and "gpu_memory_utilization" not in options.vllm:
-        arguments["gpu_memory_utilization"] = _memory_share(options, weight_bytes, *torch.cuda.mem_get_info(device))
+        left = [torch.cuda.mem_get_info(number) for number in range(num_workers(options))]
+        arguments["gpu_memory_utilization"] = _memory_share(options, -(-weight_bytes // len(left)), *min(left))
     if options.kv_cache_tokens or device.type == "cpu":
         arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(options, text, dtype, device)
     if options.lora_rank:
@@ -121,7 +153,8 @@ def _memory_share(options: EngineOptions, weight_bytes: int, free: int, total: i
     """Return the share of a GPU's memory for vLLM's weights and its KV cache. vLLM refuses to start if less is free.
 
     The next version of the weights is prepared in memory outside of this share. Of the remaining memory the KV cache
-    gets kv_cache_fraction. free, total: bytes, after the slots were made. Raises DeviceMemoryError.
+    gets kv_cache_fraction. weight_bytes: of one worker. free, total: bytes, after the slots were made. Raises
+    DeviceMemoryError.
     """
     left = free - 2 * weight_bytes - _WORKSPACE_BYTES
     if left <= 0:
@@ -145,12 +178,12 @@ def _kv_cache_bytes(options: EngineOptions, text: PretrainedConfig, dtype: torch
     queries = getattr(text, "num_attention_heads", None) or 1  # any number for a model without attention
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // queries
     heads = getattr(text, "num_key_value_heads", None) or queries
-    workers = options.vllm.get("tensor_parallel_size", 1)
+    workers = num_workers(options)
     per_token = 2 * text.num_hidden_layers * -(-heads // workers) * head_dim * dtype.itemsize
     context = -(-options.max_context // _BLOCK_TOKENS) * _BLOCK_TOKENS
     least = (context + _BLOCK_TOKENS) * per_token
     wanted = (options.kv_cache_tokens or options.max_sequences * context) * per_token + _BLOCK_TOKENS * per_token
-    room = int(memory_left(device) * options.kv_cache_fraction) // workers
+    room = int(memory_left(device) * options.kv_cache_fraction) // (workers if device.type == "cpu" else 1)
     if room < least:
         raise DeviceMemoryError(
             f"the KV cache of one sequence takes {least / 2**20:,.0f} MiB and {room / 2**20:,.0f} MiB are left for it; "
@@ -165,7 +198,7 @@ def set_environment(options: EngineOptions) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if options.vllm.get("tensor_parallel_size", 1) > 1:
+    if num_workers(options) > 1:
         # Otherwise it asks for a NUMA node for each worker.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if not options.cuda_graphs:

@@ -47,7 +47,13 @@ from inflight.engine.model.loading import (
 from inflight.engine.model.shapes import SHAPES
 from inflight.integrations.vllm_backend import worker
 from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits, parameters_without_memory
-from inflight.integrations.vllm_backend.arguments import arguments_of, check_options, set_environment
+from inflight.integrations.vllm_backend.arguments import (
+    arguments_of,
+    check_options,
+    choose_gpus,
+    set_environment,
+    slot_device,
+)
 from inflight.integrations.vllm_backend.columns import UNRECORDED
 from inflight.integrations.vllm_backend.staged_slots import StagedSlots
 from inflight.integrations.vllm_backend.worker import Attached, Attachment, SharedSlots, UpdatePath
@@ -134,6 +140,7 @@ def start(options: EngineOptions) -> Started:
     ModelLoadError or UnsupportedModelError."""
     check_options(options)
     set_environment(options)
+    device_name = choose_gpus(options)
     try:
         import vllm  # pyright: ignore[reportMissingImports]
         from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
@@ -148,11 +155,9 @@ def start(options: EngineOptions) -> Started:
     unknown = [name for name in options.vllm if name not in EngineArgs.__dataclass_fields__]
     if unknown:
         raise BackendError(f"vLLM {vllm.__version__} has no option {', '.join(unknown)}")
-    device = resolve_device(options.device)
+    device = resolve_device(device_name)
     if current_platform.device_type != device.type:
         raise BackendError(f"this vLLM runs on {current_platform.device_type}, and {device.type} was asked for")
-    if device.type == "cuda" and options.vllm.get("tensor_parallel_size", 1) > 1:
-        raise BackendError("tensor_parallel_size > 1 on GPUs: staged weights reach one GPU; take one, or a CPU")
     if options.threads and device.type == "cpu":
         torch.set_num_threads(options.threads)
 
@@ -171,8 +176,9 @@ def start(options: EngineOptions) -> Started:
         )
     ignored = ignored_aliases(model)
     drop_towers(model)
-    weights = StagedSlots.make(layout_of(model), options.slots - 1, device)
-    adapters = StagedSlots.make(adapter_layout(model, options), SLOTS, device) if options.lora_rank else None
+    home = slot_device(options, device)
+    weights = StagedSlots.make(layout_of(model), options.slots - 1, home)
+    adapters = StagedSlots.make(adapter_layout(model, options), SLOTS, home) if options.lora_rank else None
     with tempfile.TemporaryDirectory(prefix="inflight-vllm-") as directory:
         path = _checkpoint(options, config, dtype, Path(directory))
         try:
@@ -203,6 +209,7 @@ def start(options: EngineOptions) -> Started:
                 weights.slots[0].buffer,
                 name=options.model,
                 max_context=context,
+                on_gpu=device.type == "cuda",
                 quantized=bool(engine.vllm_config.model_config.quantization),
             )
         except InflightError:

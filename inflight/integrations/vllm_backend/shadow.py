@@ -149,8 +149,9 @@ class Conversion:
             if not parameter.computed:  # The previous conversion, or padding, can have left other values.
                 parameter.next.zero_()
         _fill(list(self.loaded.values()), slot)
-        with slot.device:
-            self.layer.convert({name: parameter.next for name, parameter in self.loaded.items()})
+        loaded = {name: parameter.next for name, parameter in self.loaded.items()}
+        with next(iter(loaded.values())).device:
+            self.layer.convert(loaded)
 
 
 def _fill(parameters: Sequence[Parameter], slot: torch.Tensor) -> None:
@@ -171,6 +172,8 @@ class Shadow:
     ):
         """slots: u8[n] each. The constructor must run in the thread that computes."""
         self._slots, self._parameters, self._converted = slots, parameters, converted
+        loaded = parameters or [parameter for one in converted for parameter in one.loaded.values()]
+        self._on_gpu = any(parameter.next.is_cuda for parameter in loaded)
         self._num_threads = torch.get_num_threads()
         self._committed: Any = None
         """The last commit on a GPU."""
@@ -211,7 +214,7 @@ class Shadow:
         copy_all([live for live, _ in in_place], [prepared for _, prepared in in_place])
         for one in self._converted:
             one.layer.commit()
-        if self._slots[0].is_cuda:
+        if self._on_gpu:
             self._committed = torch.cuda.current_stream().record_event()
         for parameter in self._parameters:
             live = parameter.live
@@ -256,14 +259,14 @@ def _map(
 ) -> tuple[list[Parameter], list[Conversion]]:
     """Return vLLM's parameters that are made by its loaders alone, and the layers that it converts afterwards. slot:
     u8[n], the weights that vLLM has loaded."""
-    referred = _referred(model)
+    referred, device = _referred(model), next(model.parameters()).device
     scratch: dict[torch.dtype, torch.Tensor] = {}
     parameters: dict[nn.Module, dict[str, Parameter]] = {}
     converted: set[nn.Module] = set()
     memory: dict[tuple[Any, ...], torch.Tensor] = {}
     traces = _trace(model, tensors)
     for traced in traces:
-        parameter, live, product = _loaded(traced, slot), traced.live, _packed_product(traced.layer)
+        parameter, live, product = _loaded(traced, slot, device), traced.live, _packed_product(traced.layer)
         parameters.setdefault(traced.layer, {})[traced.name] = parameter
         copied = sum(torch.Size(copy.target_size).numel() for copy in parameter.copies)
         if live is not None and live.shape == traced.meta.shape and live.dtype == traced.meta.dtype:
@@ -304,13 +307,13 @@ def _map(
     return plain, conversions
 
 
-def _loaded(traced: "_Traced", slot: torch.Tensor) -> Parameter:
-    """Return a parameter as vLLM's loaders make it. Raises Unmappable."""
+def _loaded(traced: "_Traced", slot: torch.Tensor, device: torch.device) -> Parameter:
+    """Return a parameter as vLLM's loaders make it on a device. Raises Unmappable."""
     from vllm.model_executor.model_loader.reload.meta import (  # pyright: ignore[reportMissingImports]
         materialize_meta_tensor,
     )
 
-    with torch.device(slot.device):
+    with device:
         made_for = materialize_meta_tensor(traced.meta)
     copies, computed = [], []
     try:

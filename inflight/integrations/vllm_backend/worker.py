@@ -42,10 +42,10 @@ class SharedSlots(msgspec.Struct, frozen=True):
     slots: list[SharedMemoryDescriptor | None]
     """None: the slot is one of `own_slots`."""
 
-    def map(self) -> list[torch.Tensor]:
-        """Return the memory of each slot."""
-        own = own_slots.get(self.layout.fingerprint, [])
-        return [SharedMemorySlot.attach(s) if s is not None else own[i] for i, s in enumerate(self.slots)]
+    def map(self, device: torch.device) -> list[torch.Tensor]:
+        """Return the memory of each slot. device: of the worker."""
+        own, pinned = own_slots.get(self.layout.fingerprint, []), device.type == "cuda"
+        return [own[i] if s is None else SharedMemorySlot.attach(s, pinned=pinned) for i, s in enumerate(self.slots)]
 
 
 class Attachment(msgspec.Struct, frozen=True):
@@ -123,7 +123,7 @@ class StagedWeights:
             )
         adapter_shadow, adapters = None, UpdatePath()
         if (their := attached.adapters) is not None:
-            slots, names = their.map(), attached.adapter_names
+            slots, names = their.map(runner.device), attached.adapter_names
             views = slot_views(slots[0], their.layout)
             adapter_shadow, adapters = _path(
                 lambda: AdapterShadow(runner.lora_manager._adapter_manager, names, slots, views)
@@ -221,7 +221,7 @@ class StagedWeights:
         attached = msgpack_decoder(Attachment).decode(attachment)
         if not hasattr(self, "_inflight_slots"):
             self._inflight_layout, self._inflight_aliases = attached.weights.layout, attached.aliases
-            self._inflight_slots = attached.weights.map()
+            self._inflight_slots = attached.weights.map(self.model_runner.device)
         return attached
 
     def _inflight_tensors(self, slot: int) -> Mapping[str, torch.Tensor]:

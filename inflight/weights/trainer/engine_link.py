@@ -134,6 +134,7 @@ class EngineLink:
         """transport: its name at the engine. timeout_s: maximum silence of the engine during a wait. A slot can take
         longer."""
         self.address = address
+        self._from_gpu = source.device.type == "cuda"
         self.lock = PublisherLock()
         self.messages = EngineMessages(address, self.check, self._take, timeout_s=timeout_s)
         try:
@@ -168,7 +169,9 @@ class EngineLink:
     def map_slots(self) -> list[torch.Tensor]:
         """Map the engine's slots into this process's memory, u8[total_bytes] each. Raises ProtocolError."""
         return [
-            (CudaSlot if isinstance(slot, CudaIpcDescriptor) else SharedMemorySlot).attach(slot)  # pyright: ignore
+            CudaSlot.attach(slot)
+            if isinstance(slot, CudaIpcDescriptor)
+            else SharedMemorySlot.attach(slot, pinned=self._from_gpu)
             for slot in self.attached.slots
         ]
 
