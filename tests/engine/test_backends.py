@@ -348,7 +348,9 @@ def test_every_token_tells_the_truth(truth_teller_dir, backend, workers):
         publisher = start_publisher(engine, num_versions)
         seen, spanning = truth_told(engine, publisher)
         status = engine.status()
+        log = (engine.members[0].process.directory / "engine.log").read_text()
     assert publisher.wait() == 0
+    assert ("prepared next to it" in log) == (backend == "vllm")
     assert status.version == num_versions
     assert len(seen) > num_versions // 2
     assert spanning > 20

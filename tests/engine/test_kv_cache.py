@@ -181,15 +181,19 @@ def make_hybrid(*, num_states: int = 4) -> KVCache:
     return KVCache([(Paged(SIZE), 21), (PerRow(), num_states + 1)], block_size=SIZE, max_blocks=10)
 
 
-def prefill(cache: KVCache, length: int) -> Holding:
-    """A sequence of the first TOKENS up to `length`, computed in as few passes as possible and remembered."""
+def prefill(cache: KVCache, tokens: list[int], *, late: bool = False) -> Holding:
+    """A sequence, computed in as few passes as possible and remembered after each pass, or `late`: after the next."""
     holding = cache.new_holding()
-    cache.match(holding, TOKENS[:length], 0)
-    while holding.computed < length:
-        count = cache.prefixes.next_chunk(holding, length)
+    cache.match(holding, tokens, 0)
+    reported = holding.computed
+    while holding.computed < len(tokens):
+        count = cache.prefixes.next_chunk(holding, len(tokens))
         assert cache.reserve(holding, holding.computed + count)
         cache.advance(holding, count, 0, 0)
-        cache.prefixes.remember(holding, length, lambda start, end: tuple(TOKENS[start:end]))
+        known = reported if late else holding.computed
+        cache.prefixes.remember(holding, known, lambda start, end: tuple(tokens[start:end]))
+        reported = holding.computed
+    cache.prefixes.remember(holding, reported, lambda start, end: tuple(tokens[start:end]))
     return holding
 
 
@@ -222,7 +226,7 @@ def test_a_fork_gets_a_copy_of_the_last_state_and_none_of_an_earlier_one():
 
 def test_a_prefix_ends_at_a_snapshot_of_which_a_sequence_gets_a_copy():
     cache = make_hybrid()
-    first = prefill(cache, 14)
+    first = prefill(cache, TOKENS[:14])
     [snapshot] = cache.copies.take()[1]
     assert cache.restored.take() == [{}, {}]
     state = first.blocks[1][0]
@@ -232,6 +236,49 @@ def test_a_prefix_ends_at_a_snapshot_of_which_a_sequence_gets_a_copy():
     assert cache.restored.take()[1] == {again.blocks[1][0]: snapshot}
     assert len({again.blocks[1][0], snapshot, state}) == 3
     check_blocks(cache, [first, again])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_second_prompt_with_the_same_beginning_takes_a_snapshot_where_it_branches_off(late):
+    cache = KVCache([(Paged(SIZE), 101), (PerRow(), 9)], block_size=SIZE, max_blocks=40)
+    shared = list(range(70))  # 17 blocks and two tokens
+
+    def prompt(number: int) -> list[int]:
+        return [*shared, *(number * 1000 + i for i in range(9))]
+
+    cache.release(prefill(cache, prompt(1), late=late))
+    assert len(cache.copies.take()[1]) == 1
+    second = prefill(cache, prompt(2), late=late)
+    assert len(cache.copies.take()[1]) == 2, "after 68 and after 76 tokens"
+    check_blocks(cache, [second])
+    cache.release(second)
+    third = cache.new_holding()
+    assert cache.match(third, prompt(3), 0) == 68
+    assert third.branches_at == 0
+    check_blocks(cache, [third])
+    cache.release(third)
+    again = cache.new_holding()
+    assert cache.match(again, prompt(2), 0) == 76
+
+
+def test_no_snapshot_is_taken_where_a_conversation_goes_on_or_little_is_shared():
+    cache = KVCache([(Paged(SIZE), 101), (PerRow(), 9)], block_size=SIZE, max_blocks=40)
+    first = prefill(cache, list(range(70)))
+    tokens = list(range(150))
+    assert cache.reserve(first, 140)
+    cache.advance(first, 70, 0, 0)
+    cache.prefixes.remember(first, 140, lambda start, end: tuple(tokens[start:end]))
+    cache.release(first)
+    turn = cache.new_holding()
+    assert cache.match(turn, tokens, 0) == 68
+    assert turn.branches_at == 0, "nothing else follows the last answer"
+    cache.release(turn)
+    other = cache.new_holding()
+    assert cache.match(other, [*range(62), *range(500, 510)], 0) == 0
+    assert other.branches_at == 0, "60 tokens are alike"
+    fork = cache.new_holding()
+    assert cache.match(fork, [*range(136), 7, 7, 7, 7, 7], 0) == 68
+    assert fork.branches_at == 136
 
 
 def test_a_prefix_without_a_snapshot_is_not_taken():
@@ -244,13 +291,13 @@ def test_a_prefix_without_a_snapshot_is_not_taken():
 
 def test_a_snapshot_is_evicted_alone_and_taken_again_for_the_same_tokens():
     cache = make_hybrid(num_states=2)
-    cache.release(prefill(cache, 14))
+    cache.release(prefill(cache, TOKENS[:14]))
     others = [cache.new_holding(), cache.new_holding()]
     assert all(cache.reserve(other, 1) for other in others)
     assert cache.match(cache.new_holding(), TOKENS[:14], 0) == 0
     for other in others:
         cache.release(other)
-    cache.release(prefill(cache, 14))
+    cache.release(prefill(cache, TOKENS[:14]))
     assert cache.match(cache.new_holding(), TOKENS[:14], 0) == 12
 
 
@@ -269,7 +316,7 @@ def test_a_snapshot_of_older_weights_does_not_join_blocks_of_newer_ones():
 
 def test_a_snapshot_does_not_make_way_for_its_own_copy():
     cache = make_hybrid(num_states=2)
-    cache.release(prefill(cache, 14))
+    cache.release(prefill(cache, TOKENS[:14]))
     running = cache.new_holding()
     assert cache.reserve(running, 1)
     holding = cache.new_holding()

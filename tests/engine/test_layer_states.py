@@ -133,6 +133,18 @@ def test_a_prompt_continues_from_the_snapshot_of_its_longest_prefix(make_toy_eng
     assert worst_error(model, [first, second, third, other]) < TOY.tolerance
 
 
+def test_prompts_with_the_same_instructions_continue_from_where_they_branch_off(make_toy_engine):
+    engine, model = make_toy_engine(max_prefill_tokens=1000), plain()
+    params = SamplingParams(max_tokens=6, n=2, seed=1, ignore_eos=True)
+    instructions = [(7 * i) % 190 for i in range(90)]
+    rollouts, reused = [], []
+    for number in range(4):
+        rollouts += run(engine, [Prompt([*instructions, 100 + number, *range(20)], params)])
+        reused.append(engine.cache.num_reused_tokens)
+    assert reused == [0, 0, 80, 160]
+    assert worst_error(model, rollouts) < TOY.tolerance
+
+
 def test_a_snapshot_is_evicted_before_a_running_sequence_lacks_a_state(make_toy_engine):
     engine, model = make_toy_engine(max_sequences=2), plain()
     params = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)

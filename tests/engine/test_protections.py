@@ -63,7 +63,7 @@ class Cache(KVCache):
             self.release(self.compute([next(self._new_tokens) for _ in range(num_blocks * SIZE)]))
 
     def num_found(self, tokens: list[int]) -> int:
-        return SIZE * len(self.prefixes.find([*tokens, 0], "", 0))
+        return SIZE * len(self.prefixes.find([*tokens, 0], "", 0)[0])
 
 
 def conversation(number: int, num_blocks: int = 4) -> list[int]:

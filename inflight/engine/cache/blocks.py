@@ -21,7 +21,7 @@ class Holding:
 
     blocks: list[list[int]] = field(default_factory=list)
     """Block numbers per kind of state. In a kind with a sliding window NO_BLOCK stands for the leading blocks that left
-    the window. In a kind that is not paged the first block is the state, and a second one is its snapshot. A released
+    the window. In a kind that is not paged the first block is the state, and the others are its snapshots. A released
     sequence holds new lists, so a reader of an old list sees no later change."""
     computed: int = 0
     """Number of leading tokens with state in the blocks, passes in progress included. It can lag for decoding
@@ -34,8 +34,12 @@ class Holding:
     """Number of leading blocks in the prefix cache."""
     last_entry: "Entry | None" = None
     """The last of their entries."""
-    snapshot_at: int = 0
-    """Number of leading tokens at which a snapshot is taken, for kinds that are not paged. 0: none."""
+    branches_at: int = 0
+    """Number of leading tokens that other prompts share, if a snapshot is to be taken after them. 0: none."""
+    next_snapshot: int = 0
+    """Number of leading tokens at which the next snapshot is taken, for kinds that are not paged. 0: none."""
+    snapshots: list[int] = field(default_factory=list)
+    """The numbers of leading tokens of the snapshots in `blocks`."""
 
 
 Key = tuple[Namespace, int, tuple[int, ...]]
@@ -55,6 +59,8 @@ class Entry:
     """The oldest version that computed it or an entry before it."""
     before: "Entry | None" = None
     """The entry of the chunk before it."""
+    num_next: int = 0
+    """Number of entries of chunks that follow this one."""
     num_protections: int = 0
     """Number of samples that protect it from eviction (`Protections`)."""
 

@@ -15,6 +15,8 @@ from inflight.engine.cache.protections import Protections
 
 _NO_ENTRY = -1
 """Stands for the id of the entry before the first one."""
+_LEAST_BRANCH = 64
+"""Minimum number of tokens that a snapshot within a prompt saves. Taking it ends a pass, and it needs a state."""
 _REMEMBERED_AT_ONCE = 4
 """Blocks of a decoding sequence that enter the prefix cache at a time, which is cheaper than one by one."""
 
@@ -36,9 +38,10 @@ class PrefixCache:
         self._entries: dict[Key, Entry] = {}
         self._new_ids = itertools.count()
 
-    def find(self, token_ids: Sequence[int], namespace: Namespace, oldest: int) -> list[Entry]:
+    def find(self, token_ids: Sequence[int], namespace: Namespace, oldest: int) -> tuple[list[Entry], int]:
         """Return the entries of the longest remembered beginning of these tokens in this namespace that no version
-        before `oldest` computed. The last token is never part of it, because its logits are needed."""
+        before `oldest` computed. The last token is never part of it, because its logits are needed. Also return the
+        tokens' `Holding.branches_at`."""
         size, last_entry = self._block_size, _NO_ENTRY
         found: list[Entry] = []
         for start in range(0, (len(token_ids) - 1) // size * size, size):
@@ -47,13 +50,16 @@ class PrefixCache:
                 break
             found.append(entry)
             last_entry = entry.id
+        if not self._fixed:
+            return found, 0
+        branch = len(found) if found and found[-1].num_next else 0
         for index, pool in self._fixed:
             # The state after a chunk cannot be derived from later ones, so the match ends at a snapshot.
             while found and found[-1].blocks[index] == NO_BLOCK:
                 found.pop()
             if pool.num_available < 2:  # the snapshot, which might be evicted for its own copy
-                return []
-        return found
+                return [], 0
+        return found, branch * size if (branch - len(found)) * size >= _LEAST_BRANCH else 0
 
     def next_chunk(self, holding: Holding, length: int) -> int:
         """Return how many further tokens of a prompt of `length` tokens the next pass can compute at most."""
@@ -61,9 +67,11 @@ class PrefixCache:
         if not self._fixed or not self._enabled:
             return todo
         # Prefixes end with a full block, and never contain the last token of a prompt. A snapshot at the longest such
-        # prefix costs one state per prompt; one at every block would take more memory than the keys and values.
-        holding.snapshot_at = (length - 1) // self._block_size * self._block_size
-        until_snapshot = holding.snapshot_at - holding.computed
+        # prefix costs one state per prompt; one at every block would take more memory than the keys and values. Prompts
+        # that begin with the same instructions share a snapshot that the second of them takes where it branches off.
+        whole = (length - 1) // self._block_size * self._block_size
+        holding.next_snapshot = holding.branches_at if holding.computed < holding.branches_at else whole
+        until_snapshot = holding.next_snapshot - holding.computed
         return until_snapshot if until_snapshot > 0 else todo
 
     def next_full(self, holding: Holding) -> int:
@@ -100,9 +108,11 @@ class PrefixCache:
                 of_kinds = [*blocks, *(NO_BLOCK for _ in self._fixed)]
                 entry = Entry(next(self._new_ids), key, of_kinds, holding.oldest, before)
                 self._entries[key] = entry
+                if before is not None:
+                    before.num_next += 1
                 for pool, block in zip(self._paged, blocks, strict=True):
                     pool.entry_of[block] = entry
-            if holding.snapshot_at == (chunk + 1) * size:
+            if holding.snapshots and holding.snapshots[0] == (chunk + 1) * size:
                 self._enter_snapshots(holding, entry)
             holding.last_entry = entry
             holding.num_remembered += 1
@@ -127,20 +137,21 @@ class PrefixCache:
             self._forget(entry)
 
     def _enter_snapshots(self, holding: Holding, entry: Entry) -> None:
-        """Move the snapshots of a sequence to the entry of the chunk at whose end they were taken."""
+        """Move the first snapshots of a sequence to the entry of the chunk at whose end they were taken."""
+        del holding.snapshots[0]
         for index, pool in self._fixed:
-            blocks = holding.blocks[index]
-            if len(blocks) == 2:
-                snapshot = blocks.pop()
-                has_room = not entry.num_protections or pool.num_protected < pool.max_protected
-                if entry.blocks[index] == NO_BLOCK and entry.oldest == holding.oldest and has_room:
-                    entry.blocks[index] = snapshot
-                    pool.entry_of[snapshot] = entry
-                    pool.num_protected += entry.num_protections > 0
-                pool.drop(snapshot)
+            snapshot = holding.blocks[index].pop(1)
+            has_room = not entry.num_protections or pool.num_protected < pool.max_protected
+            if entry.blocks[index] == NO_BLOCK and entry.oldest == holding.oldest and has_room:
+                entry.blocks[index] = snapshot
+                pool.entry_of[snapshot] = entry
+                pool.num_protected += entry.num_protections > 0
+            pool.drop(snapshot)
 
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry.key]
+        if entry.before is not None:
+            entry.before.num_next -= 1
         for index, (pool, block) in enumerate(zip(self._pools, entry.blocks, strict=True)):
             if block != NO_BLOCK:
                 pool.forget(block)

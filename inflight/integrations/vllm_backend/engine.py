@@ -83,7 +83,7 @@ class VllmEngine(Backend):
         self._preempted: dict[str, int] = {}
         """Maps vLLM's names of unfinished requests to the preemptions that are counted."""
         reason = started.reload_reason
-        how = f"reloads weights by itself ({reason})" if reason else "weights are prepared beside it and swapped"
+        how = f"reloads weights by itself ({reason})" if reason else "new weights are prepared next to it and swapped"
         self.description = (
             f"{started.name} on {self.device}, {how}, up to {self.options.max_sequences} sequences of "
             f"{self.options.max_context:,} tokens, KV cache for {self.execution.kv_cache_tokens:,} tokens"
