@@ -2,6 +2,7 @@
 intended name or type."""
 
 import inspect
+from collections import abc
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -9,6 +10,8 @@ from difflib import get_close_matches
 from functools import cache, wraps
 from itertools import chain
 from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
 from types import MappingProxyType, NoneType, SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -23,6 +26,7 @@ _NAMES: dict[Any, str] = {
     bool: "True or False",
     NoneType: "None",
 }
+_SEVERAL = (abc.Iterable, abc.Collection, abc.Sequence)
 _PLURALS: dict[Any, str] = {int: "integers", float: "numbers", str: "strings", bool: "booleans"}
 
 
@@ -161,6 +165,10 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, dict) and all(_fits(k, parts[0]) and _fits(v, parts[1]) for k, v in value.items())
     if origin is Literal:
         return isinstance(value, tuple({type(part) for part in parts}))
+    if origin in (abc.Mapping, *_SEVERAL):  # the function itself checks what is in it
+        return hasattr(value, "__iter__") and (not isinstance(value, str) or parts[0] in (str, Any))
+    if kind in (Path, PathLike):
+        return isinstance(value, (str, PathLike))
     if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
         return isinstance(value, kind)
     return callable(value) if origin is Callable else True
@@ -174,8 +182,12 @@ def _described(kind: Any) -> str:
         return f"one of {', '.join(map(repr, parts))}"
     if get_origin(kind) is Callable:
         return "a function"
+    if get_origin(kind) in _SEVERAL:
+        return f"several {_PLURALS.get(parts[0], 'values')}, such as a list"
     if get_origin(kind) is tuple:
         return f"a tuple of {_PLURALS.get(parts[0], _described(parts[0]))}"
+    if get_origin(kind) is abc.Mapping:
+        return "a dict"
     if get_origin(kind) is dict:
         return f"a dict from {_PLURALS.get(parts[0], parts[0])} to {_PLURALS.get(parts[1], 'any values')}"
     return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))

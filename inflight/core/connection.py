@@ -68,7 +68,7 @@ class Connection:
         answer.set_running_or_notify_cancel()  # so that a cancelled asyncio task cannot cancel it
         with self._lock:
             if self._closed:
-                raise InflightError("the connection to the engine is closed")
+                raise InflightError("this connection to the engine was closed, by close()")
             if message.ticket:
                 self._asked[message.ticket] = answer
             self._outbox.append(data)

@@ -78,8 +78,7 @@ def listen(
     host: str,
     port: int,
     *,
-    host_advice: str = "--host takes an address of this machine",
-    port_advice: str = "--port takes another one",
+    host_advice: str = "choose an address of this machine",
 ) -> socket.socket:
     """Return a socket that listens on this address; port 0 lets the system choose. Raises ListenError with advice."""
     try:
@@ -90,5 +89,5 @@ def listen(
         return socket.create_server((address, port, *scope), family=family, dualstack_ipv6=family == socket.AF_INET6)
     except (OSError, OverflowError, ValueError) as error:
         is_host = isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
-        advice = host_advice if is_host else port_advice
+        advice = host_advice if is_host else "choose another port, or 0 for a free one"
         raise ListenError(f"cannot listen on {host} port {port}: {error}; {advice}") from error

@@ -6,7 +6,7 @@ Python does not keep this string.
 
 import ast
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal
 
@@ -35,6 +35,20 @@ class OnCommandLine:
 def option(default: Any, *names: str, **about: Any) -> Any:
     """Make a field that is an option. names: flags that replace its own. about: other fields of `OnCommandLine`."""
     return field(default=default, metadata={"option": OnCommandLine(names=names, **about)})
+
+
+def check_ranges(options: Any) -> None:
+    """Raise ValueError for a field that is below its `min` or above its `max`."""
+    for one in fields(options):
+        about: OnCommandLine | None = one.metadata.get("option")
+        value = getattr(options, one.name)
+        if about is None or not isinstance(value, int | float):
+            continue
+        least, most = about.min, about.max
+        if (least is not None and value < least) or (most is not None and value > most):
+            bounds = f"at least {least:g}" if most is None else f"at most {most:g}" if least is None else ""
+            expected = bounds or f"between {least:g} and {most:g}"
+            raise ValueError(f"{type(options).__name__}.{one.name} must be {expected}, got {value!r}")
 
 
 def argument(*, metavar: str | None = None) -> Any:

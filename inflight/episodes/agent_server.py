@@ -337,7 +337,6 @@ def open_address(agents: str, url: str | None) -> Address:
         plain,
         int(port),
         host_advice='agents="HOST:PORT" takes an address of this machine, and agents_url the address for agents',
-        port_advice='agents="HOST:PORT" takes another one, or 0 for a free one',
     )
     bound, port = listening.getsockname()[:2]
     if url is None and ipaddress.ip_address(bound.partition("%")[0]).is_unspecified:

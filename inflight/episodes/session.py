@@ -101,6 +101,10 @@ class Session:
         and InvalidRequestError for messages that do not fit the chat template.
         """
         self._check_open()
+        if isinstance(messages, str):
+            raise TypeError(
+                f'messages must be a list of messages such as {{"role": "user", "content": …}}, got {messages!r}'
+            )
         if not messages or messages[-1].get("role") == "assistant":
             raise ValueError("messages must end with a message that the policy answers, of a user or a tool")
         schemas, adapter = schemas_of(tools), self.turns.adapter if adapter is None else adapter

@@ -28,6 +28,7 @@ from inflight.fleet.fleet_stream import FleetStream
 from inflight.fleet.member import Member
 from inflight.fleet.membership import Membership, check_members, start_all
 from inflight.fleet.process.base import Placement
+from inflight.fleet.process.remote import Remote
 from inflight.fleet.publishing import PublishedFleet
 from inflight.fleet.rescheduler import Rescheduler
 from inflight.fleet.submissions import Submissions
@@ -129,6 +130,8 @@ class Engine(ClosedAtEnd):
         self._published.check_can_add()
         first = self._membership.monitors[0].member
         [options], [placement] = check_members(options or first.options, placement or first.placement)
+        if not isinstance(placement, Remote):  # A process that is started has the version 0.
+            self._membership.check_version(0)
         self.stream  # noqa: B018
         with ExitStack() as at_failure:
             at_failure.callback(disconnect := placement.connect())

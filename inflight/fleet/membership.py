@@ -79,13 +79,17 @@ class Membership:
         difference = layout.difference(member.info.layout, ours="the others", theirs="this one", dtypes=True)
         if difference is not None:
             raise LayoutMismatchError(f"all members of an engine hold the same tensors: {difference}")
-        live, own = min(status.version for status in self._calls.statuses().values()), member.status().version
+        self.check_version(member.status().version)
+
+    def check_version(self, own: int) -> None:
+        """Raise ValueError if a member with this version could not get the version of the others."""
+        live = min(status.version for status in self._calls.statuses().values())
         has_sent = any(publisher.sent_version for publisher in self._published.open_publishers)
         if live != own and (self._published.lost_kinds or not has_sent):
             kinds = " and ".join(self._published.lost_kinds) or "a version"
             raise ValueError(
                 f"the member has version {own} and the engine {live}, and no open publisher has sent {kinds} that it "
-                "could send to this member"
+                "could send to this member; call publish() of a publisher of this engine first"
             )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from inflight.core.arguments import named
-from inflight.core.option import option
+from inflight.core.option import check_ranges, option
 
 PLACE = "place-"
 """Prefix of places for adapters of clients. A trainer publishes adapters under other names, and clients can use those,
@@ -50,3 +50,6 @@ class ServerOptions:
     """Maximum time that /pause?mode=wait and the end by SIGTERM wait for requests in progress, in seconds."""
     keep_alive_s: float = option(75.0, min=1, panel="Server")
     """Time after which a connection without a request is closed, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from inflight.core.errors import FrameError, InflightError, StreamGapError
 from inflight.core.frames import TokenFrame
+from inflight.core.waiting import Wait
 from inflight.stream.ledger import Ledger
 
 logger = logging.getLogger(__name__)
@@ -17,6 +18,11 @@ _CLOSE_S = 2.0
 SILENCE_S = 5.0
 """Time without a sign of life after which an engine is asked whether it is there."""
 MEMORY_BYTES = 1 << 30
+_STOPPED = {
+    "paused": "a caller waits for groups of an engine that is paused; engine.resume() continues it",
+    "asleep": "a caller waits for groups of an engine that is asleep; engine.wake() continues it",
+}
+"""Maps states of the engine to log messages."""
 
 
 class FrameSource(Protocol):
@@ -87,7 +93,7 @@ class StreamThread:
             self.source.close()
 
     def _read(self) -> None:
-        source, ledger = self.source, self._ledger
+        source, ledger, stopped = self.source, self._ledger, Wait()
         while not self._closing:
             is_full = ledger.table.finished_bytes > self._memory_bytes and not len(ledger.table.waiters)
             if is_full and not source.is_urgent:
@@ -103,3 +109,7 @@ class StreamThread:
                 ledger.frames.lose(error)
                 continue
             self._check_engine()
+            if len(ledger.table.waiters) and source.state in _STOPPED:
+                stopped.tick(_STOPPED[source.state])
+            else:
+                stopped = Wait()

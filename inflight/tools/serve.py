@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from inflight.core.arguments import did_you_mean
 from inflight.core.decoders import convert
 from inflight.core.messages import Welcome
 from inflight.core.option import argument, option
@@ -60,12 +61,13 @@ class ServedModel:
         for pair in self.set:
             name, equals, text = pair.partition("=")
             if not equals or name not in EngineOptions.__struct_fields__:
-                raise ValueError(f"--set takes name=value with a name of EngineOptions, got {pair!r}")
+                hint = did_you_mean(name, EngineOptions.__struct_fields__, EngineOptions.OTHER_NAMES) if equals else ""
+                raise ValueError(f"--set takes name=value with a name of EngineOptions, got {pair!r}{hint}")
             given[name] = _value(text)
         try:
             return convert(given, EngineOptions)
         except msgspec.ValidationError as error:
-            raise ValueError(str(error)) from error
+            raise ValueError(f"{error} (--set {' --set '.join(self.set)})" if self.set else str(error)) from error
 
 
 def option_hint(name: str) -> str:

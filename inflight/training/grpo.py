@@ -49,7 +49,7 @@ from inflight.training.schedules import (
     WeightPublisher,
     resolve_schedule,
 )
-from inflight.training.step import Learner, check_finite
+from inflight.training.step import Learner, check_belong, check_finite
 from inflight.training.teacher import TeacherLike, prepare_teacher
 
 __all__ = ["Example", "GRPOConfig", "StepReport", "grpo"]
@@ -129,6 +129,9 @@ def grpo(
         if group is not None:
             check_supported(model, config)
         check_finite(model)
+        check_belong(model, optimizer, publisher)
+        if score is None and teacher is None and getattr(engine, "can_pin", True):
+            raise ValueError("only episodes have rewards: give a score function, or a teacher")
         progress = GRPOProgress() if run is None else convert(run.progress.get("grpo", {}), GRPOProgress)
     if isinstance(objective.entropy_weight, AdaptiveEntropy) and progress.entropy_weight:
         objective.entropy_weight.load_state_dict(progress.entropy_weight)
@@ -166,7 +169,8 @@ def grpo(
                 for step, scored in enumerate(islice(source, max(0, config.steps - begin)), begin + 1):
                     report = trainer.take(step, scored, admission)
                     if evaluation is not None:
-                        if step % evaluation.every == 0:
+                        is_last = step == config.steps  # `_end_evaluation` waits for one in progress
+                        if step % evaluation.every == 0 and not (is_last and evaluation.running):
                             evaluation.start(step, publisher.version)
                         report = replace(report, evaluations=tuple(evaluation.finished()))
                     # A run that the caller saves holds the groups in flight and the number of submitted examples.

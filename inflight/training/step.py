@@ -242,6 +242,21 @@ def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.
     return norm
 
 
+def check_belong(model: nn.Module, optimizer: torch.optim.Optimizer, publisher: object) -> None:
+    """Raise ValueError if the optimizer changes no parameter of the model, or the publisher publishes another model,
+    and TypeError for a publisher that cannot publish."""
+    if not callable(getattr(publisher, "publish", None)):
+        raise TypeError(f"publisher must be made by engine.publisher(model), got {type(publisher).__name__}")
+    ours = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("the optimizer has no trainable parameter of the model; make it from model.parameters()")
+    reads = getattr(publisher, "reads", None)  # A custom publisher does not have it.
+    if reads is not None and reads(model) is False:
+        raise ValueError(
+            "the publisher publishes another model than the trained one; make it by engine.publisher(model)"
+        )
+
+
 @torch.no_grad()
 def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
     """Raise NonFiniteWeightsError, naming parameters, if some are NaN or infinite. It reads every parameter once; of a

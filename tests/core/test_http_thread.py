@@ -11,7 +11,7 @@ from inflight.core.http_thread import listen
 def test_a_port_is_taken_before_its_server_has_started():
     with listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
-        with pytest.raises(ListenError, match=f"cannot listen on 127.0.0.1 port {port}: .*--port takes another one"):
+        with pytest.raises(ListenError, match=f"cannot listen on 127.0.0.1 port {port}: .*choose another port"):
             listen("127.0.0.1", port)
 
 

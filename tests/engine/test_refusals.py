@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from family_check import long_rollouts
+from tiny_models import make_model
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -167,3 +168,13 @@ def test_a_context_beyond_the_models_own_is_lowered_with_a_warning(caplog, confi
     assert not caplog.records
     assert context_limit(config, 500) == limit
     assert f"max_context=500 is lowered to {limit}, the model's context in config.json" in caplog.text
+
+
+def test_a_kv_cache_too_small_for_one_sequence_is_raised_with_a_warning(tmp_path, caplog):
+    make_model("qwen3").save_pretrained(tmp_path)
+    for asked, is_told in ((0, False), (64, False), (8, True)):
+        caplog.clear()
+        options = EngineOptions(model=str(tmp_path), device="cpu", max_context=64, kv_cache_tokens=asked)
+        with Engine(options) as engine:
+            assert engine.execution.kv_cache_tokens >= 64
+        assert ("kv_cache_tokens=8 is raised to 64" in caplog.text) == is_told

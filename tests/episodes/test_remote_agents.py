@@ -385,7 +385,7 @@ def test_addresses_that_do_not_work_are_refused(chat_engine, options, why):
 def test_a_port_in_use_is_named_and_closing_frees_it(chat_engine):
     first = inflight.Episodes(chat_engine, in_process, agents=HERE)
     address = first.agents_url.removeprefix("http://")
-    with pytest.raises(ListenError, match=r'127\.0\.0\.1 port \d+: .*; agents="HOST:PORT" takes another one'):
+    with pytest.raises(ListenError, match=r"127\.0\.0\.1 port \d+: .*; choose another port"):
         inflight.Episodes(chat_engine, in_process, agents=address)
     first.close()
     first.close()

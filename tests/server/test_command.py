@@ -118,7 +118,7 @@ def test_an_engine_that_ends_is_started_again_and_meanwhile_requests_get_503():
     ("arguments", "message"),
     [
         (["./nowhere"], "cannot load model './nowhere': there is no such directory"),
-        (["tiny", "--host", "1.2.3.4"], "--host takes an address of this machine"),
+        (["tiny", "--host", "1.2.3.4"], "choose an address of this machine"),
         (["tiny", "--host", "nowhere.invalid"], "cannot listen on host 'nowhere.invalid'"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_port_in_use_is_refused_before_an_engine_is_launched(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = CliRunner().invoke(app, ["serve", "tiny", "--port", str(taken.getsockname()[1])])
     assert done.exit_code == 2
-    assert "--port takes another one" in " ".join(done.stderr.split())
+    assert "choose another port, or 0 for a free one" in " ".join(done.stderr.split())
 
 
 def test_the_server_restarts_its_engine_unless_told_otherwise():

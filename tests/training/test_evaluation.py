@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from itertools import count
 
 import pytest
@@ -90,6 +91,18 @@ def test_with_two_slots_training_waits_for_the_version_and_nothing_is_lost(engin
     reports = train(engine, evaluation, steps=3)
     assert [report.step for report in reports] == [1, 2, 3]
     assert (evaluation.results[0].step, evaluation.results[-1].step) == (0, 3)
+
+
+def test_the_evaluation_after_the_last_step_is_not_left_out_while_another_one_runs(engine, caplog):
+    def slow(rollout):
+        time.sleep(0.2)
+        return 1.0
+
+    evaluation = Evaluation(engine, HELD_OUT, slow, sampling=GREEDY, every=1)
+    with caplog.at_level(logging.WARNING):
+        train(engine, evaluation, steps=1)
+    assert [result.step for result in evaluation.results] == [0, 1]
+    assert "is left out" not in caplog.text
 
 
 def test_one_that_begins_too_early_is_left_out_and_one_that_fails_is_told(engine, caplog):

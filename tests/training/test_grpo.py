@@ -1,6 +1,7 @@
 """What a GRPO run refuses before it begins, what it skips and counts, and what it never publishes."""
 
 import copy
+import dataclasses
 import logging
 import math
 import threading
@@ -131,6 +132,33 @@ def test_a_model_that_is_not_finite_is_refused_before_anything_is_drawn(engine):
         model.model.layers[2].self_attn.k_proj.weight[0, 0] = math.nan
     with pytest.raises(NonFiniteWeightsError, match=r"layers.2.self_attn.k_proj.weight"):
         grpo(engine, None, model, torch.optim.SGD(model.parameters(), lr=0.1), [], lambda r: 0.0, GRPOConfig())
+
+
+def test_a_model_an_optimizer_and_a_publisher_that_do_not_belong_together_are_refused(engine):
+    model, other = make_model("qwen3"), make_model("qwen3")
+    frozen = make_model("qwen3").requires_grad_(False)
+    config = GRPOConfig(sampling=SAMPLING, steps=1)
+
+    def start(model, optimizer, publisher, score=different, **more):
+        return grpo(engine, publisher, model, torch.optim.SGD(optimizer.parameters(), 0.1), [], score, config, **more)
+
+    with engine.publisher(model) as publisher:
+        for wrong in (other, frozen):
+            with pytest.raises(ValueError, match="the optimizer has no trainable parameter of the model"):
+                start(model, wrong, publisher)
+        with pytest.raises(ValueError, match="the optimizer has no trainable parameter of the model"):
+            start(frozen, frozen, publisher)
+        with pytest.raises(ValueError, match="the publisher publishes another model than the trained one"):
+            start(other, other, publisher)
+        with pytest.raises(TypeError, match=r"publisher must be made by engine.publisher.*got Engine"):
+            start(model, model, engine)
+        with pytest.raises(ValueError, match="only episodes have rewards: give a score function, or a teacher"):
+            start(model, model, publisher, None)
+        start(torch.nn.parallel.DataParallel(model), model, publisher)  # a wrapper shares the parameters
+    with engine.publisher() as publisher:  # of given weights, which can be anything
+        start(model, model, publisher)
+        config = dataclasses.replace(config, objective=inflight.Objective(teacher_weight=1.0))
+        start(model, model, publisher, None, teacher=other)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The memory of the KV cache: tensors in which the state of every layer is stored in blocks."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +13,8 @@ from inflight.core.options import EngineOptions
 from inflight.engine.cache.kinds import ChunkStates, LayerShape, Paged, PerRow, StateKind, StateTensor
 from inflight.engine.model.attention.backend import AttentionBackend, ForwardBatch, LayerGroup
 from inflight.engine.model.device import memory_left, to_device
+
+logger = logging.getLogger("inflight.engine")
 
 
 class KVMemory:
@@ -141,6 +144,12 @@ class KVMemory:
             per_sequence = min(math.ceil(reach / self.block_size) + (window is not None), self.max_blocks)
             in_all = math.ceil(options.kv_cache_tokens / self.block_size) or per_sequence * options.max_sequences
             wanted.append(max(in_all + 1, least[0]))
+        if 0 < options.kv_cache_tokens < max_context:
+            logger.warning(
+                "kv_cache_tokens=%d is raised to %d, for one sequence of max_context tokens",
+                options.kv_cache_tokens,
+                max_context,
+            )
         # One state for each running sequence, and as many again for snapshots and forks that wait.
         least.append(2)
         wanted.append(2 * options.max_sequences + 1)

@@ -46,7 +46,8 @@ class DemoOptions(ModelChoice):
     restarts: int = option(3, min=0)
     """Maximum number of restarts of the engine."""
     out: Path | None = option(None, shown="runs/TASK-MODE-TIME", panel="Output")
-    """Directory for steps.jsonl, events.jsonl, summary.json and demo.png."""
+    """Directory for steps.jsonl, events.jsonl, summary.json, demo.png and checkpoints. A run of the demo in it is
+    replaced, unless `resume` names it."""
     web: bool = option(False, panel="Output")
     """Show the run on a live page on this machine."""
     web_port: int = option(PORT, min=0, max=65535, panel="Output")

@@ -136,6 +136,8 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         ):
             task = making.result()
             if checkpoint is None:
+                if checkpoints(out):
+                    console.print(f"replacing the run in {out}; --resume {out} would have continued it")
                 _remove_run(out)  # only now, because a start can fail
             example = task.train[0]
             console.print(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inflight.core.arguments import did_you_mean
 from inflight.core.errors import InflightError
 from inflight.core.extras import install_hint
 from inflight.core.files import file_errors
@@ -99,7 +100,8 @@ def gym_task(name: str, *, seed: int, max_tokens: int | None = None) -> Task:
         train = reasoning_gym.create_dataset(name, size=20_000, seed=1 + 10_000_000 * seed)
         test = reasoning_gym.create_dataset(name, size=2 * _HELD_OUT, seed=900_000_000)
     except (ValueError, KeyError, TypeError) as error:
-        raise TaskError(f"reasoning-gym cannot make task {name!r}: {error}") from error
+        hint = did_you_mean(name, reasoning_gym.factory.DATASETS)
+        raise TaskError(f"reasoning-gym cannot make task {name!r}: {error}{hint}") from error
     write_prompt, default_tokens = _FORMATS.get(name, (_question, 64))
     train_entries = _by_prompt(train, write_prompt)
     if len(train_entries) < _LEAST_PROMPTS:

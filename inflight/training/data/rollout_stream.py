@@ -168,7 +168,9 @@ class RolloutStream:
             left_s = None if deadline_ns is None else max(0.0, (deadline_ns - now_ns()) / 1e9)
             if not wait([found], timeout=left_s).done:
                 self.ledger.leave(found)
-                raise TimeoutError(f"groups {_named(group_ids)} did not finish within {timeout_s} s")
+                raise TimeoutError(
+                    f"groups {_named(group_ids)} did not finish within {timeout_s} s; state of the engine: {self.state}"
+                )
             found.result()
         return [self.texts.fill_in(found[group_id]) for group_id in group_ids]
 

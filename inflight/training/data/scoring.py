@@ -275,6 +275,8 @@ def _rewards(values: Any, count: int) -> list[Reward]:
     """Return the rewards of a batched function, None for each rollout if it returned None."""
     if values is None:
         return [None] * count
+    if not hasattr(values, "__len__"):
+        raise TypeError(f"a batched score function returns a reward for each rollout of a group, got {values!r}")
     if len(values) != count:
         raise ValueError(f"the score function returned {len(values)} rewards for the {count} rollouts of a group")
     return [reward for value in values for reward in _reward(value)]

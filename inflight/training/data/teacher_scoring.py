@@ -110,10 +110,12 @@ class Teacher:
         the name of the model at a server; "" takes the first that it lists. token: of a server that needs one.
         timeout_s: limit of one try for a group. retries: maximum number of further tries for a group if the teacher is
         not available, with a pause of a second. workers: groups that are scored at the same time. Raises TypeError for
-        another source."""
+        another source, and ValueError for a URL without http."""
         self.timeout_s, self.retries, self.workers = timeout_s, retries, workers
         self.source: TeacherSource
         if isinstance(source, str):
+            if not source.startswith(("http://", "https://")):
+                raise ValueError(f'a teacher at a server is a URL such as "http://{source}", got {source!r}')
             self.source = ServerSource(source, model=model, token=token, timeout_s=timeout_s)
         elif hasattr(source, "agenerate"):
             self.source = EngineSource(source)

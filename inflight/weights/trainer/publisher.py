@@ -192,6 +192,10 @@ class Publisher(AbstractContextManager["Publisher"]):
         """The tensors that engines get."""
         return "adapters" if self._source.adapters else "weights"
 
+    def reads(self, model: nn.Module) -> bool | None:
+        """Return whether it publishes parameters of this model; None for given weights and custom sources."""
+        return self._source.publishes(model.parameters())
+
     @property
     def is_direct(self) -> bool:
         """True if it writes straight to the slots of one engine, so that no other engine can be added."""

@@ -3,7 +3,7 @@
 import operator
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,6 +48,10 @@ class WeightSource(ABC):
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         """Copy the current tensors into these views, cast to the dtypes of the views. For a publish of one adapter the
         views are the views of its tensors."""
+
+    def publishes(self, tensors: Iterable[torch.Tensor]) -> bool | None:
+        """Return whether some of these tensors are published; None if that is unknown."""
+        return None
 
     def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step of this optimizer changes tensors of this source."""
@@ -146,7 +150,10 @@ class ModelSource(WeightSource):
     def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step of this optimizer changes the model. With ZeRO-3 any optimizer might: ZeRO-3 writes the
         parameters from separate copies."""
-        ours = {id(tensor) for tensor in (*self._model.root.parameters(), *self._model.tensors.values())}
-        return self._model.kind == "zero" or any(
-            id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]
+        return self._model.kind == "zero" or self.publishes(
+            parameter for group in optimizer.param_groups for parameter in group["params"]
         )
+
+    def publishes(self, tensors: Iterable[torch.Tensor]) -> bool:
+        ours = {id(tensor) for tensor in (*self._model.root.parameters(), *self._model.tensors.values())}
+        return any(id(tensor) in ours for tensor in tensors)

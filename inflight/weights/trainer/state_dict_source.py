@@ -207,7 +207,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.T
 def _files_of(directory: Path) -> dict[Path, set[str]]:
     """Return the files of a checkpoint, each with names that it must contain."""
     if not directory.is_dir():
-        raise WeightFileError(f"{directory} is neither a directory nor a file")
+        raise WeightFileError(
+            f"{directory} is neither a directory nor a file; to publish a model's parameters, pass the model itself"
+        )
     if (directory / _FILE).exists():
         return {directory / _FILE: set()}
     files: dict[Path, set[str]] = {}

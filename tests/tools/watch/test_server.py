@@ -105,7 +105,7 @@ def test_any_name_will_do_only_where_others_reach_the_page(bound, is_open):
 
 
 def test_a_port_that_is_taken_is_named(server):
-    with pytest.raises(ListenError, match=f"cannot listen on 127.0.0.1 port {server.port}: .*--port takes another one"):
+    with pytest.raises(ListenError, match=f"cannot listen on 127.0.0.1 port {server.port}: .*choose another port"):
         PageServer(RunDirectory(PAGE), port=server.port)
 
 

@@ -1,6 +1,7 @@
 """The stream as the trainer sees it, also when frames are lost."""
 
 import asyncio
+import time
 
 import pytest
 from made_frames import ends, make_frame, starts
@@ -67,10 +68,22 @@ def columns(request_id: int):
     yield frame.logprobs
 
 
+@pytest.mark.parametrize(("state", "call"), [("paused", "resume"), ("asleep", "wake"), ("idle", "")])
+def test_a_caller_of_a_stopped_engine_is_told_so(wire, monkeypatch, caplog, state, call):
+    monkeypatch.setattr("inflight.core.waiting.LOG_EVERY_S", 0.0)
+    wire.stream.thread.source.state = state
+    wire.stream.ledger.expect([0])
+    time.sleep(0.3)
+    assert not caplog.text, "nobody waits"
+    with pytest.raises(TimeoutError, match=f"groups 0 did not finish within 0.5 s; state of the engine: {state}"):
+        wire.stream.collect([0], timeout_s=0.5)
+    assert (f"an engine that is {state}; engine.{call}() continues it" in caplog.text) == bool(call)
+
+
 def test_an_interrupted_collect_loses_nothing(wire):
     wire.stream.ledger.expect([0, 1, 2])
     wire.send(make_frame(3, 0, groups=starts(0, 1, 2), finishes=ends(0, 2)))
-    with pytest.raises(TimeoutError, match=r"groups 1, 2 did not finish within 0.05 s"):
+    with pytest.raises(TimeoutError, match=r"groups 1, 2 did not finish within 0.05 s; state of the engine: "):
         wire.stream.collect([1, 2], timeout_s=0.05)
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(asyncio.wait_for(wire.stream.acollect([1, 2]), 0.05))
