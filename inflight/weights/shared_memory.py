@@ -13,6 +13,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,7 @@ class SharedMemorySlot:
 class _Memory(mmap.mmap):
     """A mapped file. CUDA unpins it before it is unmapped."""
 
-    pinned_at = 0
+    unpin: Callable[[], object] | None = None
 
     def pin(self, address: int) -> None:
         """Pin the pages at this address, where they are mapped. If CUDA refuses, copies take longer."""
@@ -127,14 +128,11 @@ class _Memory(mmap.mmap):
         if error:
             logger.warning("CUDA cannot pin %d bytes of weights (error %d): copies take longer", len(self), error)
         else:
-            self.pinned_at = address
+            self.unpin = partial(cudart.cudaHostUnregister, address)
 
     def __del__(self) -> None:
-        if self.pinned_at:
-            import torch
-
-            cudart: Any = torch.cuda.cudart()
-            cudart.cudaHostUnregister(self.pinned_at)
+        if self.unpin is not None:
+            self.unpin()
 
 
 def _map(file: int, nbytes: int) -> _Memory:

@@ -80,9 +80,11 @@ def slot_views(buffer_bytes: torch.Tensor, layout: WeightLayout) -> dict[str, to
 @torch.no_grad()
 def fill(views: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy every tensor into its view, cast to the view's dtype."""
-    copy_all(list(views.values()), [_near(plain(tensors[name]).detach(), view) for name, view in views.items()])
-
-
-def _near(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """Return a tensor for a copy to a view. On the way from a GPU to the host, PyTorch would cast on the host."""
-    return tensor.to(view.dtype) if tensor.is_cuda and not view.is_cuda else tensor
+    near: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, view in views.items():
+        tensor = plain(tensors[name]).detach()
+        if tensor.is_cuda and not view.is_cuda:
+            view.copy_(tensor.to(view.dtype))  # PyTorch would copy first, and cast on the host.
+        else:
+            near.append((view, tensor))
+    copy_all([view for view, _ in near], [tensor for _, tensor in near])

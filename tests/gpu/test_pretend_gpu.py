@@ -427,27 +427,27 @@ def parts_of_a_slot_of_the_host_reach_parameters_of_the_gpu() -> None:
 
 def weights_of_the_gpu_are_cast_before_they_go_to_the_host() -> None:
     weights = {"w": torch.arange(8.0, device="cuda") / 3, "same": torch.arange(8, device="cuda")}
+    weights["here"] = torch.ones(8)
     views = {"w": torch.zeros(8, dtype=torch.bfloat16), "same": torch.zeros(8, dtype=torch.int64)}
+    views["here"] = torch.zeros(8, dtype=torch.float16)
     with Copies() as copies:
         fill(views, weights)
     assert torch.equal(views["w"], (torch.arange(8.0) / 3).bfloat16())
     assert torch.equal(views["same"], torch.arange(8))
-    assert {source.dtype for target, source in copies.between if target.device.type == "cpu"} == {
-        torch.bfloat16,
-        torch.int64,
-    }
+    assert torch.equal(views["here"], torch.ones(8).half())
+    assert copies.dtypes == [torch.bfloat16, torch.int64]
 
 
 class Copies(TorchFunctionMode):
-    """Collects the pairs of `torch._foreach_copy_`."""
+    """Collects the dtypes of tensors of a GPU that `Tensor.copy_` copies to the host."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.between: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.dtypes: list[torch.dtype] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch._foreach_copy_:
-            self.between += zip(*args, strict=True)
+        if func is torch.Tensor.copy_ and args[1].is_cuda and not args[0].is_cuda:
+            self.dtypes.append(args[1].dtype)
         return func(*args, **(kwargs or {}))
 
 
