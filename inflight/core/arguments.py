@@ -166,8 +166,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is Literal:
         return isinstance(value, tuple({type(part) for part in parts}))
     if origin in (abc.Mapping, *_SEVERAL):  # the function itself checks what is in it
-        takes_text = origin is not abc.Mapping and parts[0] in (str, Any)
-        return hasattr(value, "__iter__") and (takes_text or not isinstance(value, str))
+        return hasattr(value, "__iter__") and not (origin is abc.Mapping and isinstance(value, str))
     if kind in (Path, PathLike):
         return isinstance(value, (str, PathLike))
     if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
