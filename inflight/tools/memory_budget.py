@@ -63,7 +63,7 @@ def budget_of(model: str, *, sequences: int, context: int) -> Budget:
         num_parameters,
         made.num_parameters() * BF16_BYTES,
         sequences * context * sum(cached_dims(made)) * BF16_BYTES,
-        2 * sequences * _state_bytes(made),
+        (2 * sequences + 1) * _state_bytes(made),
     )
 
 

@@ -132,9 +132,11 @@ def test_a_penalty_counts_tokens_that_are_not_read_yet():
 def test_a_penalty_forgets_who_had_the_lane_before():
     params = SamplingParams(temperature=0, repetition_penalty=100.0)
     sampler, logits = new_sampler(50, 1), torch.arange(50.0)[None] + 1
-    for request in range(3):
-        sequence = make_sequence(request, params, prompt=[request], batch_row=0)
-        assert sampler.sample(logits.clone(), draws_of([sequence])).tokens.tolist() == [49]
+    for epoch, request in enumerate((0, 1, 2, 2)):  # an id that is used again, too
+        sequence = make_sequence(request, params, prompt=[epoch] * (1 + epoch), batch_row=0)
+        draws = draws_of([sequence])
+        draws.cohort.entered[:] = epoch + 1
+        assert sampler.sample(logits.clone(), draws).tokens.tolist() == [49]
 
 
 def test_a_penalty_holds_when_a_preempted_sequence_comes_back_to_its_first_lane():

@@ -261,6 +261,44 @@ def test_the_second_prompt_with_the_same_beginning_takes_a_snapshot_where_it_bra
     assert cache.match(again, prompt(2), 0) == 76
 
 
+def test_of_prompts_that_branch_off_together_one_takes_the_snapshot():
+    cache = KVCache([(Paged(SIZE), 101), (PerRow(), 9)], block_size=SIZE, max_blocks=40)
+    shared = list(range(70))
+    cache.release(prefill(cache, [*shared, *range(100, 109)]))
+    holdings = [cache.new_holding() for _ in range(3)]
+
+    def begin(holding: Holding) -> int:
+        assert cache.match(holding, [*shared, *range(200, 209)], 0) == 0
+        return holding.branches_at
+
+    assert list(map(begin, holdings)) == [68, 0, 0]
+    cache.release(holdings[1])
+    assert begin(holdings[1]) == 0, "the first one still runs"
+    cache.release(holdings[0])
+    assert list(map(begin, holdings[:2])) == [68, 0]
+
+
+def test_a_sequence_of_two_versions_takes_no_snapshot_and_drops_what_it_has():
+    cache = make_hybrid()
+    holding = cache.new_holding()
+    assert cache.prefixes.next_chunk(holding, 9) == 8
+    assert cache.reserve(holding, 8)
+    cache.advance(holding, 8, 0, 0)
+    assert len(holding.blocks[1]) == 2
+    assert cache.reserve(holding, 9)
+    cache.advance(holding, 1, 1, 1)
+    assert (len(holding.blocks[1]), holding.snapshots) == (1, [])
+    check_blocks(cache, [holding])
+    late = cache.new_holding()
+    assert cache.reserve(late, 4)
+    cache.advance(late, 4, 0, 0)
+    assert cache.prefixes.next_chunk(late, 9) == 4
+    assert cache.reserve(late, 8)
+    cache.advance(late, 4, 1, 1)
+    assert len(late.blocks[1]) == 1
+    check_blocks(cache, [holding, late])
+
+
 def test_no_snapshot_is_taken_where_a_conversation_goes_on_or_little_is_shared():
     cache = KVCache([(Paged(SIZE), 101), (PerRow(), 9)], block_size=SIZE, max_blocks=40)
     first = prefill(cache, list(range(70)))

@@ -133,9 +133,11 @@ def test_a_prompt_continues_from_the_snapshot_of_its_longest_prefix(make_toy_eng
     assert worst_error(model, [first, second, third, other]) < TOY.tolerance
 
 
-def test_prompts_with_the_same_instructions_continue_from_where_they_branch_off(make_toy_engine):
-    engine, model = make_toy_engine(max_prefill_tokens=1000), plain()
-    params = SamplingParams(max_tokens=6, n=2, seed=1, ignore_eos=True)
+@pytest.mark.parametrize("max_sequences", [1, 4])
+def test_prompts_with_the_same_instructions_continue_from_where_they_branch_off(make_toy_engine, max_sequences):
+    sizes = {"max_prefill_tokens": 1000, "max_sequences": max_sequences, "kv_cache_tokens": 2048}
+    engine, model = make_toy_engine(**sizes), plain()
+    params = SamplingParams(max_tokens=6, n=min(2, max_sequences), seed=1, ignore_eos=True)
     instructions = [(7 * i) % 190 for i in range(90)]
     rollouts, reused = [], []
     for number in range(4):

@@ -36,6 +36,8 @@ class Holding:
     """The last of their entries."""
     branches_at: int = 0
     """Number of leading tokens that other prompts share, if a snapshot is to be taken after them. 0: none."""
+    branch: "Entry | None" = None
+    """The entry that gets this snapshot."""
     next_snapshot: int = 0
     """Number of leading tokens at which the next snapshot is taken, for kinds that are not paged. 0: none."""
     snapshots: list[int] = field(default_factory=list)
@@ -61,6 +63,8 @@ class Entry:
     """The entry of the chunk before it."""
     num_next: int = 0
     """Number of entries of chunks that follow this one."""
+    is_branch: bool = False
+    """A running sequence is going to take a snapshot at the end of the chunk."""
     num_protections: int = 0
     """Number of samples that protect it from eviction (`Protections`)."""
 

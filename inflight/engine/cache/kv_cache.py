@@ -62,7 +62,8 @@ class KVCache:
 
     def match(self, holding: Holding, token_ids: Sequence[int], namespace: Namespace, *, oldest: int = 0) -> int:
         """Give a sequence without blocks the result of `PrefixCache.find`. Return its length in tokens."""
-        found, holding.branches_at = self.prefixes.find(token_ids, namespace, oldest)
+        found, known = self.prefixes.find(token_ids, namespace, oldest)
+        self.prefixes.begin_branch(holding, known)
         if not found:
             return 0
         for index, pool in self._fixed:
@@ -123,16 +124,19 @@ class KVCache:
     def advance(self, holding: Holding, count: int, namespace: Namespace, version: int) -> None:
         """Note that the next pass computes `count` more tokens of a sequence that has blocks for them."""
         holding.computed += count
-        if holding.computed == holding.next_snapshot and all(pool.num_available for _, pool in self._fixed):
+        if holding.namespace == NO_VERSION:
+            holding.namespace = namespace
+        elif holding.namespace not in (namespace, MIXED):
+            self.prefixes.end_chain(holding)
+        if holding.oldest == NO_VERSION:
+            holding.oldest = version
+        is_due = holding.computed == holding.next_snapshot and holding.namespace != MIXED
+        if is_due and all(pool.num_available for _, pool in self._fixed):
             holding.snapshots.append(holding.computed)
             for index, pool in self._fixed:
                 blocks = holding.blocks[index]
                 blocks.append(self.prefixes.take_block(pool))
                 self.copies.add(index, blocks[-1], blocks[0])
-        if holding.namespace != namespace:
-            holding.namespace = namespace if holding.namespace == NO_VERSION else MIXED
-        if holding.oldest == NO_VERSION:
-            holding.oldest = version
 
     def share(self, parent: Holding, child: Holding, length: int) -> bool:
         """Let a sequence without blocks start with the state after its parent's first `length` tokens. False, with
@@ -165,7 +169,8 @@ class KVCache:
                 if block != NO_BLOCK:
                     pool.drop(block)
         holding.blocks = [[] for _ in self._pools]
-        holding.computed = holding.branches_at = holding.next_snapshot = 0
+        self.prefixes.end_branch(holding)
+        holding.computed = holding.next_snapshot = 0
         holding.snapshots = []
         holding.last_entry, holding.num_remembered = None, 0
         holding.namespace = holding.oldest = NO_VERSION

@@ -150,9 +150,10 @@ class KVMemory:
                 options.kv_cache_tokens,
                 max_context,
             )
-        # One state for each running sequence, and as many again for snapshots and forks that wait.
+        # One state for each running sequence, as many again for snapshots and forks that wait, and one for a snapshot
+        # where prompts branch off.
         least.append(2)
-        wanted.append(2 * options.max_sequences + 1)
+        wanted.append(2 * options.max_sequences + 2)
         left = memory_left(self.device)
         block_bytes = [*(self._block_bytes(layers) for layers in members.values()), self._state_bytes()]
         needed = sum(size * n for size, n in zip(block_bytes, least, strict=True))

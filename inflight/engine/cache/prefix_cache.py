@@ -38,10 +38,10 @@ class PrefixCache:
         self._entries: dict[Key, Entry] = {}
         self._new_ids = itertools.count()
 
-    def find(self, token_ids: Sequence[int], namespace: Namespace, oldest: int) -> tuple[list[Entry], int]:
+    def find(self, token_ids: Sequence[int], namespace: Namespace, oldest: int) -> tuple[list[Entry], list[Entry]]:
         """Return the entries of the longest remembered beginning of these tokens in this namespace that no version
         before `oldest` computed. The last token is never part of it, because its logits are needed. Also return the
-        tokens' `Holding.branches_at`."""
+        entries up to a chunk after which a snapshot is to be taken, or an empty list."""
         size, last_entry = self._block_size, _NO_ENTRY
         found: list[Entry] = []
         for start in range(0, (len(token_ids) - 1) // size * size, size):
@@ -51,15 +51,40 @@ class PrefixCache:
             found.append(entry)
             last_entry = entry.id
         if not self._fixed:
-            return found, 0
-        branch = len(found) if found and found[-1].num_next else 0
+            return found, []
+        known = found.copy()
         for index, pool in self._fixed:
             # The state after a chunk cannot be derived from later ones, so the match ends at a snapshot.
             while found and found[-1].blocks[index] == NO_BLOCK:
                 found.pop()
             if pool.num_available < 2:  # the snapshot, which might be evicted for its own copy
-                return [], 0
-        return found, branch * size if (branch - len(found)) * size >= _LEAST_BRANCH else 0
+                return [], []
+        saved = (len(known) - len(found)) * size
+        is_branch = saved >= _LEAST_BRANCH and known[-1].num_next > 0 and not known[-1].is_branch
+        return found, known if is_branch else []
+
+    def begin_branch(self, holding: Holding, known: Sequence[Entry]) -> None:
+        """Note that a sequence is going to take a snapshot after these entries. Of prompts that are computed at the
+        same time one does."""
+        if known:
+            holding.branches_at, holding.branch = len(known) * self._block_size, known[-1]
+            known[-1].is_branch = True
+
+    def end_branch(self, holding: Holding) -> None:
+        """Let another sequence take the snapshot, if this one has not."""
+        if holding.branch is not None:
+            holding.branch.is_branch = False
+        holding.branches_at, holding.branch = 0, None
+
+    def end_chain(self, holding: Holding) -> None:
+        """Remember no more of a sequence, and drop the snapshots that it has taken."""
+        holding.namespace, holding.snapshots = MIXED, []
+        self.end_branch(holding)
+        for index, pool in self._fixed:
+            state, *snapshots = holding.blocks[index]
+            holding.blocks[index] = [state]
+            for snapshot in snapshots:
+                pool.drop(snapshot)
 
     def next_chunk(self, holding: Holding, length: int) -> int:
         """Return how many further tokens of a prompt of `length` tokens the next pass can compute at most."""
@@ -101,7 +126,7 @@ class PrefixCache:
                 blocks = [table[chunk] for table in holding.blocks[: len(self._paged)]]
                 for pool, block in zip(self._paged, blocks, strict=True):
                     if block == NO_BLOCK or block in pool.entry_of:
-                        holding.namespace = MIXED  # the chain ends here
+                        self.end_chain(holding)
                         return
                 if entry is not None:
                     self._forget(entry)
@@ -139,6 +164,8 @@ class PrefixCache:
     def _enter_snapshots(self, holding: Holding, entry: Entry) -> None:
         """Move the first snapshots of a sequence to the entry of the chunk at whose end they were taken."""
         del holding.snapshots[0]
+        if entry is holding.branch:
+            self.end_branch(holding)
         for index, pool in self._fixed:
             snapshot = holding.blocks[index].pop(1)
             has_room = not entry.num_protections or pool.num_protected < pool.max_protected

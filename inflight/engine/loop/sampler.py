@@ -18,7 +18,7 @@ from inflight_kernels import Filters, Penalties, cut_logits, draw, penalize
 
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.own_columns import ColumnFunction, compute_columns
-from inflight.engine.loop.sequence import Cohort, Draws, Sequence
+from inflight.engine.loop.sequence import Cohort, Draws
 from inflight.engine.model.device import to_device
 
 _MANY = 512
@@ -153,7 +153,7 @@ class Sampler:
         self._seen: torch.Tensor | None = None
         """bool[batch_rows, V]: tokens of the prompt or sampled, for sequences with a repetition penalty."""
         self._seen_by: dict[int, tuple[int, int]] = {}
-        """Maps a batch row to the request whose tokens `_seen` holds, and the number of these tokens."""
+        """Maps a batch row to the epoch in which the sequence entered whose tokens `_seen` holds, and their number."""
 
     def sample(self, logits_MV: torch.Tensor, draws: Draws) -> Samples:
         """Sample the next token of each sequence from its row of logits of any float dtype. The logits can change."""
@@ -164,7 +164,7 @@ class Sampler:
         rows, sequences = self._rows_of(draws.cohort), draws.cohort.sequences
         positions = to_device(torch.from_numpy(draws.positions), self._device)
         if rows.adjusted:
-            logits_MV = self._adjust(logits_MV.float(), sequences, rows)
+            logits_MV = self._adjust(logits_MV.float(), rows)
         if rows.filtered is not None:
             logits_MV = _filter(logits_MV.float(), rows.filtered.filters)
         samples = self._sample(logits_MV, rows, positions)
@@ -185,8 +185,9 @@ class Sampler:
         if rows.penalized is not None and self._seen is not None:
             penalties = rows.penalized.penalties
             self._seen[penalties.seen_rows, samples.tokens[penalties.rows]] = True
-            for sequence in (sequences[i] for i in rows.penalized.rows):
-                self._seen_by[sequence.batch_row] = (sequence.request_id, sequence.length)
+            for row in rows.penalized.rows:
+                sequence = sequences[row]
+                self._seen_by[sequence.batch_row] = (int(draws.cohort.entered[row]), sequence.length)
         return samples
 
     def _rows_of(self, cohort: Cohort) -> _Rows:
@@ -208,14 +209,14 @@ class Sampler:
             )
         return self._rows
 
-    def _adjust(self, logits_MV: torch.Tensor, sequences: Seq[Sequence], rows: _Rows) -> torch.Tensor:
+    def _adjust(self, logits_MV: torch.Tensor, rows: _Rows) -> torch.Tensor:
         if rows.penalized is not None:
-            self._penalize(logits_MV, sequences, rows.penalized)
+            self._penalize(logits_MV, rows.cohort, rows.penalized)
         changed: list[int] = []
         tokens: list[int] = []
         biases: list[float] = []
         for row in rows.adjusted:
-            sequence = sequences[row]
+            sequence = rows.cohort.sequences[row]
             params = sequence.params
             changes = dict(params.logit_bias)
             # The token to be drawn is already pending.
@@ -230,13 +231,14 @@ class Sampler:
             logits_MV.index_put_(where, to_device(biases, self._device, torch.float32), accumulate=True)
         return logits_MV
 
-    def _penalize(self, logits_MV: torch.Tensor, sequences: Seq[Sequence], penalized: _Penalized) -> None:
+    def _penalize(self, logits_MV: torch.Tensor, cohort: Cohort, penalized: _Penalized) -> None:
         """Mark the tokens that sequences new to their batch row have seen, and change logits in place."""
         if self._seen is None:
             batch_rows = len(self._last_tokens)
             self._seen = torch.zeros(batch_rows, self._vocab_size, dtype=torch.bool, device=self._device)
-        for sequence in (sequences[row] for row in penalized.rows):
-            if self._seen_by.get(sequence.batch_row) != (sequence.request_id, sequence.length - 1):
+        for row in penalized.rows:
+            sequence = cohort.sequences[row]
+            if self._seen_by.get(sequence.batch_row) != (int(cohort.entered[row]), sequence.length - 1):
                 seen_V = self._seen[sequence.batch_row]
                 seen_V.zero_()
                 seen_V[to_device(sequence.token_ids(), self._device, torch.int64)] = True
