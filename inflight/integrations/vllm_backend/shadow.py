@@ -295,6 +295,12 @@ def _map(
         if one.layer in converted and one.name == next(iter(parameters[one.layer]))
     ]
     plain = [parameter for layer, its in parameters.items() if layer not in converted for parameter in its.values()]
+    for layer in model.modules():
+        # MambaMixer2 computes with a view of the convolution's weights that it made before vLLM packed them.
+        view, convolution = layer._buffers.get("conv_weights"), layer._modules.get("conv1d")
+        if view is not None and convolution in converted:
+            packed = parameters[convolution]["weight"]
+            plain.append(Parameter(f"the view of {packed.name}", view, view.clone(), packed.copies, in_place=True))
     by_live = {id(parameter.live): parameter for parameter in plain if parameter.live is not None}
     for parameter in plain:
         if parameter.live is None:  # all packed parameters alternately use one piece of memory
