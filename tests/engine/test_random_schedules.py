@@ -27,6 +27,8 @@ from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
+from inflight.engine.cache.blocks import Entry, Holding
+from inflight.engine.cache.prefix_cache import PrefixCache
 from inflight.engine.loop.engine import Engine
 from inflight.stream.assembler import Assembler
 
@@ -53,14 +55,17 @@ class Schedules(RuleBasedStateMachine):
         self.versions_before = self.engine.slot_table.version
 
     @rule(
-        length=st.integers(1, 40),
+        length=st.integers(1, 60),
         n=st.integers(1, 4),
         tokens=st.integers(1, 24),
         alike=st.booleans(),
         pinned=st.sampled_from((None, None, None, LIVE_VERSION)),
     )
     def submit(self, length: int, n: int, tokens: int, alike: bool, pinned: int | None) -> None:
-        ids = [(7 * i) % VOCABULARY for i in range(length)] if alike else self._ids(length)
+        ids = self._ids(length)
+        if alike:  # up to where they branch off
+            common = self.random.choice((16, 32, 48, length))
+            ids = [*((7 * i) % VOCABULARY for i in range(min(common, length))), *ids[common:]]
         params = SamplingParams(n=n, max_tokens=tokens, ignore_eos=True, return_entropy=self.random.random() < 0.2)
         [group] = self.engine.requests.submit([Prompt(ids, params, version=pinned)])
         self.submitted[group] = n
@@ -173,8 +178,16 @@ class Schedules(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def schedules(tmp_path, request: pytest.FixtureRequest) -> Iterator[type[Schedules]]:
+def schedules(tmp_path, request: pytest.FixtureRequest, monkeypatch) -> Iterator[type[Schedules]]:
     name, overlap = request.param
+    monkeypatch.setattr("inflight.engine.cache.prefix_cache._LEAST_BRANCH", 16)
+    branches, begin = [], PrefixCache.begin_branch
+
+    def noted(self: PrefixCache, holding: Holding, known: list[Entry]) -> None:
+        branches.extend(known[-1:])
+        begin(self, holding, known)
+
+    monkeypatch.setattr(PrefixCache, "begin_branch", noted)
     if name == "toy":
         models = [make_toy(("linear_attention", "full_attention"), seed) for seed in range(MODELS)]
     else:
@@ -197,6 +210,7 @@ def schedules(tmp_path, request: pytest.FixtureRequest) -> Iterator[type[Schedul
         assert engine.scheduler.preemption.count > 20
         assert engine.headers.num_swaps > 50
         assert engine.cache.num_reused_tokens > 100
+        assert name != "toy" or len(branches) > 20
 
 
 @pytest.mark.timeout(600)
