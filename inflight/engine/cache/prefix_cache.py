@@ -64,8 +64,8 @@ class PrefixCache:
         return found, known if is_branch else []
 
     def begin_branch(self, holding: Holding, known: Sequence[Entry]) -> None:
-        """Note that a sequence is going to take a snapshot after these entries. Of prompts that are computed at the
-        same time one does."""
+        """Note that a sequence is going to take a snapshot after these entries. Meanwhile other sequences do not take
+        it. Nothing is noted for an empty list."""
         if known:
             holding.branches_at, holding.branch = len(known) * self._block_size, known[-1]
             known[-1].is_branch = True
@@ -77,7 +77,7 @@ class PrefixCache:
         holding.branches_at, holding.branch = 0, None
 
     def end_chain(self, holding: Holding) -> None:
-        """Remember no more of a sequence, and drop the snapshots that it has taken."""
+        """Stop entering blocks of a sequence, and drop the snapshots that it has taken."""
         holding.namespace, holding.snapshots = MIXED, []
         self.end_branch(holding)
         for index, pool in self._fixed:
