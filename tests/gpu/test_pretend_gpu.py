@@ -7,11 +7,9 @@ the CPU, and what would go wrong on a GPU goes wrong here.
 import copy
 import itertools
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,9 +18,8 @@ import pytest
 import torch
 from inflight_kernels import _sampling_triton, unrounded_linear
 from made_batches import make_batch
+from run_with_gpu import run_with_gpu
 from tiny_models import VOCABULARY, make_model, publish
-from torch.overrides import TorchFunctionMode
-from waiting import PATIENCE_S
 
 from inflight.core.messages import LIVE_VERSION, Prompt, SlotReady
 from inflight.core.options import EngineOptions
@@ -34,11 +31,10 @@ from inflight.engine.loop.engine import Engine
 from inflight.engine.model import runner as model_runner
 from inflight.engine.model.attention.flashinfer import FlashInferAttention
 from inflight.engine.model.graphs import Recorder, _waiting_forbidden
-from inflight.integrations.vllm_backend.shadow import Parameter, Shadow, copy_of
 from inflight.integrations.vllm_backend.worker import StagedWeights
 from inflight.stream.assembler import Assembler
 from inflight.training.objective.loss import policy_loss
-from inflight.weights.tensors import fill, slot_views
+from inflight.weights.tensors import slot_views
 
 MODEL = "qwen3"
 """Of conftest, which the programs save in their directory."""
@@ -408,57 +404,7 @@ def commit_of_a_vllm_worker_has_the_time_of_the_device() -> None:
     assert worker.inflight_commit_ns() == 3 * pretend_gpu.OPERATION_MS * 1e6
 
 
-def parts_of_a_slot_of_the_host_reach_parameters_of_the_gpu() -> None:
-    slots = [torch.zeros(96, dtype=torch.uint8)[32 * i : 32 * i + 64] for i in range(2)]
-    views = [slot[16:48].view(torch.float32) for slot in slots]
-    live = torch.zeros(2, 4, device="cuda")
-    following = live.clone()
-    copies = [copy_of(following[row], views[0].view(2, 4)[1 - row], slots[0]) for row in range(2)]
-    shadow = Shadow(slots, [Parameter("w", live, following, copies)])
-    for version in range(1, 4):
-        values = torch.arange(8.0) + version
-        views[version % 2].copy_(values)
-        shadow.prepare(version % 2)
-        views[version % 2].zero_()  # The publisher may write once the version is prepared.
-        assert not torch.equal(live.cpu(), values.view(2, 4).flip(0))
-        shadow.commit()
-        assert torch.equal(live.cpu(), values.view(2, 4).flip(0))
-
-
-def weights_of_the_gpu_are_cast_before_they_go_to_the_host() -> None:
-    weights = {"w": torch.arange(8.0, device="cuda") / 3, "same": torch.arange(8, device="cuda")}
-    weights["here"] = torch.ones(8)
-    views = {"w": torch.zeros(8, dtype=torch.bfloat16), "same": torch.zeros(8, dtype=torch.int64)}
-    views["here"] = torch.zeros(8, dtype=torch.float16)
-    with Copies() as copies:
-        fill(views, weights)
-    assert torch.equal(views["w"], (torch.arange(8.0) / 3).bfloat16())
-    assert torch.equal(views["same"], torch.arange(8))
-    assert torch.equal(views["here"], torch.ones(8).half())
-    assert copies.dtypes == [torch.bfloat16, torch.int64]
-
-
-class Copies(TorchFunctionMode):
-    """Collects the dtypes of tensors of a GPU that `Tensor.copy_` copies to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.copy_ and args[1].is_cuda and not args[0].is_cuda:
-            self.dtypes.append(args[1].dtype)
-        return func(*args, **(kwargs or {}))
-
-
 # ---- tests -----------------------------------------------------------------------------------------------------------
-
-
-def run_with_gpu(directory: Path, *programs: Callable[[], None]) -> None:
-    command = [sys.executable, __file__, str(directory), *(program.__name__ for program in programs)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
-    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.slow
@@ -496,16 +442,6 @@ def test_experts_recorded_by_graphs_are_those_of_the_cpu(tmp_path):
 def test_stall_of_a_swap_contains_what_it_enqueues_and_it_enqueues_nothing(tmp_path):
     run_with_gpu(
         tmp_path, stall_of_a_swap_has_the_time_of_the_device, commit_of_a_vllm_worker_has_the_time_of_the_device
-    )
-
-
-@pytest.mark.medium
-def test_weights_pass_slots_in_the_memory_of_the_host(tmp_path):
-    """As of a vLLM engine whose workers share each layer."""
-    run_with_gpu(
-        tmp_path,
-        parts_of_a_slot_of_the_host_reach_parameters_of_the_gpu,
-        weights_of_the_gpu_are_cast_before_they_go_to_the_host,
     )
 
 
