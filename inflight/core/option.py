@@ -6,6 +6,7 @@ Python does not keep this string.
 
 import ast
 import inspect
+import math
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal
@@ -44,11 +45,12 @@ def check_ranges(options: Any) -> None:
         value = getattr(options, one.name)
         if about is None or not isinstance(value, int | float):
             continue
-        least, most = about.min, about.max
-        if (least is not None and value < least) or (most is not None and value > most):
-            bounds = f"at least {least:g}" if most is None else f"at most {most:g}" if least is None else ""
-            expected = bounds or f"between {least:g} and {most:g}"
-            raise ValueError(f"{type(options).__name__}.{one.name} must be {expected}, got {value!r}")
+        least = -math.inf if about.min is None else about.min
+        most = math.inf if about.max is None else about.max
+        if not least <= value <= most:
+            raise ValueError(
+                f"{type(options).__name__}.{one.name} must be between {least:g} and {most:g}, got {value!r}"
+            )
 
 
 def argument(*, metavar: str | None = None) -> Any:

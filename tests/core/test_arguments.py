@@ -156,3 +156,20 @@ def test_a_decorated_function_keeps_its_signature_and_leads_to_names_that_it_has
 
         @named({"beta": "nothing"})
         def function(weight: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ServerOptions(port=99999), "ServerOptions.port must be between 0 and 65535, got 99999"),
+        (lambda: ServerOptions(port=-1), "ServerOptions.port must be between 0 and 65535, got -1"),
+        (
+            lambda: ServerOptions(keep_alive_s=float("nan")),
+            "ServerOptions.keep_alive_s must be between 1 and inf, got nan",
+        ),
+        (lambda: inflight.Teacher("host:8000"), 'a URL such as "http://host:8000", got'),
+    ],
+)
+def test_values_out_of_range_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -184,7 +184,7 @@ def schedules(tmp_path, request: pytest.FixtureRequest, monkeypatch) -> Iterator
     branches, begin = [], PrefixCache.begin_branch
 
     def noted(self: PrefixCache, holding: Holding, known: list[Entry]) -> None:
-        branches.extend(known[-1:])
+        branches.append(known[-1])
         begin(self, holding, known)
 
     monkeypatch.setattr(PrefixCache, "begin_branch", noted)

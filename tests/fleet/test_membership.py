@@ -24,7 +24,7 @@ def test_a_member_with_other_tensors_or_another_version_is_refused(model_dir, mo
         with engine.publisher(model) as publisher:
             engine.wait_for_version(publisher.publish())
         with monkeypatch.context() as patch:
-            patch.setattr("inflight.fleet.engine.Member", None)  # none is started
+            patch.setattr("inflight.fleet.engine.Member", None)  # an engine that is started would raise TypeError
             with pytest.raises(ValueError, match=r"the member has version 0 and the engine 1.*call publish"):
                 engine.add()
         assert len(engine.members) == 1

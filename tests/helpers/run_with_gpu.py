@@ -10,7 +10,7 @@ from waiting import PATIENCE_S
 
 
 def run_with_gpu(directory: Path, *programs: Callable[[], None]) -> None:
-    """Run functions of one file, which takes a directory and their names, in another process."""
+    """Run functions of one file in another process. The arguments of that file are a directory and their names."""
     [file] = {program.__code__.co_filename for program in programs}
     command = [sys.executable, file, str(directory), *(program.__name__ for program in programs)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -129,6 +129,20 @@ def test_what_cannot_be_served_is_refused_before_an_engine_is_launched(monkeypat
     assert message in " ".join(done.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("max_contxt=3", "got 'max_contxt=3'; did you mean 'max_context'?"),
+        ("max_context=abc", "at `$.max_context` (--set max_context=abc)"),
+    ],
+)
+def test_a_mistake_in_set_is_named(monkeypatch, given, message):
+    monkeypatch.setattr("inflight.fleet.engine.Engine", lambda *_: pytest.fail("it was launched"))
+    done = CliRunner().invoke(app, ["serve", "tiny", "--set", given])
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
+
+
 def test_a_port_in_use_is_refused_before_an_engine_is_launched(monkeypatch):
     monkeypatch.setattr("inflight.fleet.engine.Engine", lambda *_: pytest.fail("it was launched"))
     with socket.create_server(("127.0.0.1", 0)) as taken:

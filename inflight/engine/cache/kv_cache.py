@@ -63,7 +63,8 @@ class KVCache:
     def match(self, holding: Holding, token_ids: Sequence[int], namespace: Namespace, *, oldest: int = 0) -> int:
         """Give a sequence without blocks the result of `PrefixCache.find`. Return its length in tokens."""
         found, known = self.prefixes.find(token_ids, namespace, oldest)
-        self.prefixes.begin_branch(holding, known)
+        if known:
+            self.prefixes.begin_branch(holding, known)
         if not found:
             return 0
         for index, pool in self._fixed:

@@ -65,10 +65,9 @@ class PrefixCache:
 
     def begin_branch(self, holding: Holding, known: Sequence[Entry]) -> None:
         """Note that a sequence is going to take a snapshot after these entries. Meanwhile other sequences do not take
-        it. Nothing is noted for an empty list."""
-        if known:
-            holding.branches_at, holding.branch = len(known) * self._block_size, known[-1]
-            known[-1].is_branch = True
+        it."""
+        holding.branches_at, holding.branch = len(known) * self._block_size, known[-1]
+        known[-1].is_branch = True
 
     def end_branch(self, holding: Holding) -> None:
         """Let another sequence take the snapshot, if this one has not."""

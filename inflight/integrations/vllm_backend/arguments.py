@@ -88,7 +88,7 @@ def check_options(options: EngineOptions) -> None:
 
 
 def num_workers(options: EngineOptions) -> int:
-    """Return the number of vLLM's workers, which split each layer."""
+    """Return the number of vLLM's workers. Each has a part of every layer."""
     return options.vllm.get("tensor_parallel_size") or 1
 
 

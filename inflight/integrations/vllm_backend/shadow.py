@@ -300,6 +300,8 @@ def _map(
         view, convolution = layer._buffers.get("conv_weights"), layer._modules.get("conv1d")
         if view is not None and convolution in converted:
             packed = parameters[convolution]["weight"]
+            if not packed.copies:
+                raise Unmappable(f"{packed.name}: vLLM computes a convolution that it also has a view of")
             plain.append(Parameter(f"the view of {packed.name}", view, view.clone(), packed.copies, in_place=True))
     by_live = {id(parameter.live): parameter for parameter in plain if parameter.live is not None}
     for parameter in plain:
