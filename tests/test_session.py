@@ -1,10 +1,13 @@
 """What a user does with a running engine, through its process."""
 
+import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from full_forward import logprob_error
 from tiny_models import make_model
 from waiting import draw_some
 
@@ -96,6 +99,38 @@ def test_a_sleeping_engine_holds_no_blocks_and_goes_on_where_it_was(launch):
     assert rollouts[group][0].token_ids.tolist() == expected.token_ids.tolist()
     assert len(rollouts[late][0].token_ids) == 3
     assert engine.status().num_preemptions == 1
+
+
+@pytest.mark.medium
+def test_a_sleeping_engine_frees_the_slot_that_no_publisher_uses(launch):
+    engine, trainer = launch(), make_model("qwen3", seed=1)
+
+    def sizes():
+        """Bytes of the slots in memory."""
+        maps = Path(f"/proc/{engine.pid}/maps").read_text().splitlines()
+        paths = {line.split()[5] for line in maps if "/inflight-slot-" in line}
+        return sorted(os.stat(path).st_blocks * 512 for path in paths)
+
+    whole = sizes()
+    assert len(whole) == 2
+    assert whole[0] == whole[1] > 0
+    with engine.publisher(trainer) as publisher:
+        engine.sleep()
+        assert sizes() == whole, "the publisher can write to it"
+        engine.wait_for_version(publisher.publish())
+        engine.wake()
+    engine.sleep()
+    assert sizes() == [0, whole[0]]
+    engine.wake()
+    assert sizes() == whole
+    engine.sleep()
+    with engine.publisher(make_model("qwen3", seed=2)) as publisher:
+        assert sizes() == whole
+        engine.wait_for_version(publisher.publish())
+    engine.wake()
+    [[rollout]] = engine.generate([[1, 2, 3]], LONG)
+    assert set(rollout.weight_versions) == {2}
+    assert logprob_error(make_model("qwen3", seed=2), rollout) < 1e-4
 
 
 @pytest.mark.medium

@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -31,14 +32,8 @@ class CudaSlot:
                 "slots in expandable segments cannot be shared by CUDA IPC; "
                 "remove expandable_segments:True from PYTORCH_ALLOC_CONF for the engine process"
             )
-        free, _ = torch.cuda.mem_get_info(device)
-        try:
+        with _memory_errors(nbytes, device):
             return cls(torch.zeros(nbytes, dtype=torch.uint8, device=device))
-        except torch.cuda.OutOfMemoryError as error:
-            raise DeviceMemoryError(
-                f"a weight slot needs {nbytes / 2**20:,.1f} MiB and {device} has {free / 2**20:,.1f} MiB left; "
-                "launch with slots=1 or a smaller dtype"
-            ) from error
 
     @staticmethod
     def attach(descriptor: CudaIpcDescriptor) -> torch.Tensor:
@@ -80,8 +75,34 @@ class CudaSlot:
     def split(self, count: int) -> list["CudaSlot"]:
         return [CudaSlot(part) for part in self.buffer.split(len(self.buffer) // count)]
 
+    def free(self) -> None:
+        """Free the memory until `restore`. Views stay, and must not be read. The slot must be a whole one."""
+        self.buffer.untyped_storage().resize_(0)
+        if self.buffer.is_cuda:
+            torch.cuda.ipc_collect()  # memory that a closed publisher had mapped
+
+    def restore(self) -> None:
+        """Allocate the memory again. Raises DeviceMemoryError."""
+        storage, nbytes = self.buffer.untyped_storage(), len(self.buffer)
+        if not storage.nbytes():
+            with _memory_errors(nbytes, self.buffer.device):
+                storage.resize_(nbytes)
+            self.buffer.zero_()
+
     def unlink(self) -> None:
         """Device memory has no name; it lives until the engine process ends."""
+
+
+@contextmanager
+def _memory_errors(nbytes: int, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        free, _ = torch.cuda.mem_get_info(device)
+        raise DeviceMemoryError(
+            f"a weight slot needs {nbytes / 2**20:,.1f} MiB and {device} has {free / 2**20:,.1f} MiB left; "
+            "launch with slots=1 or a smaller dtype"
+        ) from error
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,8 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ class SharedMemorySlot:
     def __init__(self, path: Path, buffer: "torch.Tensor", unlink: Callable[[], object]):
         """unlink: removes the name of the file; the memory lives until the last process unmaps it."""
         self.path, self.buffer, self.unlink = path, buffer, unlink
+        self._is_free = False
 
     @classmethod
     def create(cls, nbytes: int, *, directory: Path | None = None) -> "SharedMemorySlot":
@@ -57,19 +59,13 @@ class SharedMemorySlot:
         remove_orphans(directory)
         file, path = _make_locked_file(directory)
         try:
-            if nbytes > bytes_left(directory):  # An error before anything is reserved.
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.posix_fallocate(file, 0, nbytes)
-            memory = _map(file, nbytes)
-        except OSError as error:
-            left = bytes_left(directory)
+            with _memory_errors(nbytes, directory):
+                _reserve(file, nbytes, directory)
+                memory = _map(file, nbytes)
+        except SharedMemoryError:
             os.close(file)
             path.unlink()
-            raise SharedMemoryError(
-                f"a weight slot needs {nbytes / 2**20:,.1f} MiB and {directory} has {left / 2**20:,.1f} MiB left; "
-                f"enlarge it (`mount -o remount,size=… {directory}`, or `--shm-size` for a container), free some, "
-                "or launch with slots=1 or a smaller dtype"
-            ) from error
+            raise
         _own.add(path)
         unlink = weakref.finalize(memory, _remove, path, file, os.getpid())  # The open file keeps the lock.
         return cls(path, torch.frombuffer(memory, dtype=torch.uint8), unlink)
@@ -109,9 +105,43 @@ class SharedMemorySlot:
         parts = self.buffer.split(len(self.buffer) // count)
         return [SharedMemorySlot(self.path, part, self.unlink) for part in parts]
 
+    def free(self) -> None:
+        """Free the pages until `restore`, where the system can. The slot must be a whole one."""
+        if hasattr(mmap, "MADV_REMOVE"):
+            with self.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+                memory.madvise(mmap.MADV_REMOVE)
+            self._is_free = True
+
+    def restore(self) -> None:
+        """Reserve the pages again. Raises SharedMemoryError."""
+        nbytes, directory = len(self.buffer), self.path.parent
+        if self._is_free:
+            with _memory_errors(nbytes, directory), self.path.open("r+b") as file:
+                _reserve(file.fileno(), nbytes, directory)
+            self._is_free = False
+
     def descriptor(self) -> SharedMemoryDescriptor:
         offset, file_bytes = int(self.buffer.storage_offset()), self.buffer.untyped_storage().nbytes()
         return SharedMemoryDescriptor(str(self.path), len(self.buffer), offset, file_bytes)
+
+
+@contextmanager
+def _memory_errors(nbytes: int, directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        left = bytes_left(directory)
+        raise SharedMemoryError(
+            f"a weight slot needs {nbytes / 2**20:,.1f} MiB and {directory} has {left / 2**20:,.1f} MiB left; "
+            f"enlarge it (`mount -o remount,size=… {directory}`, or `--shm-size` for a container), free some, "
+            "or launch with slots=1 or a smaller dtype"
+        ) from error
+
+
+def _reserve(file: int, nbytes: int, directory: Path) -> None:
+    if nbytes > bytes_left(directory):  # An error before anything is reserved.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.posix_fallocate(file, 0, nbytes)
 
 
 class _Memory(mmap.mmap):

@@ -55,3 +55,18 @@ def test_a_part_of_a_slot_is_seen_as_that_part():
     expected = (torch.arange(1 << 19, device="cuda:0") % 251).to(torch.uint8)
     assert torch.equal(second.buffer, expected)
     assert not first.buffer.any()
+
+
+def test_a_freed_slot_leaves_its_memory_to_others_until_it_is_restored():
+    slot = CudaSlot.create(256 << 20, torch.device("cuda:0"))
+    sent = msgspec.json.encode(slot.descriptor())
+    subprocess.run([sys.executable, "-c", WRITER], input=sent, check=True)
+    before, _ = torch.cuda.mem_get_info()
+    view = slot.buffer[1:5]
+    slot.free()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= before + (256 << 20)
+    slot.restore()
+    assert not view.any()
+    subprocess.run([sys.executable, "-c", WRITER], input=msgspec.json.encode(slot.descriptor()), check=True)
+    assert view.tolist() == [1, 2, 3, 4]

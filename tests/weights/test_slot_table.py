@@ -31,26 +31,52 @@ class SlotHistory(RuleBasedStateMachine):
         self.slot_table = make_receiver(num_slots)
         self.contents: list[int | None] = [0] + [None] * (num_slots - 1)  # None: half-written
         self.lent: set[int] = set(self.slot_table.attach())
-        self.published = 0
+        self.attached, self.published = True, 0
 
     @rule()
-    def publisher_dies_and_another_attaches(self) -> None:
-        self.lent = set(self.slot_table.attach())
+    def publisher_dies_or_detached_and_another_attaches(self) -> None:
+        self.slot_table.restore()
+        self.lent, self.attached = set(self.slot_table.attach()), True
 
-    @precondition(lambda self: self.lent)
+    @precondition(lambda self: self.attached)
+    @rule()
+    def publisher_detaches(self) -> None:
+        self.slot_table.withdraw(sorted(self.lent))
+        self.attached = False
+
+    @rule(in_use=st.none() | st.integers(0, 3))
+    def sleep(self, in_use: int | None) -> None:
+        had_memory = self.with_memory()
+        self.slot_table.free_unused(in_use=in_use)
+        for slot in had_memory - self.with_memory():
+            assert not self.attached, "the publisher writes to it"
+            assert slot != in_use
+            self.contents[slot] = None
+
+    @rule()
+    def wake(self) -> None:
+        self.slot_table.restore()
+        assert self.with_memory() == set(range(len(self.contents)))
+
+    def with_memory(self) -> set[int]:
+        return {i for i, slot in enumerate(self.slot_table.slots) if slot.buffer.untyped_storage().nbytes()}
+
+    @precondition(lambda self: self.lent and self.attached)
     @rule(data=st.data())
     def write_half(self, data: st.DataObject) -> None:
         self.contents[data.draw(st.sampled_from(sorted(self.lent)))] = None
 
-    @precondition(lambda self: self.lent)
+    @precondition(lambda self: self.lent and self.attached)
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.lent)))
         self.published += 1
         self.contents[slot] = self.published
+        self.slot_table.written()
         self.slot_table.ready(ready(slot, self.published))
         self.lent.remove(slot)
 
+    @precondition(lambda self: self.attached)
     @rule()
     def ask_for_a_slot(self) -> None:
         self.slot_table.request()
@@ -61,7 +87,7 @@ class SlotHistory(RuleBasedStateMachine):
         taken = self.slot_table.take()
         assert self.slot_table.version == before
         assert (taken.version if taken else self.slot_table.version) == self.slot_table.version
-        freed = self.slot_table.lend()
+        freed = self.slot_table.lend() if self.attached else []
         assert not self.lent & set(freed)
         self.lent |= set(freed)
 
@@ -83,6 +109,8 @@ class SlotHistory(RuleBasedStateMachine):
             assert slot_table.live not in self.lent
         assert slot_table.states.count(SlotState.LIVE) == (slot_table.live is not None)
         assert slot_table.states.count(SlotState.READY) <= 1
+        whole = {i for i, state in enumerate(slot_table.states) if state in (SlotState.LIVE, SlotState.READY)}
+        assert whole | (self.lent if self.attached else set()) <= self.with_memory()
         assert {slot for slot, state in enumerate(slot_table.states) if state is SlotState.LENT} == self.lent
 
 

@@ -3,9 +3,12 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 import inflight
+from inflight.core.errors import SharedMemoryError
+from inflight.weights import shared_memory
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.transports.base import StagedVersion
 from inflight.weights.transports.slots import SlotSender
@@ -62,3 +65,25 @@ def test_a_slot_that_cuda_cannot_pin_is_used_as_it_is(monkeypatch, caplog):
     slot.buffer[7] = 5
     assert SharedMemorySlot.attach(slot.descriptor(), pinned=True)[7] == 5
     assert "CUDA cannot pin 4096 bytes of weights (error 2)" in caplog.text
+
+
+def test_a_freed_slot_has_no_pages_until_it_is_restored(monkeypatch):
+    slot = SharedMemorySlot.create(1 << 20)
+    slot.buffer.fill_(7)
+
+    def allocated() -> int:
+        return slot.path.stat().st_blocks * 512
+
+    slot.restore()
+    assert (allocated(), int(slot.buffer[-1])) == (1 << 20, 7)
+    slot.free()
+    assert allocated() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "bytes_left", lambda directory: 1 << 19)
+        with pytest.raises(SharedMemoryError, match=r"needs 1.0 MiB and .* 0.5 MiB left"):
+            slot.restore()
+    slot.restore()
+    assert allocated() == 1 << 20
+    attached = SharedMemorySlot.attach(slot.descriptor())
+    attached.fill_(3)
+    assert (slot.buffer == 3).all()

@@ -81,17 +81,19 @@ class Engine(Parts, Backend):
 
     @verb()
     def sleep(self) -> None:
-        """Slots stay, as publishers may be writing to them."""
+        """Also free the slots without a version, unless a publisher is attached."""
         if not self.asleep:
             self.asleep = True
             self.scheduler.preemption.preempt_all()
             self.cache.forget()
             self.runner.free_memory()
+            self.slot_table.free_unused(in_use=self.slots_in_use.get(self.slot_table))
             self.memory.free()  # last, because it returns all unused memory to the device
 
     @verb()
     def wake(self) -> None:
         if self.asleep:
+            self.slot_table.restore()
             self.memory.allocate()
             self.runner.capture()
             self.asleep = False

@@ -23,7 +23,6 @@ from inflight.core.messages import (
 from inflight.engine.backend import Backend
 from inflight.engine.process.control_socket import ControlSocket
 from inflight.weights.engine.slot_filler import SlotFiller, SlotJob, SlotJobResult
-from inflight.weights.engine.slot_table import SlotTable
 from inflight.weights.trainer.publisher_lock import TOKEN_BYTES, is_free
 from inflight.weights.transports import AcceptedTransports
 
@@ -41,8 +40,6 @@ class PublisherService:
         self._lease = PublisherLease(lock, control.reaches)
         self._slot_table = engine.slot_table
         """The slots that the publisher fills: of weights or of adapters."""
-        self._loading: set[tuple[SlotTable, int]] = set()
-        """Slots that are being filled or compared."""
         self._results: SimpleQueue[SlotJobResult] = SimpleQueue()
         self._filler: SlotFiller | None = None
         """Works for the attached publisher."""
@@ -102,6 +99,7 @@ class PublisherService:
         difference = slot_table.layout.difference(message.layout, ours="the engine", theirs="the publisher")
         if difference is not None:
             raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
+        slot_table.restore()
         slots = [slot.descriptor() for slot in slot_table.slots] if transport.writes_to_slots else []
         before = self._lease.take(sender, message.lock_token)
         if before is not None:
@@ -116,7 +114,7 @@ class PublisherService:
             ticket=message.ticket,
             layout=slot_table.layout,
             slots=slots,
-            free=[slot for slot in free if (slot_table, slot) not in self._loading],
+            free=[slot for slot in free if slot not in slot_table.loading],
             version=max(table.newest_version for table in self._engine.slot_tables),
             aliases=self._engine.aliases if message.aliases and not message.adapters else [],
         )
@@ -124,9 +122,9 @@ class PublisherService:
     def _submit(self, sender: bytes, job: SlotJob) -> None:
         assert self._filler is not None  # The sender is attached.
         if not isinstance(job, Prepare):
-            if (self._slot_table, job.slot) in self._loading:
+            if job.slot in self._slot_table.loading:
                 raise ProtocolError(f"slot {job.slot} is being filled")
-            self._loading.add((self._slot_table, job.slot))
+            self._slot_table.loading.add(job.slot)
         self._filler.submit(sender, job)
 
     def _loaded(self, result: SlotJobResult) -> None:
@@ -137,7 +135,7 @@ class PublisherService:
     def _take_result(self, result: SlotJobResult) -> None:
         job, error = result.job, result.error
         if not isinstance(job, Prepare):
-            self._loading.remove((result.slot_table, job.slot))
+            result.slot_table.loading.remove(job.slot)
         is_from_holder = result.sender == self._lease.holder
         if isinstance(job, SlotReady) and is_from_holder and error is None:
             try:
