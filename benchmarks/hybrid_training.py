@@ -3,7 +3,8 @@
     python benchmarks/hybrid_training.py [FILE]
 
 All models have the width, the layers and the vocabulary of `small`. Hybrids have three layers with a state to one of
-attention: Gated DeltaNet as in Qwen3.5, or Mamba-2 as in Granite 4. A step is the loss and the gradients of one batch
+attention: Gated DeltaNet as in Qwen3.5, or Mamba-2 as in Granite 4. "small-mamba-narrow" has narrower feed-forward
+layers, so that it has as many parameters as the dense model. A step is the loss and the gradients of one batch
 in fp32. "groups" are 2 prompts of 64 tokens with 4 answers of 192 tokens each, "long" are 2 answers of 1,024 tokens to
 one prompt of 64. Each step is the second one of a separate process with one thread. Memory is the peak of the resident
 memory during the step − the resident memory after the model was loaded. Ratios are hybrid / dense, medians over
@@ -28,19 +29,19 @@ from inflight.engine.model.shapes import shape_config
 from inflight.training.data.batch import pack
 
 TURNS, PROMPT = 3, 64
-DENSE, HYBRIDS = "small", ("small-hybrid", "small-mamba")
+DENSE, HYBRIDS = "small", ("small-hybrid", "small-mamba", "small-mamba-narrow")
 SIZES = {"groups": (2, 4, 192), "long": (1, 2, 1024)}
 """Groups, samples of each, and drawn tokens of each sample."""
 
 
 def config_of(kind: str) -> Any:
-    if kind != "small-mamba":
+    if not kind.startswith("small-mamba"):
         return shape_config(kind)
     return GraniteMoeHybridConfig(
         vocab_size=8192,
         hidden_size=512,
         intermediate_size=1536,
-        shared_intermediate_size=1536,
+        shared_intermediate_size=1080 if kind == "small-mamba-narrow" else 1536,
         num_local_experts=0,
         num_experts_per_tok=0,
         num_hidden_layers=8,

@@ -1,14 +1,16 @@
-"""Layers with a matrix as state over whole sequences, with gradients: the gated delta rule and the scan of Mamba-2.
+"""Layers with a matrix as state over packed sequences, with gradients: the gated delta rule and the scan of Mamba-2.
 
 S_t = decay_t · (I − beta_t k_t k_tᵀ) S_{t−1} + beta_t k_t v_tᵀ, and o_t = S_tᵀ q_t (Yang et al. 2024, "Gated Delta
-Networks"). Mamba-2 adds values as they are: S_t = decay_t · S_{t−1} + k_t v_tᵀ (Dao and Gu 2024, "Transformers are
-SSMs"). Chunks of C tokens are computed by matrix products. The backward pass keeps inputs, the states between chunks
-and the values that each token writes, and computes the products of a chunk again. Transformers' functions keep about
-twenty tensors per token.
+Networks"). Mamba-2 does not subtract: S_t = decay_t · S_{t−1} + beta_t k_t v_tᵀ (Dao and Gu 2024, "Transformers are
+SSMs"). Chunks of C tokens are computed by matrix products. The backward pass keeps the inputs of the packed tokens and
+the states after shared beginnings, for the delta rule also those between chunks and the values that each token writes.
+It computes the rest of a chunk again. Transformers' functions keep about twenty tensors per token.
 
-Each key head serves R neighbouring value heads. B sequences × key heads, N chunks, K key dimension, V value dimension.
+Each key head serves R neighbouring value heads. F fed tokens; B sequences × key heads, N chunks, K key dimension, V
+value dimension.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,66 +24,109 @@ _NOTHING_LEFT = -60.0
 """Logarithm below which a decay counts as 0: 9e-27."""
 
 
+class StateBatch(NamedTuple):
+    """n segments that a layer computes together, padded to Q tokens."""
+
+    rows: torch.Tensor
+    """i64[n, Q], the fed tokens; 0 where padded."""
+    places: torch.Tensor
+    """i64[m], the tokens that are not padding, in the flattened rows."""
+    prefixes: tuple[int, ...]
+    """The last token of each segment's prefix, or () for segments without one."""
+    kept: int | None
+    """The last token of a shared beginning, if segments continue from the state after it. Then n is 1."""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """i64[m], the fed tokens that are not padding."""
+        return self.rows.flatten()[self.places]
+
+
 def gated_delta_rule(
+    batches: Sequence[StateBatch],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
-    state: torch.Tensor | None = None,
     *,
     normed: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs f32[n, T, H, V], and the states f32[n, H, K, V] after the last tokens.
+) -> torch.Tensor:
+    """Return the outputs f32[F, H, V].
 
-    query, key: [n, T, Hk, K]; value: [n, T, H, V]; decay: [n, T, H], logarithms ≤ 0; beta: [n, T, H]. state: [n, H, K,
-    V], or None for zeros. normed: queries and keys are scaled to length 1. Queries are then divided by √K. Returns
-    float64 if `value` is."""
-    query = query * query.shape[3] ** -0.5 if not normed else query
-    return _StateRule.apply(query, key, value, decay, beta, state, normed)  # type: ignore[return-value]
+    query, key: [F, Hk, K]; value: [F, H, V]; decay: [F, H], logarithms ≤ 0; beta: [F, H]. batches: of segments, a
+    shared beginning before what continues it. normed: queries and keys are scaled to length 1. Queries are then divided
+    by √K. Returns float64 if `value` is."""
+    query = query * query.shape[2] ** -0.5 if not normed else query
+    return _StateRule.apply(query, key, value, decay, beta, batches, True, normed)  # type: ignore[return-value]
 
 
 def gated_sum(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, state: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same where tokens add their values to the state as they are, for queries as given."""
-    return _StateRule.apply(query, key, value, decay, None, state, False)  # type: ignore[return-value]
+    batches: Sequence[StateBatch],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+) -> torch.Tensor:
+    """Return the same for the scan of Mamba-2, with queries as given."""
+    return _StateRule.apply(query, key, value, decay, beta, batches, False, False)  # type: ignore[return-value]
 
 
-class _Delta(NamedTuple):
-    """How written values of a chunk depend on one another in the delta rule."""
-
-    beta: torch.Tensor
-    """[B, N, C, R]"""
-    keys: torch.Tensor
-    """[B, N, 1, C, C], products of keys."""
-    system: torch.Tensor
-    """[B, N, R, C, C], unit lower triangular: its product with the written values is what each token would write if it
-    saw only the state before the chunk."""
-
-
-class _Chunks(NamedTuple):
-    """Inputs by key head and chunk, and the products of keys within a chunk. The last chunk is padded with zeros."""
+class _Chunk(NamedTuple):
+    """C tokens of every sequence. After the last token they are padding."""
 
     query: torch.Tensor
-    """[B, N, C, K], scaled."""
+    """[B, C, K], scaled."""
     key: torch.Tensor
-    """[B, N, C, K]"""
+    """[B, C, K]"""
     value: torch.Tensor
-    """[B, N, C, R, V]"""
+    """[B, C, R, V]"""
+    beta: torch.Tensor
+    """[B, C, R, 1]"""
+    decay: torch.Tensor
+    """[B, C, R, 1], logarithm of the decay since the beginning of the chunk, the token's own included."""
     since_start: torch.Tensor
-    """[B, N, C, R], decay since the beginning of the chunk, the token's own included."""
+    """[B, C, R, 1], that decay."""
     until_end: torch.Tensor
-    """[B, N, C, R], decay from the token to the end of the chunk."""
-    between: torch.Tensor
-    """[B, N, R, C, C], decay from the token of a column to that of a row, 0 above the diagonal."""
-    reads: torch.Tensor
-    """[B, N, R, C, C], part of the value written by a column's token in the output of a row's."""
-    delta: _Delta | None
+    """[B, C, R, 1], decay from the token to the end of the chunk."""
 
-    def at(self, i: int) -> tuple[torch.Tensor, ...]:
-        """Return the first five of chunk i."""
-        return tuple(tensor[:, i] for tensor in self[:5])
+
+class _Products(NamedTuple):
+    """How tokens of a chunk depend on one another."""
+
+    between: torch.Tensor
+    """[B, R, C, C], decay from the token of a column to that of a row, 0 above the diagonal."""
+    reads: torch.Tensor
+    """[B, R, C, C], part of the value written by a column's token in the output of a row's."""
+    keys: torch.Tensor
+    """[B, 1, C, C], products of keys, for the delta rule only."""
+    system: torch.Tensor
+    """[B, R, C, C], unit lower triangular, for the delta rule only: its product with the written values is what each
+    token would write if it saw only the state before the chunk."""
+
+
+class _Chunks:
+    """The inputs of a batch, in chunks."""
+
+    def __init__(self, batch: StateBatch, given: Sequence[torch.Tensor], *, normed: bool):
+        """given: query, key, value, decay, and beta of the fed tokens."""
+        precise = _precise(given[2])
+        q, k, v, decay, beta = (_take(x, batch, given[1], precise) for x in given)
+        q, k = q.squeeze(3), k.squeeze(3)
+        if normed:
+            q, k = q * (_inverse_norm(q) * q.shape[3] ** -0.5), k * _inverse_norm(k)
+        total = decay.cumsum(2)
+        self._inputs = q, k, v, beta, total, _decayed(total.clone()), _decayed(total[:, :, -1:] - total)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """B, N, K, R·V"""
+        _, key, value, *_ = self._inputs
+        return key.shape[0], key.shape[1], key.shape[3], value.shape[3] * value.shape[4]
+
+    def __getitem__(self, i: int) -> _Chunk:
+        return _Chunk(*(tensor[:, i] for tensor in self._inputs))
 
 
 class _StateRule(torch.autograd.Function):
@@ -92,65 +137,72 @@ class _StateRule(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         decay: torch.Tensor,
-        beta: torch.Tensor | None,
-        state: torch.Tensor | None,
+        beta: torch.Tensor,
+        batches: Sequence[StateBatch],
+        is_delta: bool,
         normed: bool,
-    ) -> Any:
+    ) -> torch.Tensor:
+        given = query, key, value, decay, beta
+        out = value.new_empty(value.shape, dtype=_precise(value))
+        ends: dict[int, torch.Tensor] = {}
+        kept: list[torch.Tensor] = []
         with torch.autocast(query.device.type, enabled=False):
-            chunks = _chunks(query, key, value, decay, beta, normed)
-            states, written, out = _forward(chunks, None if state is None else _by_key_head(state, key.shape[2]))
-        ctx.save_for_backward(query, key, value, decay, beta, states, None if beta is None else written)
-        ctx.normed, ctx.state_dtype = normed, None if state is None else state.dtype
-        return _tokens(out, query.shape), _by_value_head(states[:, -1], value)
+            for batch in batches:
+                chunks = _Chunks(batch, given, normed=normed)
+                outputs, states, written = _forward(chunks, _before(batch, ends), is_delta)
+                _put(out, batch, outputs)
+                if batch.kept is not None:
+                    ends[batch.kept] = states[-1]
+                if is_delta:
+                    kept += torch.stack(states[:-1]), torch.stack(written)
+        ctx.save_for_backward(*given, *ends.values(), *kept)
+        ctx.ends, ctx.rest = tuple(ends), (batches, is_delta, normed)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor, d_last: torch.Tensor) -> Any:
-        query, key, value, decay, beta, states, written = ctx.saved_tensors
-        with torch.autocast(query.device.type, enabled=False):
-            chunks = _chunks(query, key, value, decay, beta, ctx.normed)
-            if written is None:
-                written = chunks.value.transpose(2, 3)
-            d_out = _split(d_out, key.shape[2], _chunk_size(key), states.dtype)
-            d_query, d_key, d_value, d_decay, d_beta, d_state = _backward(
-                chunks, states, written, d_out, _by_key_head(d_last, key.shape[2])
-            )
-            grads = [_tokens(d_query[..., None, :], query.shape), _tokens(d_key[..., None, :], key.shape)]
-            if ctx.normed:
-                grads[0] *= query.shape[3] ** -0.5
-                grads = [_norm_backward(x, grad) for x, grad in zip((query, key), grads, strict=True)]
-            grads += [_tokens(d_value, value.shape), _of_heads(d_decay, decay)]
-        grads = [grad.to(given.dtype) for grad, given in zip(grads, (query, key, value, decay), strict=True)]
-        grad_beta = None if d_beta is None else _of_heads(d_beta, beta).to(beta.dtype)
-        grad_state = None if ctx.state_dtype is None else _by_value_head(d_state, value).to(ctx.state_dtype)
-        return *grads, grad_beta, grad_state, None
+    def backward(ctx: Any, d_out: torch.Tensor) -> Any:
+        (batches, is_delta, normed), num_ends = ctx.rest, len(ctx.ends)
+        saved = ctx.saved_tensors  # checkpoints allow reading it once
+        given, kept = saved[:5], saved[5 + num_ends :]
+        ends = dict(zip(ctx.ends, saved[5 : 5 + num_ends], strict=True))
+        grads = [x.new_empty(x.shape, dtype=_precise(given[2])) for x in given]
+        d_ends: dict[int, torch.Tensor] = {}
+        with torch.autocast(d_out.device.type, enabled=False):
+            for i, batch in reversed(list(enumerate(batches))):
+                chunks = _Chunks(batch, given, normed=normed)
+                if is_delta:
+                    states, written = kept[2 * i : 2 * i + 2]
+                else:
+                    states, written = _states(chunks, _before(batch, ends)), None
+                d_outputs = _take(d_out, batch, given[1], grads[2].dtype)
+                *d_given, d_before = _backward(chunks, states, written, d_outputs, d_ends.pop(batch.kept, None))
+                for grad, part in zip(grads, d_given, strict=True):
+                    _put(grad, batch, part)
+                if batch.prefixes:
+                    for last, d_state in zip(batch.prefixes, d_before.chunk(len(batch.prefixes)), strict=True):
+                        d_ends[last] = d_ends[last] + d_state if last in d_ends else d_state
+            if normed:
+                grads[0] *= given[0].shape[2] ** -0.5
+                grads[:2] = [_norm_backward(x, grad) for x, grad in zip(given[:2], grads[:2], strict=True)]
+        return *(grad.to(x.dtype) for grad, x in zip(grads, given, strict=True)), None, None, None
 
 
-def _chunks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor | None,
-    normed: bool,
-) -> _Chunks:
-    heads, precise = key.shape[2], torch.promote_types(value.dtype, torch.float32)
-    size = _chunk_size(key)
-    q, k = (_split(x, heads, size, precise).squeeze(3) for x in (query, key))
-    v = _split(value, heads, size, precise)
-    if normed:
-        q, k = q * (_inverse_norm(q) * query.shape[3] ** -0.5), k * _inverse_norm(k)
-    total = _split(decay[..., None], heads, size, precise).squeeze(4).cumsum(2)
-    by_head = total.transpose(2, 3)
-    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    between = _decayed((by_head[..., None] - by_head[..., None, :]).masked_fill_(later, float("-inf")))
-    transposed, delta = k.transpose(2, 3), None
-    if beta is not None:
-        b = _split(beta[..., None], heads, size, precise).squeeze(4)
-        keys = (k @ transposed)[:, :, None]
-        delta = _Delta(b, keys, keys * between * b.transpose(2, 3)[..., None])  # the system's diagonal is not read
-    reads, until_end = (q @ transposed)[:, :, None] * between, _decayed(total[:, :, -1:] - total)
-    return _Chunks(q, k, v, _decayed(total), until_end, between, reads, delta)
+def _before(batch: StateBatch, ends: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    """Return the states [B, K, R·V] before the segments."""
+    return torch.cat([ends[last] for last in batch.prefixes]) if batch.prefixes else None
+
+
+def _products(chunk: _Chunk, is_delta: bool) -> _Products:
+    by_head, size = chunk.decay.transpose(1, 2), chunk.key.shape[1]  # [B, R, C, 1]
+    later = torch.ones(size, size, dtype=torch.bool, device=by_head.device).triu(1)
+    between = _decayed((by_head - by_head.transpose(2, 3)).masked_fill_(later, float("-inf")))
+    transposed = chunk.key.transpose(1, 2)
+    keys = system = between.new_empty(0)
+    if is_delta:
+        keys = (chunk.key @ transposed)[:, None]
+        system = keys * between * chunk.beta.transpose(1, 2)  # its diagonal is not read
+    return _Products(between, (chunk.query @ transposed)[:, None] * between, keys, system)
 
 
 def _decayed(logarithms: torch.Tensor) -> torch.Tensor:
@@ -159,134 +211,148 @@ def _decayed(logarithms: torch.Tensor) -> torch.Tensor:
     return logarithms.masked_fill_(logarithms < _NOTHING_LEFT, float("-inf")).exp_()
 
 
-def _forward(chunks: _Chunks, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the states [B, N + 1, K, R·V] before each chunk and after the last, the values [B, N, R, C, V] that tokens
-    write, and the outputs [B, N, C, R, V]."""
-    (b, n, c, r, v), k = chunks.value.shape, chunks.key.shape[3]
-    out, written = torch.empty_like(chunks.value), chunks.value.transpose(2, 3)
-    if chunks.delta is not None:
-        written = torch.empty_like(written, memory_format=torch.contiguous_format)
-    states = chunks.value.new_zeros(b, n + 1, k, r * v)
-    if state is not None:
-        states[:, 0] = state
-    for i in range(n):
-        query, key, value, since_start, until_end = chunks.at(i)
-        before = states[:, i]
-        if chunks.delta is not None:
-            beta = chunks.delta.beta[:, i]
-            wanted = beta[..., None] * (value - since_start[..., None] * (key @ before).view(b, c, r, v))
-            written[:, i] = _solve(chunks.delta.system[:, i], wanted.transpose(1, 2))
-        new = written[:, i]
-        read = (query @ before).view(b, c, r, v).mul_(since_start[..., None])
-        out[:, i] = read + (chunks.reads[:, i] @ new).transpose(1, 2)
-        kept = (new.transpose(1, 2) * until_end[..., None]).reshape(b, c, r * v)
-        decayed = (before.view(b, k, r, v) * since_start[:, -1][:, None, :, None]).view(b, k, r * v)
-        states[:, i + 1] = torch.baddbmm(decayed, key.transpose(1, 2), kept)
-    return states, written, out
+def _forward(
+    chunks: _Chunks, before: torch.Tensor | None, is_delta: bool
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Return the outputs [B, N, C, R, V], the states [B, K, R·V] before each chunk and after the last, and the values
+    [B, R, C, V] that the tokens of each chunk write."""
+    states, outputs, written = [_first(chunks, before)], [], []
+    for i in range(chunks.shape[1]):
+        chunk, state = chunks[i], states[-1]
+        products = _products(chunk, is_delta)
+        if is_delta:
+            wanted = chunk.beta * (chunk.value - chunk.since_start * (chunk.key @ state).view_as(chunk.value))
+            new = _solve(products.system, wanted.transpose(1, 2))
+        else:
+            new = (chunk.value * chunk.beta).transpose(1, 2)
+        read = (chunk.query @ state).view_as(chunk.value).mul_(chunk.since_start)
+        outputs.append(read.add_((products.reads @ new).transpose(1, 2)))
+        states.append(_next(chunk, state, new.transpose(1, 2)))
+        written.append(new)
+    return torch.stack(outputs, 1), states, written
+
+
+def _states(chunks: _Chunks, before: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the states before each chunk of Mamba-2."""
+    states = [_first(chunks, before)]
+    for i in range(chunks.shape[1] - 1):
+        states.append(_next(chunks[i], states[-1], chunks[i].value * chunks[i].beta))
+    return states
+
+
+def _first(chunks: _Chunks, before: torch.Tensor | None) -> torch.Tensor:
+    b, _, k, width = chunks.shape
+    return chunks[0].value.new_zeros(b, k, width) if before is None else before
+
+
+def _next(chunk: _Chunk, state: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return the state after a chunk. new: [B, C, R, V]"""
+    kept = (new * chunk.until_end).flatten(2)
+    return torch.baddbmm(_decay_all(chunk, state), chunk.key.transpose(1, 2), kept)
+
+
+def _decay_all(chunk: _Chunk, state: torch.Tensor) -> torch.Tensor:
+    """Return the state [B, K, R·V] with the decay of a whole chunk."""
+    whole = chunk.since_start[:, -1:]  # [B, 1, R, 1]
+    return (state.unflatten(2, (whole.shape[2], -1)) * whole).flatten(2)
 
 
 def _backward(
-    chunks: _Chunks, states: torch.Tensor, written: torch.Tensor, d_out: torch.Tensor, d_state: torch.Tensor
-) -> tuple[Any, ...]:
-    """Return gradients of scaled queries and normed keys [B, N, C, K], values [B, N, C, R, V], decays [B, N, C, R],
-    betas or None, and of the first state [B, K, R·V]. d_out: [B, N, C, R, V]; d_state: of the last state."""
-    (b, n, c, r, v), k = chunks.value.shape, chunks.key.shape[3]
-    d_query, d_key = torch.empty_like(chunks.query), torch.empty_like(chunks.key)
-    d_value, d_total, delta = torch.empty_like(chunks.value), torch.empty_like(chunks.since_start), chunks.delta
-    d_beta, d_wanted = None, torch.empty(0)
-    if delta is not None:
-        d_beta, d_wanted = torch.empty_like(delta.beta), torch.empty_like(written)
-    for i in reversed(range(n)):
-        query, key, value, since_start, until_end = chunks.at(i)
-        before, new, d_o = states[:, i], written[:, i].transpose(1, 2), d_out[:, i]
-        from_start, to_end, transposed = since_start[..., None], until_end[..., None], before.transpose(1, 2)
-        # The next state is the decayed one, and the outer products of keys and written values.
-        d_kept = (key @ d_state).view(b, c, r, v)
-        d_new = chunks.reads[:, i].transpose(2, 3) @ d_o.transpose(1, 2)
-        d_new += (d_kept * to_end).transpose(1, 2)
-        to_state = (d_kept * new).sum(-1) * until_end
-        d_state_heads, before_heads = d_state.view(b, k, r, v), before.view(b, k, r, v)
-        d_end = to_state.sum(1) + (d_state_heads * before_heads).sum((1, 3)) * since_start[:, -1]
-        kept = (new * to_end).reshape(b, c, r * v)
-        torch.bmm(kept, d_state.transpose(1, 2), out=d_key[:, i])
-        d_state = (d_state_heads * since_start[:, -1][:, None, :, None]).view(b, k, r * v)
-        # Outputs read the state before the chunk.
-        d_read = d_o * from_start
-        read = (query @ before).view(b, c, r, v)
-        d_total[:, i] = (d_read * read).sum(-1) - to_state
-        d_read = d_read.view(b, c, r * v)
-        torch.bmm(d_read, transposed, out=d_query[:, i])
-        d_state = torch.baddbmm(d_state, query.transpose(1, 2), d_read)
-        if delta is None or d_beta is None:
-            d_value[:, i] = d_new.transpose(1, 2)
-        else:  # The forward pass solved a triangular system for the written values.
-            d_wish = _solve(delta.system[:, i].transpose(2, 3), d_new, upper=True)
-            d_wanted[:, i] = d_wish
-            d_wish = d_wish.transpose(1, 2)
-            found = (key @ before).view(b, c, r, v)
-            d_value[:, i] = d_wish * delta.beta[:, i, ..., None]
-            d_beta[:, i] = (d_wish * (value - found * from_start)).sum(-1)
-            d_found = d_value[:, i] * -from_start
-            d_total[:, i] += (d_found * found).sum(-1)
-            d_found = d_found.view(b, c, r * v)
-            d_key[:, i] += d_found @ transposed
-            d_state = torch.baddbmm(d_state, key.transpose(1, 2), d_found)
-        d_total[:, i, -1] += d_end
-    # Within chunks.
-    values = written.transpose(3, 4)
-    d_reads = (d_out.transpose(2, 3) @ values).mul_(chunks.between)
-    by_decay = d_reads * (chunks.query @ chunks.key.transpose(2, 3))[:, :, None]
-    if delta is not None and d_beta is not None:
-        d_system = (d_wanted @ values).neg_().tril_(-1).mul_(chunks.between)
-        by_keys = d_system * delta.keys
-        d_beta += by_keys.sum(4).transpose(2, 3)
-        beta = delta.beta.transpose(2, 3)[..., None]
-        by_decay += by_keys.mul_(beta)
-        d_keys = (d_system * beta).sum(2)
-        d_key += (d_keys + d_keys.transpose(2, 3)) @ chunks.key
-    d_total += (by_decay.sum(4) - by_decay.sum(3)).transpose(2, 3)
-    d_products = d_reads.sum(2)
-    d_query += d_products @ chunks.key
-    d_key += d_products.transpose(2, 3) @ chunks.query
-    return d_query, d_key, d_value, d_total.flip(2).cumsum(2).flip(2), d_beta, d_state
+    chunks: _Chunks,
+    states: Sequence[torch.Tensor] | torch.Tensor,
+    written: torch.Tensor | None,
+    d_out: torch.Tensor,
+    d_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Return gradients of scaled queries and normed keys [B, N, C, 1, K], values [B, N, C, R, V], decays and betas [B,
+    N, C, R, 1], and of the first state [B, K, R·V]. written: [N, B, R, C, V], or None for Mamba-2. d_out: [B, N, C, R,
+    V]; d_state: of the last state, or None for zeros."""
+    d_chunks: list[tuple[torch.Tensor, ...]] = []
+    if d_state is None:
+        d_state = torch.zeros_like(states[0])
+    for i in reversed(range(chunks.shape[1])):
+        *grads, d_state = _chunk_backward(
+            chunks[i], states[i], None if written is None else written[i], d_out[:, i], d_state
+        )
+        d_chunks.append(tuple(grads))
+    stacked = [torch.stack(parts[::-1], 1) for parts in zip(*d_chunks, strict=True)]
+    return *stacked, d_state
+
+
+def _chunk_backward(
+    chunk: _Chunk, before: torch.Tensor, written: torch.Tensor | None, d_out: torch.Tensor, d_state: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    query, key, value, beta, _, since_start, until_end = chunk
+    products, heads = _products(chunk, written is not None), value.shape[2]
+    new = value * beta if written is None else written.transpose(1, 2)
+    transposed, by_head = before.transpose(1, 2), d_out.transpose(1, 2)
+    # The next state is the decayed one, and the outer products of keys and written values.
+    d_kept = (key @ d_state).view_as(value)
+    d_new = (products.reads.transpose(2, 3) @ by_head).transpose(1, 2) + d_kept * until_end
+    to_state = (d_kept * new).sum(3, keepdim=True) * until_end
+    d_whole = (d_state * before).sum(1).unflatten(1, (heads, -1)).sum(2, keepdim=True) * since_start[:, -1]
+    d_key = (new * until_end).flatten(2) @ d_state.transpose(1, 2)
+    d_state = _decay_all(chunk, d_state)
+    # Outputs read the state before the chunk.
+    d_read = d_out * since_start
+    d_total = (d_read * (query @ before).view_as(value)).sum(3, keepdim=True) - to_state
+    d_total[:, -1] += to_state.sum(1) + d_whole
+    d_read = d_read.flatten(2)
+    d_query = d_read @ transposed
+    d_state = torch.baddbmm(d_state, query.transpose(1, 2), d_read)
+    # Within the chunk.
+    values = new.permute(0, 2, 3, 1)
+    d_reads = (by_head @ values).mul_(products.between)
+    by_decay = d_reads * (query @ key.transpose(1, 2))[:, None]
+    if written is None:
+        d_value, d_beta = d_new * beta, (d_new * value).sum(3, keepdim=True)
+    else:  # The forward pass solved a triangular system for the written values.
+        d_solved = _solve(products.system.transpose(2, 3), d_new.transpose(1, 2), upper=True)
+        d_wish, found = d_solved.transpose(1, 2), (key @ before).view_as(value)
+        d_value, d_beta = d_wish * beta, (d_wish * (value - found * since_start)).sum(3, keepdim=True)
+        d_found = d_value * -since_start
+        d_total += (d_found * found).sum(3, keepdim=True)
+        d_found = d_found.flatten(2)
+        d_key += d_found @ transposed
+        d_state = torch.baddbmm(d_state, key.transpose(1, 2), d_found)
+        d_system = (d_solved @ values).neg_().tril_(-1).mul_(products.between)
+        by_keys = d_system * products.keys
+        d_beta += by_keys.sum(3)[..., None].transpose(1, 2)
+        by_decay += by_keys.mul_(beta.transpose(1, 2))
+        d_keys = (d_system * beta.transpose(1, 2)).sum(1)
+        d_key += (d_keys + d_keys.transpose(1, 2)) @ key
+    d_total += (by_decay.sum(3) - by_decay.sum(2))[..., None].transpose(1, 2)
+    d_products = d_reads.sum(1)
+    d_query += d_products @ key
+    d_key += d_products.transpose(1, 2) @ query
+    return d_query[:, :, None], d_key[:, :, None], d_value, d_total.flip(1).cumsum(1).flip(1), d_beta, d_state
 
 
 def _solve(system: torch.Tensor, right: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
     return torch.linalg.solve_triangular(system, right, upper=upper, unitriangular=True)
 
 
-def _chunk_size(key: torch.Tensor) -> int:
-    return max(_SHORTEST, key.shape[3] // 2)
+def _precise(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
-def _split(x: torch.Tensor, heads: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return [B, N, C, R, D] of [n, T, H, D], padded with zeros to chunks of this size."""
-    n, length, _, width = x.shape
-    x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, -length % size)).view(n, -1, size, heads, x.shape[2] // heads, width)
-    return x.permute(0, 3, 1, 2, 4, 5).reshape(n * heads, -1, size, x.shape[4], width)
+def _take(x: torch.Tensor, batch: StateBatch, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the chunks [B, N, C, R, D] of the batch from [F, H, D] or [F, H]. Padding is zeros."""
+    (n, length), (_, heads, width) = batch.rows.shape, key.shape
+    size = max(_SHORTEST, width // 2)
+    is_padding = torch.ones(n * length, dtype=torch.bool, device=x.device).index_fill_(0, batch.places, False)
+    end = (0, -length % size)
+    taken = x[F.pad(batch.rows, end)].to(dtype)
+    taken[F.pad(is_padding.view(n, length), end, value=True)] = 0
+    chunks = taken.view(n, -1, size, heads, x.shape[1] // heads, x.shape[2] if x.ndim == 3 else 1)
+    return chunks.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
 
 
-def _tokens(x: torch.Tensor, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
-    """Return [n, T, H, D] of [B, N, C, R, D]. shape: n, T, …"""
-    n, size = shape[:2]
-    x = x.unflatten(0, (n, -1)).permute(0, 2, 3, 1, 4, 5)
-    return x.flatten(3, 4).flatten(1, 2)[:, :size]
-
-
-def _of_heads(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """Return [n, T, H], the shape of `given`, of [B, N, C, R]."""
-    return _tokens(x[..., None], given.shape)[..., 0]
-
-
-def _by_key_head(state: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return [B, K, R·V] of [n, H, K, V]."""
-    return state.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3).flatten(0, 1)
-
-
-def _by_value_head(state: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return [n, H, K, V] of [B, K, R·V]. value: [n, T, H, V]"""
-    state = state.unflatten(0, (len(value), -1)).unflatten(3, (-1, value.shape[3]))
-    return state.transpose(2, 3).flatten(1, 2)
+def _put(target: torch.Tensor, batch: StateBatch, chunks: torch.Tensor) -> None:
+    """Write chunks [B, N, C, R, D] to the tokens of the batch in [F, H, D] or [F, H]."""
+    n, length = batch.rows.shape
+    tokens = chunks.unflatten(0, (n, -1)).permute(0, 2, 3, 1, 4, 5).reshape(n, -1, *target.shape[1:])
+    target[batch.tokens] = tokens[:, :length].flatten(0, 1)[batch.places].to(target.dtype)
 
 
 def _inverse_norm(x: torch.Tensor) -> torch.Tensor:

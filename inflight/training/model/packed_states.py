@@ -6,7 +6,9 @@ without a state. Segments of similar length are padded to a batch: padding is on
 used. F fed tokens, D hidden size.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,11 +17,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.model_checks.mixers import StatesElsewhere, advance, functions_replaced, names_in_forward
-from inflight.training.model.delta_rule import gated_delta_rule, gated_sum
+from inflight.training.model.delta_rule import StateBatch, gated_delta_rule, gated_sum
 from inflight.training.model.short_convolution import Predecessors, short_convolution
 
 
@@ -47,19 +50,6 @@ class Segment(NamedTuple):
     def keys(self) -> np.ndarray:
         """i64[num_keys], all fed tokens that the last one sees."""
         return np.concatenate([self.prefix, np.arange(self.start, self.start + self.size)])
-
-
-class StateBatch(NamedTuple):
-    """n segments that a layer computes together, padded to Q tokens."""
-
-    rows: torch.Tensor
-    """i64[n, Q], the fed tokens; 0 where padded."""
-    places: torch.Tensor
-    """i64[m], the tokens that are not padding, in the flattened rows."""
-    prefixes: tuple[int, ...]
-    """The last token of each segment's prefix, or () for segments without one."""
-    kept: int | None
-    """The last token of a shared beginning, if segments continue from the state after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +94,29 @@ def mix(module: nn.Module, layout: StateLayout, hidden_1FD: torch.Tensor) -> tor
     tokens by other functions."""
     if not _is_replaceable(type(module)):
         raise UnsupportedModelError(f"{type(module).__name__} mixes tokens by functions that packing does not replace")
-    with functions_replaced(module, {name: partial(_bound, function, layout) for name, function in _FUNCTIONS.items()}):
+    makers = {name: partial(_bound, function, layout) for name, function in _FUNCTIONS.items()}
+    with functions_replaced(module, makers), _gates_recomputed(module):
         return advance(module, StatesElsewhere(), hidden_1FD)
 
 
 def _bound(function: Callable[..., Any], layout: StateLayout, own: Callable[..., Any]) -> Callable[..., Any]:
     return partial(function, layout, own)
+
+
+@contextmanager
+def _gates_recomputed(module: nn.Module) -> Iterator[None]:
+    """Compute the layer's gated norms again in the backward pass. Otherwise each keeps four tensors of its width."""
+    norms = [child for child in module.children() if "gate" in inspect.signature(type(child).forward).parameters]
+    replaced = [vars(norm).get("forward") for norm in norms]
+    for norm in norms:
+        norm.forward = partial(checkpoint, norm.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for norm, forward in zip(norms, replaced, strict=True):
+            del norm.forward
+            if forward is not None:
+                norm.forward = forward
 
 
 def _is_replaceable(kind: type[nn.Module]) -> bool:
@@ -133,7 +140,7 @@ def _by_batch(layout: StateLayout, inputs: Sequence[torch.Tensor], compute: _Com
         out_nQ, state = compute([one[batch.rows] for one in inputs], before)
         if batch.kept is not None:
             states[batch.kept] = state
-        tokens.append(batch.rows.flatten()[batch.places])
+        tokens.append(batch.tokens)
         outputs.append(out_nQ.flatten(0, 1)[batch.places])
     out_F = torch.cat(outputs)
     return out_F.new_empty(out_F.shape).index_copy(0, torch.cat(tokens), out_F)
@@ -171,16 +178,17 @@ def _delta_rule(
     """Map query, key and value [1, F, H, D] to [1, F, H, Dv], and nothing. g: the logarithms of decays. On a CPU, with
     one decay per head, it computes `gated_delta_rule`, and otherwise `own`, the function of Transformers."""
 
+    inputs = [one[0] for one in (query, key, value, g, beta)]
+    if g.ndim == 3 and g.device.type == "cpu":
+        out = gated_delta_rule(layout.batches, *inputs, normed=use_qk_l2norm_in_kernel).to(query.dtype)
+        return out[None], out.new_empty(0)
+
     def compute(inputs: list[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if g.ndim == 3 and g.device.type == "cpu":
-            q, k, v, decay, betas = inputs
-            out, last = gated_delta_rule(q, k, v, decay, betas, state, normed=use_qk_l2norm_in_kernel)
-            return out.to(query.dtype), last
         *qkv, decay, betas = inputs
         options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         return own(*qkv, g=decay, beta=betas, initial_state=state, **options)
 
-    out = _by_batch(layout, [one[0] for one in (query, key, value, g, beta)], compute)
+    out = _by_batch(layout, inputs, compute)
     return out[None], out.new_empty(0)
 
 
@@ -200,20 +208,19 @@ def _scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Map hidden states [1, F, H, P] to [1, F, H, P], and nothing, by Mamba-2. dt: [1, F, H], before its bias and
     softplus. On a CPU it computes `gated_sum`, and otherwise `own`, the function of Transformers."""
-    on_cpu = hidden_states.device.type == "cpu"
+    if hidden_states.device.type == "cpu":
+        steps = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit).float()[0]
+        hidden, b, c = (one[0] for one in (hidden_states, B, C))
+        out = gated_sum(layout.batches, c, b, hidden, steps * A, steps)
+        out = torch.addcmul(out, D[:, None], hidden)
+        return out[None], out.new_empty(0)
 
     def compute(inputs: list[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, steps, b, c = inputs
-        if on_cpu:
-            return gated_sum(c, b, hidden * steps[..., None], steps * A, state)
         options = {"dt_bias": dt_bias, "dt_softplus": True, "dt_limit": dt_limit, "return_final_states": True}
         return own(hidden, steps, A, b, c, chunk_size, D=D, initial_states=state, **options)
 
-    if on_cpu:
-        dt = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit).float()
     out = _by_batch(layout, [one[0] for one in (hidden_states, dt, B, C)], compute)
-    if on_cpu:
-        out = out + D[:, None] * hidden_states[0].float()
     return out[None], out.new_empty(0)
 
 

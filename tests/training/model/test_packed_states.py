@@ -1,5 +1,7 @@
 """Packed sequences in layers with a state, or with sparse attention, are scored like whole sequences, one at a time."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hybrids import FAMILIES, OF_EACH_KIND, model_of
 from made_batches import make_batch, make_branches, make_group, one_by_one
 
 from inflight.training.data.batch import pack
-from inflight.training.model import packing
+from inflight.training.model import packed_states, packing
 from inflight.training.model.forward import score_tokens, try_way
 from inflight.training.model.forward_mode import scoring_way
 from inflight.training.model.packed_states import StateLayout, mix
@@ -79,6 +81,32 @@ def test_a_single_token_continues_its_prompt():
     scores = score_tokens(model, batch).logprobs
     scores.sum().backward()
     torch.testing.assert_close(scores, one_by_one(model_of("nemotron_h"), batch)[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h"])
+def test_gated_norms_keep_only_their_inputs(monkeypatch, name):
+    """With the tensors that they keep by themselves, the gradients are the same."""
+    model, batch = model_of(name), make_batch()
+
+    def kept_bytes():
+        found = {}
+
+        def remember(x):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(remember, lambda x: x):
+            scores = score_tokens(model, batch).logprobs
+        scores.sum().backward()
+        return sum(found.values()), {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+
+    kept, grads = kept_bytes()
+    monkeypatch.setattr(packed_states, "_gates_recomputed", nullcontext)
+    kept_before, grads_before = kept_bytes()
+    assert kept <= 0.95 * kept_before
+    for key, grad in grads.items():
+        torch.testing.assert_close(grad, grads_before[key], rtol=1e-5, atol=1e-6)
 
 
 def whole_row(module, layout, hidden):
