@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import VOCABULARY, run
-from transformers import AutoModelForCausalLM, LongcatFlashConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LongcatFlashConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashTopkRouter
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -34,6 +35,9 @@ def experts_of(kind: str) -> Any:
     sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": 48}
     if kind == "gated":
         module = Qwen3MoeExperts(Qwen3MoeConfig(num_experts=NUM_EXPERTS, **sizes))
+    elif kind == "transposed, with biases":
+        sizes = {"hidden_size": HIDDEN, "intermediate_size": 48}
+        module = GptOssExperts(GptOssConfig(num_local_experts=NUM_EXPERTS, **sizes))
     else:
         module = NemotronHExperts(NemotronHConfig(n_routed_experts=NUM_EXPERTS, mlp_hidden_act="relu2", **sizes))
     for parameter in module.parameters():
@@ -42,7 +46,7 @@ def experts_of(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("kind", ["gated", "without gate"])
+@pytest.mark.parametrize("kind", ["gated", "without gate", "transposed, with biases"])
 @pytest.mark.parametrize(
     ("dtype", "gates"),
     [

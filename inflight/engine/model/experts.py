@@ -20,20 +20,26 @@ def compute_experts(
 ) -> torch.Tensor:
     """Return the weighted sum [T, D] of the outputs of experts with Transformers' `use_experts_implementation`.
     hidden_states: [T, D]; top_k_index: i64[T, k], the experts of each token; top_k_weights: [T, k]."""
-    unknown = module.is_transposed or module.has_bias or getattr(module, "has_post_expert_norm", False)
-    if hidden_states.device.type != "cpu" or unknown:
+    if hidden_states.device.type != "cpu" or getattr(module, "has_post_expert_norm", False):
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     experts, order = top_k_index.flatten().sort()
     x = hidden_states.index_select(0, order // top_k_index.shape[1])
     if module.has_gate:
-        x = module._apply_gate(grouped_linear(x, module.gate_up_proj, experts))
+        x = module._apply_gate(_product(module, "gate_up_proj", x, experts))
     else:
-        x = module.act_fn(grouped_linear(x, module.up_proj, experts))
-    x = grouped_linear(x, module.down_proj, experts)
+        x = module.act_fn(_product(module, "up_proj", x, experts))
+    x = _product(module, "down_proj", x, experts)
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).view(top_k_index.shape)
     dtype = torch.result_type(x, top_k_weights)
     out = F.embedding_bag(rows, x.to(dtype), per_sample_weights=top_k_weights.to(dtype), mode="sum")
     return out.to(hidden_states.dtype)
+
+
+def _product(module: Any, name: str, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Multiply each row by its expert's matrix, and add its bias. For transposed matrices each expert is one call."""
+    weight = getattr(module, name)
+    out = grouped_linear(x, weight.transpose(1, 2) if module.is_transposed else weight, experts)
+    return out.add_(getattr(module, f"{name}_bias")[experts]) if module.has_bias else out
 
 
 ExpertsInterface.register(EXPERTS_NAME, compute_experts)
