@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from inflight.core.decoder import ATTENTION, DELTA_NET, MLP
+from inflight.core.text import listed
 
 ALIGNMENT_BYTES = 64
 
@@ -94,8 +95,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
             lines += [f"{a.name}: {a.dtype} in {ours}, {b.dtype} in {theirs}" for a, b in both if a.dtype != b.dtype]
         if not lines:
             return None
-        rest = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
-        return "; ".join(lines[:4]) + rest
+        return listed(lines, 4, "; ")
 
 
 def _runs(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> Iterator[list[tuple[str, tuple[int, ...], str]]]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from inflight.core.arguments import named
 from inflight.core.errors import NonFiniteLossError, NonFiniteWeightsError
 from inflight.core.spans import span
+from inflight.core.text import listed
 from inflight.training.config import GRPOConfig
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import bf16_on_gpu, token_logprobs
@@ -277,9 +278,8 @@ def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
     finite = torch.stack([value.to(largest[0].device) for value in largest]).isfinite().tolist()  # one transfer
     bad = [name for name, is_finite in zip(parameters, finite, strict=True) if not is_finite]
     if bad:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise NonFiniteWeightsError(
-            f"{', '.join(bad[:3])}{more} of {len(parameters)} parameters hold NaN or infinite values; they are not "
+            f"{listed(bad)} of {len(parameters)} parameters hold NaN or infinite values; they are not "
             "published, and the engine keeps the weights that it has. Go on from a checkpoint, with a smaller learning "
             "rate or max_grad_norm"
         )

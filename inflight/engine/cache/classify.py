@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inflight.core.by_name import load_by_name
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
+from inflight.core.text import listed
 from inflight.engine.cache.kinds import LayerKind, LayerShape, StateTensor
 from inflight.engine.cache.transformers_states import TRANSFORMERS_STATES
 from inflight.engine.model.attention.hook import Call, attend_to_all_keys, keep_latents, record_calls, route
@@ -60,11 +61,12 @@ def check_layer_types(config: PretrainedConfig, kinds: Sequence[LayerKind] = OUR
     layer_types = getattr(config, "layer_types", None) or []
     bad = [f"layer {i}: {kind}" for i, kind in enumerate(layer_types) if kind not in known]
     if bad:
-        shown = ", ".join(bad[:6]) + (f", and {len(bad) - 6} more" if len(bad) > 6 else "")
         way_out = f"it runs {', '.join(sorted(known))}"
         if _SPARSE_TYPE_BEFORE in layer_types and is_older(_SPARSE_SINCE):
             way_out = newer_transformers("layers with sparse attention", _SPARSE_SINCE)
-        raise UnsupportedModelError(f"{config.model_type} has layers that the engine cannot run ({shown}); {way_out}")
+        raise UnsupportedModelError(
+            f"{config.model_type} has layers that the engine cannot run ({listed(bad, 6)}); {way_out}"
+        )
 
 
 @torch.inference_mode()

@@ -32,12 +32,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoH
 from transformers.utils import CONFIG_NAME, cached_file
 
 from inflight.core.errors import ModelLoadError
+from inflight.core.text import listed
 from inflight.weights.trainer.state_dict_source import unwrapped
 
 logger = logging.getLogger("inflight.engine")
 
-_SHOWN = 3
-"""Names of each kind that an error contains."""
 _OF_QUANTIZATION = re.compile(r"(scale|scales|scale_inv|zero_point|zeros|amax)$")
 """Names of tensors that only kernels for quantised weights read."""
 _SCALE = re.compile(r"(_scale_inv|_scale|\.scale|\.qscale_weight)$")
@@ -262,8 +261,7 @@ def _of_most(found: Counter[str], names: Collection[str]) -> str:
 
 def _listed(noun: str, names: Iterable[str]) -> str:
     names = sorted(names)
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{len(names)} {noun}{'s' * (len(names) != 1)} ({', '.join(names[:_SHOWN])}{more})"
+    return f"{len(names)} {noun}{'s' * (len(names) != 1)} ({listed(names)})"
 
 
 class _ConversionErrors(logging.Handler):

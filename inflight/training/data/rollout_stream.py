@@ -17,6 +17,7 @@ from inflight.core.errors import InflightError
 from inflight.core.frames import TokenFrame
 from inflight.core.sampling import SamplingParams, check_not_greedy
 from inflight.core.spans import span
+from inflight.core.text import listed
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.group_table import GroupRecord
 from inflight.stream.held_groups import Group
@@ -396,5 +397,4 @@ def _warn_of_no_batch(left_out: Dropped, num_greedy: int) -> None:
 
 
 def _named(group_ids: Collection[int]) -> str:
-    ids = sorted(group_ids)
-    return ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+    return listed(sorted(group_ids), 8)

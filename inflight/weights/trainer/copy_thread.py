@@ -15,6 +15,7 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, InflightError, NonFiniteWeightsError
 from inflight.core.layout import Alias
 from inflight.core.spans import note, span
+from inflight.core.text import listed
 from inflight.core.waiting import LOG_EVERY_S
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.tensors import fill
@@ -284,8 +285,7 @@ def _check_finite_values(version: int, views: dict[str, torch.Tensor]) -> None:
     finite = torch.stack([view.isfinite().all() for view in floats.values()]).tolist()
     bad = [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
     if bad:
-        named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
         raise NonFiniteWeightsError(
-            f"version {version} was not published: {named} of {len(views)} tensors "
+            f"version {version} was not published: {listed(bad)} of {len(views)} tensors "
             "hold NaN or infinite values; the engine keeps the weights that it has"
         )

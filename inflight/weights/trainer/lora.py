@@ -17,14 +17,12 @@ from torch import nn
 from inflight.core.errors import LayoutMismatchError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
+from inflight.core.text import listed
 from inflight.weights.comparison import EngineWeights
 from inflight.weights.tensors import fill, layout_of
 from inflight.weights.towers import towers_of
 from inflight.weights.trainer import peft_layers
 from inflight.weights.trainer.sources import ModelSource, PublishedModel, same_objects
-
-_SHOWN = 3
-"""Maximum number of parameters in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,5 +351,4 @@ def _writes(tensors: Mapping[str, torch.Tensor]) -> list[int]:
 
 
 def _named(names: Sequence[str]) -> str:
-    shown = ", ".join(name.removeprefix("base_model.model.") for name in names[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+    return listed([name.removeprefix("base_model.model.") for name in names])

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from inflight.core.errors import LayoutMismatchError, ProtocolError, WeightFileError
 from inflight.core.layout import Alias, WeightLayout
 from inflight.core.messages import Welcome
+from inflight.core.text import listed
 from inflight.weights.trainer.sources import WeightSource
 
 Weights = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
@@ -27,7 +28,6 @@ Weights = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | str 
 files, or one file."""
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_SHOWN = 4
 """Maximum number of differences in an error."""
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -171,13 +171,13 @@ def unwrapped(name: str) -> str:
 def _complaint(wrong: list[str], num_pairs: int) -> str:
     if not num_pairs:
         return "no tensors were handed over; an iterator can be read only once, so that each publish() needs a new one"
-    shown = "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
     hints = ""
     if all(line.endswith("only in the engine") for line in wrong):
         hints = " (a version is published whole, not in part)"
     elif any(".lora_" in line for line in wrong):
         hints = " (merge adapters into the weights, or publish the PEFT model: engine.publisher(model))"
-    return f"what was handed over does not hold the engine's tensors: {shown}{hints}; nothing was published"
+    shown = listed(wrong, 4, "; ") + hints
+    return f"what was handed over does not hold the engine's tensors: {shown}; nothing was published"
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
