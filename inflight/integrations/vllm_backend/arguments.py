@@ -1,5 +1,6 @@
 """Our options as arguments of vLLM: which of them it takes, its memory, and its environment variables."""
 
+import math
 import os
 import re
 from typing import Any, get_args
@@ -135,7 +136,7 @@ def arguments_of(
         left = [torch.cuda.mem_get_info(number) for number in range(num_workers(options))]
         arguments["gpu_memory_utilization"] = _memory_share(options, -(-weight_bytes // len(left)), *min(left))
     if options.kv_cache_tokens or device.type == "cpu":
-        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(options, text, dtype, device)
+        arguments["kv_cache_memory_bytes"] = kv_cache_bytes(options, text, dtype, device)
     if options.lora_rank:
         # On a CPU, rows without an adapter read the last place. It contains zeros.
         places = len(options.adapters) + (device.type == "cpu")
@@ -172,17 +173,37 @@ def _rank_of_vllm(rank: int) -> int:
     return min(its for its in get_args(MaxLoRARanks) if its >= rank)
 
 
-def _kv_cache_bytes(options: EngineOptions, text: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
+def largest_state(config: Any) -> int:
+    """Return the bytes of a sequence's state in one layer, for vLLM's configuration; 0 for a model without states."""
+    model = config.model_config
+    if not model.is_hybrid and not model.is_attention_free:
+        return 0
+    from vllm.model_executor.models import ModelRegistry  # pyright: ignore[reportMissingImports]
+
+    kind, _ = ModelRegistry.resolve_model_cls(model.architectures, model_config=model)
+    shapes = kind.get_mamba_state_shape_from_config(config)
+    dtypes = kind.get_mamba_state_dtype_from_config(config)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+
+
+def kv_cache_bytes(
+    options: EngineOptions, text: PretrainedConfig, dtype: torch.dtype, device: torch.device, state_bytes: int = 0
+) -> int:
     """Return the bytes in each worker for the keys and values of the requested number of tokens, or of all sequences at
-    their longest, within the available memory. Raises DeviceMemoryError."""
+    their longest, within the available memory. state_bytes: of one layer. A sequence has room for two states in each
+    layer, since vLLM keeps one at the end of a prefix, and all of vLLM's blocks have the size of a state at least.
+    Raises DeviceMemoryError."""
     queries = getattr(text, "num_attention_heads", None) or 1  # any number for a model without attention
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // queries
     heads = getattr(text, "num_key_value_heads", None) or queries
     workers = num_workers(options)
-    per_token = 2 * text.num_hidden_layers * -(-heads // workers) * head_dim * dtype.itemsize
-    context = -(-options.max_context // _BLOCK_TOKENS) * _BLOCK_TOKENS
-    least = (context + _BLOCK_TOKENS) * per_token
-    wanted = (options.kv_cache_tokens or options.max_sequences * context) * per_token + _BLOCK_TOKENS * per_token
+    token_bytes = 2 * -(-heads // workers) * head_dim * dtype.itemsize  # in one layer
+    block = -(-state_bytes // (token_bytes * _BLOCK_TOKENS)) * _BLOCK_TOKENS or _BLOCK_TOKENS
+    context, states = -(-options.max_context // block) * block, 2 * block if state_bytes else 0  # in tokens
+    per_token = text.num_hidden_layers * token_bytes
+    least = (context + states + block) * per_token
+    wanted = (options.kv_cache_tokens or options.max_sequences * context) * per_token
+    wanted += (options.max_sequences * states + block) * per_token
     room = int(memory_left(device) * options.kv_cache_fraction) // (workers if device.type == "cpu" else 1)
     if room < least:
         raise DeviceMemoryError(

@@ -51,6 +51,8 @@ from inflight.integrations.vllm_backend.arguments import (
     arguments_of,
     check_options,
     choose_gpus,
+    kv_cache_bytes,
+    largest_state,
     set_environment,
     slot_device,
 )
@@ -182,10 +184,13 @@ def start(options: EngineOptions) -> Started:
     with tempfile.TemporaryDirectory(prefix="inflight-vllm-") as directory:
         path = _checkpoint(options, config, dtype, Path(directory))
         try:
-            engine = LLMEngine.from_engine_args(
-                EngineArgs(**arguments_of(options, path, text, dtype, device, weights.layout.total_bytes)),
-                enable_multiprocessing=False,
-            )
+            arguments = arguments_of(options, path, text, dtype, device, weights.layout.total_bytes)
+            configured = EngineArgs(**arguments).create_engine_config()
+            state_bytes = largest_state(configured)
+            if state_bytes and "kv_cache_memory_bytes" in arguments.keys() - options.vllm.keys():
+                nbytes = kv_cache_bytes(options, text, dtype, device, state_bytes)
+                configured.cache_config.kv_cache_memory_bytes = nbytes
+            engine = LLMEngine.from_vllm_config(configured, disable_log_stats=True)
             workers = _attach(engine.engine_core, options, checkpoint_aliases(model), vocab_size, weights, adapters)
             reason = _why_lost([one.weights for one in workers], weights.layout)
             if adapters is not None and (lost := _why_lost([one.adapters for one in workers], adapters.layout)):
