@@ -16,7 +16,8 @@ import inflight
 from inflight.core.options import EngineOptions
 from inflight.engine.loop.engine import Engine
 
-PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
 
 USES_THE_VERB = """
 import inflight
@@ -76,6 +77,11 @@ def run_with(diff: str, program: str, directory: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+@pytest.mark.parametrize("heading", ["A control verb", "An architecture in the fused decoder", "An HTTP endpoint"])
+def test_the_diffs_fit_the_files(heading):
+    subprocess.run(["git", "apply", "--check", "-"], input=diff_of(heading), text=True, cwd=ROOT, check=True)
 
 
 @pytest.mark.slow

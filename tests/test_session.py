@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from full_forward import logprob_error
 from tiny_models import make_model
-from waiting import draw_some
+from waiting import draw_some, wait_until
 
 import inflight
 from inflight.core.errors import InvalidRequestError, NonFiniteWeightsError
@@ -130,6 +130,15 @@ def test_a_sleeping_engine_frees_the_slot_that_no_publisher_uses(launch):
     engine.wake()
     [[rollout]] = engine.generate([[1, 2, 3]], LONG)
     assert set(rollout.weight_versions) == {2}
+    with engine.publisher(trainer) as publisher:
+        publisher.publish()
+    engine.sleep()  # perhaps before the new version is live
+    wait_until(lambda: sizes() == [0, whole[0]])
+    with engine.publisher(trainer) as publisher:
+        engine.wait_for_version(publisher.publish())
+    wait_until(lambda: sizes() == [0, whole[0]])  # it sleeps on
+    engine.wake()
+    assert sizes() == whole
     assert logprob_error(make_model("qwen3", seed=2), rollout) < 1e-4
 
 

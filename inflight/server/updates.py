@@ -107,6 +107,10 @@ class Updates:
         assert self._publisher is not None
         self.label(self._publisher.version + 1, name)
 
+    async def release(self) -> None:
+        """Close the publisher until the next update, so that a sleeping engine frees the slot that it writes to."""
+        await self.run(self._close_publisher)
+
     def close(self) -> None:
         """Close the publisher. Safe to call twice."""
         self._thread.shutdown(wait=True, cancel_futures=True)

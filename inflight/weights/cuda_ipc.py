@@ -77,9 +77,11 @@ class CudaSlot:
 
     def free(self) -> None:
         """Free the memory until `restore`. Views stay, and must not be read. The slot must be a whole one."""
-        self.buffer.untyped_storage().resize_(0)
-        if self.buffer.is_cuda:
-            torch.cuda.ipc_collect()  # memory that a closed publisher had mapped
+        storage = self.buffer.untyped_storage()
+        if storage.nbytes():
+            storage.resize_(0)
+            if self.buffer.is_cuda:
+                torch.cuda.ipc_collect()  # memory that a closed publisher had mapped
 
     def restore(self) -> None:
         """Allocate the memory again. Raises DeviceMemoryError."""

@@ -42,9 +42,9 @@ def default_directory() -> Path:
 class SharedMemorySlot:
     """A slot of shared memory that this process made, or a part of one: `buffer`, u8[n]."""
 
-    def __init__(self, path: Path, buffer: "torch.Tensor", unlink: Callable[[], object]):
-        """unlink: removes the name of the file; the memory lives until the last process unmaps it."""
-        self.path, self.buffer, self.unlink = path, buffer, unlink
+    def __init__(self, path: Path, file: int, buffer: "torch.Tensor", unlink: Callable[[], object]):
+        """file: open until `unlink`, which removes its name; the memory lives until the last process unmaps it."""
+        self.path, self._file, self.buffer, self.unlink = path, file, buffer, unlink
         self._is_free = False
 
     @classmethod
@@ -68,7 +68,7 @@ class SharedMemorySlot:
             raise
         _own.add(path)
         unlink = weakref.finalize(memory, _remove, path, file, os.getpid())  # The open file keeps the lock.
-        return cls(path, torch.frombuffer(memory, dtype=torch.uint8), unlink)
+        return cls(path, file, torch.frombuffer(memory, dtype=torch.uint8), unlink)
 
     @staticmethod
     def attach(descriptor: SharedMemoryDescriptor, *, pinned: bool = False) -> "torch.Tensor":
@@ -103,21 +103,24 @@ class SharedMemorySlot:
     def split(self, count: int) -> list["SharedMemorySlot"]:
         """Return slots of equal size in the memory of this one."""
         parts = self.buffer.split(len(self.buffer) // count)
-        return [SharedMemorySlot(self.path, part, self.unlink) for part in parts]
+        return [SharedMemorySlot(self.path, self._file, part, self.unlink) for part in parts]
 
     def free(self) -> None:
-        """Free the pages until `restore`, where the system can. The slot must be a whole one."""
-        if hasattr(mmap, "MADV_REMOVE"):
-            with self.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-                memory.madvise(mmap.MADV_REMOVE)
-            self._is_free = True
+        """Free the pages until `restore`, if the file system can. The slot must be a whole one."""
+        if hasattr(mmap, "MADV_REMOVE") and not self._is_free:
+            try:
+                with mmap.mmap(self._file, 0) as memory:
+                    memory.madvise(mmap.MADV_REMOVE)
+                self._is_free = True
+            except OSError as error:
+                logger.debug("the pages of %s stay: %s", self.path, error)
 
     def restore(self) -> None:
         """Reserve the pages again. Raises SharedMemoryError."""
         nbytes, directory = len(self.buffer), self.path.parent
         if self._is_free:
-            with _memory_errors(nbytes, directory), self.path.open("r+b") as file:
-                _reserve(file.fileno(), nbytes, directory)
+            with _memory_errors(nbytes, directory):
+                _reserve(self._file, nbytes, directory)
             self._is_free = False
 
     def descriptor(self) -> SharedMemoryDescriptor:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import ray
+from peers_python import PEERS_PYTHON
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from waiting import PATIENCE_S, wait_until
@@ -63,7 +64,8 @@ def program(name: str, *arguments: str) -> subprocess.Popen:
 def cluster():
     """A cluster of three raylets: that of this process, which runs no engine, and two that do."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # which workers take over
+    # Workers take it over, and engines in another interpreter, which has packages of its own.
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and "site-packages" not in path)
     system = {"health_check_period_ms": 1000, "worker_niceness": 0}  # its default of 15 starves beside other work
     head = {"num_cpus": 2, "include_dashboard": False, "_system_config": system}
     cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -126,9 +128,8 @@ def test_engines_join_leave_and_lose_their_node_while_training_goes_on(cluster, 
 
 @pytest.mark.peers
 def test_engines_of_both_backends_draw_for_one_trainer(cluster, options):
-    python = os.environ.get("INFLIGHT_VLLM_PYTHON") or str(PROGRAMS.parents[1] / ".venv-peers" / "bin" / "python")
     on_vllm = msgspec.structs.replace(
-        options, backend="vllm", backend_python=python, cuda_graphs=False, answer_timeout_s=120.0
+        options, backend="vllm", backend_python=PEERS_PYTHON, cuda_graphs=False, answer_timeout_s=120.0
     )
     with inflight.launch([options, on_vllm], placement=LEFT) as pool:
         load = Load(pool, seed=1, groups=10, publish_every_s=0.1)

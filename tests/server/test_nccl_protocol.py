@@ -9,13 +9,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 import nccl_trainer
 import pytest
 import torch
 from nccl_trainer import NcclTrainer, announced, packed, pickled_id
+from peers_python import PEERS_PYTHON
 from waiting import PATIENCE_S
 
 from inflight.core.errors import BackendError, BroadcastError, InvalidRequestError
@@ -25,7 +25,6 @@ from inflight.weights import nccl
 
 ID = bytes(range(128))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
-PEERS = Path(__file__).parents[2] / ".venv-peers" / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +337,7 @@ while (chunk := pack_tensors(pairs, lambda item: item[1], limit)) is not None:
 def test_vllms_own_code_is_understood(stand_in, limit):
     """Its rendezvous, its id, its binding of the library and its packing."""
     port = nccl_trainer.free_port()
-    with subprocess.Popen([str(PEERS), "-c", _VLLM, stand_in, str(port), str(limit)]) as process:
+    with subprocess.Popen([PEERS_PYTHON, "-c", _VLLM, stand_in, str(port), str(limit)]) as process:
         meeting = Rendezvous(
             master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, packed=True,
             packed_buffer_size_bytes=limit,

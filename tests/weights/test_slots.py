@@ -1,5 +1,7 @@
 """Versions from the staging buffer are copied to an engine's slots and announced."""
 
+import errno
+import mmap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,6 +69,19 @@ def test_a_slot_that_cuda_cannot_pin_is_used_as_it_is(monkeypatch, caplog):
     assert "CUDA cannot pin 4096 bytes of weights (error 2)" in caplog.text
 
 
+def refuse(*_):
+    raise OSError(errno.ENOSYS, "")
+
+
+def test_a_slot_is_freed_after_its_name_was_removed():
+    slot = SharedMemorySlot.create(1 << 20)
+    slot.path.unlink()
+    slot.buffer.fill_(7)
+    slot.free()
+    slot.restore()
+    assert not slot.buffer.any()
+
+
 def test_a_freed_slot_has_no_pages_until_it_is_restored(monkeypatch):
     slot = SharedMemorySlot.create(1 << 20)
     slot.buffer.fill_(7)
@@ -83,6 +98,10 @@ def test_a_freed_slot_has_no_pages_until_it_is_restored(monkeypatch):
         with pytest.raises(SharedMemoryError, match=r"needs 1.0 MiB and .* 0.5 MiB left"):
             slot.restore()
     slot.restore()
+    assert allocated() == 1 << 20
+    with monkeypatch.context() as patch:  # as where the file system cannot free pages
+        patch.setattr(mmap, "mmap", refuse)
+        slot.free()
     assert allocated() == 1 << 20
     attached = SharedMemorySlot.attach(slot.descriptor())
     attached.fill_(3)

@@ -58,7 +58,7 @@ def gated_delta_rule(
     shared beginning before what continues it. normed: queries and keys are scaled to length 1. Queries are then divided
     by √K. Returns float64 if `value` is."""
     query = query * query.shape[2] ** -0.5 if not normed else query
-    return _StateRule.apply(query, key, value, decay, beta, batches, True, normed)  # type: ignore[return-value]
+    return _apply(query, key, value, decay, beta, batches=batches, is_delta=True, normed=normed)
 
 
 def gated_sum(
@@ -70,7 +70,14 @@ def gated_sum(
     beta: torch.Tensor,
 ) -> torch.Tensor:
     """Return the same for the scan of Mamba-2, with queries as given."""
-    return _StateRule.apply(query, key, value, decay, beta, batches, False, False)  # type: ignore[return-value]
+    return _apply(query, key, value, decay, beta, batches=batches, is_delta=False, normed=False)
+
+
+def _apply(*given: torch.Tensor, batches: Sequence[StateBatch], is_delta: bool, normed: bool) -> torch.Tensor:
+    query, key, value, decay, beta = given
+    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    decay = decay.clamp(min=_NOTHING_LEFT)  # differences of smaller logarithms would be imprecise
+    return _StateRule.apply(query, key, value, decay, beta, batches, is_delta, normed, keeps)  # type: ignore[return-value]
 
 
 class _Chunk(NamedTuple):
@@ -141,6 +148,7 @@ class _StateRule(torch.autograd.Function):
         batches: Sequence[StateBatch],
         is_delta: bool,
         normed: bool,
+        keeps: bool,
     ) -> torch.Tensor:
         given = query, key, value, decay, beta
         out = value.new_empty(value.shape, dtype=_precise(value))
@@ -149,12 +157,13 @@ class _StateRule(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             for batch in batches:
                 chunks = _Chunks(batch, given, normed=normed)
-                outputs, states, written = _forward(chunks, _before(batch, ends), is_delta)
+                outputs, last, of_chunks = _forward(chunks, _before(batch, ends), is_delta, keeps=keeps and is_delta)
                 _put(out, batch, outputs)
                 if batch.kept is not None:
-                    ends[batch.kept] = states[-1]
-                if is_delta:
-                    kept += torch.stack(states[:-1]), torch.stack(written)
+                    ends[batch.kept] = last
+                kept += of_chunks
+        if is_delta:  # The states before each chunk are kept.
+            ends.clear()
         ctx.save_for_backward(*given, *ends.values(), *kept)
         ctx.ends, ctx.rest = tuple(ends), (batches, is_delta, normed)
         return out
@@ -185,7 +194,7 @@ class _StateRule(torch.autograd.Function):
             if normed:
                 grads[0] *= given[0].shape[2] ** -0.5
                 grads[:2] = [_norm_backward(x, grad) for x, grad in zip(given[:2], grads[:2], strict=True)]
-        return *(grad.to(x.dtype) for grad, x in zip(grads, given, strict=True)), None, None, None
+        return *(grad.to(x.dtype) for grad, x in zip(grads, given, strict=True)), None, None, None, None
 
 
 def _before(batch: StateBatch, ends: dict[int, torch.Tensor]) -> torch.Tensor | None:
@@ -212,13 +221,13 @@ def _decayed(logarithms: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    chunks: _Chunks, before: torch.Tensor | None, is_delta: bool
-) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """Return the outputs [B, N, C, R, V], the states [B, K, R·V] before each chunk and after the last, and the values
-    [B, R, C, V] that the tokens of each chunk write."""
-    states, outputs, written = [_first(chunks, before)], [], []
+    chunks: _Chunks, before: torch.Tensor | None, is_delta: bool, *, keeps: bool
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+    """Return the outputs [B, N, C, R, V] and the last state [B, K, R·V]. keeps: return also the states before each
+    chunk [N, B, K, R·V] and the values [N, B, R, C, V] that the tokens write."""
+    state, states, outputs, written = _first(chunks, before), [], [], []
     for i in range(chunks.shape[1]):
-        chunk, state = chunks[i], states[-1]
+        chunk = chunks[i]
         products = _products(chunk, is_delta)
         if is_delta:
             wanted = chunk.beta * (chunk.value - chunk.since_start * (chunk.key @ state).view_as(chunk.value))
@@ -227,9 +236,11 @@ def _forward(
             new = (chunk.value * chunk.beta).transpose(1, 2)
         read = (chunk.query @ state).view_as(chunk.value).mul_(chunk.since_start)
         outputs.append(read.add_((products.reads @ new).transpose(1, 2)))
-        states.append(_next(chunk, state, new.transpose(1, 2)))
-        written.append(new)
-    return torch.stack(outputs, 1), states, written
+        if keeps:
+            states.append(state)
+            written.append(new)
+        state = _next(chunk, state, new.transpose(1, 2))
+    return torch.stack(outputs, 1), state, (torch.stack(states), torch.stack(written)) if keeps else ()
 
 
 def _states(chunks: _Chunks, before: torch.Tensor | None) -> list[torch.Tensor]:
@@ -289,13 +300,13 @@ def _chunk_backward(
     # The next state is the decayed one, and the outer products of keys and written values.
     d_kept = (key @ d_state).view_as(value)
     d_new = (products.reads.transpose(2, 3) @ by_head).transpose(1, 2) + d_kept * until_end
-    to_state = (d_kept * new).sum(3, keepdim=True) * until_end
+    to_state = ((d_kept * new).sum(3, keepdim=True) * until_end).double()  # Large numbers cancel in sums over tokens.
     d_whole = (d_state * before).sum(1).unflatten(1, (heads, -1)).sum(2, keepdim=True) * since_start[:, -1]
     d_key = (new * until_end).flatten(2) @ d_state.transpose(1, 2)
     d_state = _decay_all(chunk, d_state)
     # Outputs read the state before the chunk.
     d_read = d_out * since_start
-    d_total = (d_read * (query @ before).view_as(value)).sum(3, keepdim=True) - to_state
+    d_total = (d_read * (query @ before).view_as(value)).sum(3, keepdim=True).double() - to_state
     d_total[:, -1] += to_state.sum(1) + d_whole
     d_read = d_read.flatten(2)
     d_query = d_read @ transposed
@@ -321,11 +332,12 @@ def _chunk_backward(
         by_decay += by_keys.mul_(beta.transpose(1, 2))
         d_keys = (d_system * beta.transpose(1, 2)).sum(1)
         d_key += (d_keys + d_keys.transpose(1, 2)) @ key
-    d_total += (by_decay.sum(3) - by_decay.sum(2))[..., None].transpose(1, 2)
+    d_total += (by_decay.sum(3, dtype=torch.double) - by_decay.sum(2, dtype=torch.double))[..., None].transpose(1, 2)
+    d_decay = d_total.flip(1).cumsum(1).flip(1).to(value.dtype)
     d_products = d_reads.sum(1)
     d_query += d_products @ key
     d_key += d_products.transpose(1, 2) @ query
-    return d_query[:, :, None], d_key[:, :, None], d_value, d_total.flip(1).cumsum(1).flip(1), d_beta, d_state
+    return d_query[:, :, None], d_key[:, :, None], d_value, d_decay, d_beta, d_state
 
 
 def _solve(system: torch.Tensor, right: torch.Tensor, *, upper: bool = False) -> torch.Tensor:

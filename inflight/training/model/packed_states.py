@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
@@ -109,7 +110,7 @@ def _gates_recomputed(module: nn.Module) -> Iterator[None]:
     norms = [child for child in module.children() if "gate" in inspect.signature(type(child).forward).parameters]
     replaced = [vars(norm).get("forward") for norm in norms]
     for norm in norms:
-        norm.forward = partial(checkpoint, norm.forward, use_reentrant=False, preserve_rng_state=False)
+        norm.forward = partial(_recomputed, norm, norm.forward)
     try:
         yield
     finally:
@@ -117,6 +118,32 @@ def _gates_recomputed(module: nn.Module) -> Iterator[None]:
             del norm.forward
             if forward is not None:
                 norm.forward = forward
+
+
+def _recomputed(norm: nn.Module, forward: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    """Compute the norm, and again in the backward pass with the same parameters. Raises RuntimeError there if they have
+    changed, as for other tensors that autograd keeps."""
+    parameters = dict(norm.named_parameters())
+    versions = [parameter._version for parameter in parameters.values()]
+
+    def compute(*args: Any, **options: Any) -> torch.Tensor:
+        if [parameter._version for parameter in parameters.values()] != versions:
+            raise RuntimeError(
+                f"parameters of {type(norm).__name__}, which are needed for gradients, were modified by an inplace "
+                "operation between the forward and the backward pass"
+            )
+        named = {f"norm.{name}": parameter for name, parameter in parameters.items()}
+        return functional_call(_Own(norm, forward), named, args, options)
+
+    return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **options)  # type: ignore[return-value]
+
+
+class _Own(nn.Module):
+    """A norm that computes this function."""
+
+    def __init__(self, norm: nn.Module, function: Callable[..., torch.Tensor]):
+        super().__init__()
+        self.norm, self.forward = norm, function
 
 
 def _is_replaceable(kind: type[nn.Module]) -> bool:

@@ -87,7 +87,7 @@ def _weighed(
     if len(rows):
         first = x[rows] * taps[0]
         for source, tap in zip(sources, taps[1:], strict=True):
-            first += x[source.clamp(min=0)] * (source >= 0)[:, None] * tap
+            first += _rows(x, source) * tap
         out[rows] = first
     return out if bias is None else out.add_(bias)
 
@@ -108,5 +108,10 @@ def _gradients(
         source = sources[distance - 1]
         known = first * (source >= 0)[:, None]
         d_x.index_add_(0, source.clamp(min=0), known * tap)
-        d_taps[distance] += (known * x[source.clamp(min=0)]).sum(0)
+        d_taps[distance] += (known * _rows(x, source)).sum(0)
     return d_x, d_taps.flip(0).T
+
+
+def _rows(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return rows of x, and zeros for row -1."""
+    return torch.where((source >= 0)[:, None], x[source.clamp(min=0)], 0)

@@ -108,6 +108,34 @@ def test_strong_decays_leave_zeros_and_no_denormal_numbers(rule):
         assert not ((x != 0) & (x < torch.finfo(torch.float32).tiny)).any()
 
 
+def test_the_gradient_of_a_decay_is_precise_where_some_tokens_forget_everything():
+    """It is a difference of large sums, which time steps of Mamba-2 multiply."""
+    batches, _ = packed((256,))
+    query, key, value, _, _ = (x.detach() for x in inputs(256, 1, 4, 16, 8))
+    draw = torch.Generator().manual_seed(0)
+    steps = torch.where(torch.rand(256, 4, generator=draw) < 0.3, 5.0, 1e-3).double()
+    upstream = torch.randn(256, 4, 8, generator=draw).double()
+
+    def gradient(dtype):
+        rate = torch.full((4,), -16.0, dtype=dtype, requires_grad=True)
+        q, k, v, dt, up = (x.to(dtype) for x in (query, key, value, steps, upstream))
+        (gated_sum(batches, q, k, v, dt * rate, dt) * up).sum().backward()
+        return rate.grad.double()
+
+    exact = gradient(torch.float64)
+    assert (gradient(torch.float32) - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+@pytest.mark.parametrize("rule", ["normed", "sum"])
+@pytest.mark.parametrize("decay", [-1e4, float("-inf")])
+def test_values_after_the_strongest_decays_are_precise(decay, rule):
+    batches, segments = packed((64,))
+    given = [x.detach() for x in inputs(64, 1, 2, 4, 4, dtype=torch.float32)]
+    given[3][:16] = decay
+    exact = looped(segments, [x.double() for x in given], rule)
+    torch.testing.assert_close(computed(batches, given, rule).double(), exact, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("rule", ["normed", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
@@ -182,6 +210,16 @@ def test_convolutions_of_packed_sequences_are_those_of_each(width, with_bias, si
     upstream = torch.randn(6, 16, dtype=torch.float64).T  # as layers hand gradients back: by channel
     for one, other in zip(*(torch.autograd.grad((o * upstream).sum(), tensors) for o in (ours, theirs)), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_nan_stays_in_its_sequence():
+    x, weight = torch.randn(16, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    with torch.no_grad():
+        x[0] = float("nan")
+    out = short_convolution(x, weight, None, predecessors())
+    assert out[9:].isfinite().all()
+    out[9:].sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def test_convolutions_in_bf16_are_summed_in_fp32():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hybrids import FAMILIES, OF_EACH_KIND, model_of
 from made_batches import make_batch, make_branches, make_group, one_by_one
+from torch.nn.utils.stateless import _reparametrize_module
 
 from inflight.training.data.batch import pack
 from inflight.training.model import packed_states, packing
@@ -107,6 +108,34 @@ def test_gated_norms_keep_only_their_inputs(monkeypatch, name):
     assert kept <= 0.95 * kept_before
     for key, grad in grads.items():
         torch.testing.assert_close(grad, grads_before[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h"])
+def test_gated_norms_are_computed_again_with_the_parameters_of_the_forward_pass(name):
+    model, batch = model_of(name), make_batch(0, ((3, 12), (1, 1)))
+    others = {key: (1.3 * p).detach().requires_grad_() for key, p in model.named_parameters()}
+    grads = []
+    for ends_inside in (True, False):
+        with _reparametrize_module(model, others):  # as torch.func.functional_call does
+            loss = score_tokens(model, batch).logprobs.sum()
+            if ends_inside:
+                grads.append(torch.autograd.grad(loss, list(others.values()), allow_unused=True))
+    grads.append(torch.autograd.grad(loss, list(others.values()), allow_unused=True))
+    for one, other in zip(*grads, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def test_changed_parameters_of_gated_norms_are_an_error():
+    model = model_of("qwen3_5_text").requires_grad_(False)
+    norms = [module for module in model.modules() if "RMSNormGated" in type(module).__name__]
+    for norm in norms:
+        norm.requires_grad_()
+    loss = score_tokens(model, make_batch()).logprobs.sum()
+    with torch.no_grad():
+        norms[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+        loss.backward()
 
 
 def whole_row(module, layout, hidden):
