@@ -336,7 +336,7 @@ class Engine(ClosedAtEnd):
         self._calls.call("sleep")
 
     def wake(self) -> None:
-        """Continue after `sleep()`. Raises DeviceMemoryError or SharedMemoryError if there is no memory for it."""
+        """Continue after `sleep()`. Raises DeviceMemoryError or SharedMemoryError if the memory is missing."""
         self._calls.call("wake", timeout_s=max(self.options.answer_timeout_s, WAKE_TIMEOUT_S))
 
     def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:

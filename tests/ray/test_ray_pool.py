@@ -64,7 +64,7 @@ def program(name: str, *arguments: str) -> subprocess.Popen:
 def cluster():
     """A cluster of three raylets: that of this process, which runs no engine, and two that do."""
     before = os.environ.get("PYTHONPATH")
-    # Workers take it over, and engines in another interpreter, which has packages of its own.
+    # Workers take it over. An engine in another interpreter uses the packages of that interpreter.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and "site-packages" not in path)
     system = {"health_check_period_ms": 1000, "worker_niceness": 0}  # its default of 15 starves beside other work
     head = {"num_cpus": 2, "include_dashboard": False, "_system_config": system}

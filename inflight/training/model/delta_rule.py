@@ -103,9 +103,9 @@ class _Products(NamedTuple):
     """How tokens of a chunk depend on one another."""
 
     between: torch.Tensor
-    """[B, R, C, C], decay from the token of a column to that of a row, 0 above the diagonal."""
+    """[B, R, C, C], decay from the token of a column to the token of a row, 0 above the diagonal."""
     reads: torch.Tensor
-    """[B, R, C, C], part of the value written by a column's token in the output of a row's."""
+    """[B, R, C, C], share of the value written by a column's token in the output of a row's token."""
     keys: torch.Tensor
     """[B, 1, C, C], products of keys, for the delta rule only."""
     system: torch.Tensor

@@ -123,16 +123,16 @@ def _gates_recomputed(module: nn.Module) -> Iterator[None]:
 def _recomputed(norm: nn.Module, forward: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
     """Compute the norm, and again in the backward pass with the same parameters. Raises RuntimeError there if they have
     changed, as for other tensors that autograd keeps."""
-    parameters = dict(norm.named_parameters())
+    parameters: dict[str, torch.Tensor] = dict(norm.named_parameters())
     versions = [parameter._version for parameter in parameters.values()]
 
     def compute(*args: Any, **options: Any) -> torch.Tensor:
         if [parameter._version for parameter in parameters.values()] != versions:
             raise RuntimeError(
-                f"parameters of {type(norm).__name__}, which are needed for gradients, were modified by an inplace "
+                f"parameters of {type(norm).__name__} are needed for gradients, but were modified by an inplace "
                 "operation between the forward and the backward pass"
             )
-        named = {f"norm.{name}": parameter for name, parameter in parameters.items()}
+        named = {f"norm.{name}": tensor for name, tensor in parameters.items()}
         return functional_call(_Own(norm, forward), named, args, options)
 
     return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **options)  # type: ignore[return-value]

@@ -127,7 +127,7 @@ class SlotTable:
             self._make_live(0, self.version)
 
     def free_unused(self, *, in_use: int | None = None) -> None:
-        """Free the memory of slots without a version, unless a publisher is attached, which can write to it. in_use: a
+        """Free the memory of slots without a version, unless a publisher is attached: it can write to them. in_use: a
         slot that a pass in progress reads."""
         if not self._is_attached:
             for number, state in enumerate(self.states):
