@@ -82,6 +82,7 @@ class CudaSlot:
             storage.resize_(0)
             if self.buffer.is_cuda:
                 torch.cuda.ipc_collect()  # memory that a closed publisher had mapped
+                torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Allocate the memory again. Raises DeviceMemoryError."""
