@@ -300,14 +300,13 @@ def _chunk_backward(
     # The next state is the decayed one, and the outer products of keys and written values.
     d_kept = (key @ d_state).view_as(value)
     d_new = (products.reads.transpose(2, 3) @ by_head).transpose(1, 2) + d_kept * until_end
-    to_state = ((d_kept * new).sum(3, keepdim=True) * until_end).double()  # Large numbers cancel in sums over tokens.
+    to_state = (d_kept * new).sum(3, keepdim=True) * until_end
     d_whole = (d_state * before).sum(1).unflatten(1, (heads, -1)).sum(2, keepdim=True) * since_start[:, -1]
     d_key = (new * until_end).flatten(2) @ d_state.transpose(1, 2)
     d_state = _decay_all(chunk, d_state)
     # Outputs read the state before the chunk.
     d_read = d_out * since_start
-    d_total = (d_read * (query @ before).view_as(value)).sum(3, keepdim=True).double() - to_state
-    d_total[:, -1] += to_state.sum(1) + d_whole
+    from_state = (d_read * (query @ before).view_as(value)).sum(3, keepdim=True)
     d_read = d_read.flatten(2)
     d_query = d_read @ transposed
     d_state = torch.baddbmm(d_state, query.transpose(1, 2), d_read)
@@ -322,7 +321,7 @@ def _chunk_backward(
         d_wish, found = d_solved.transpose(1, 2), (key @ before).view_as(value)
         d_value, d_beta = d_wish * beta, (d_wish * (value - found * since_start)).sum(3, keepdim=True)
         d_found = d_value * -since_start
-        d_total += (d_found * found).sum(3, keepdim=True)
+        from_state += (d_found * found).sum(3, keepdim=True)
         d_found = d_found.flatten(2)
         d_key += d_found @ transposed
         d_state = torch.baddbmm(d_state, key.transpose(1, 2), d_found)
@@ -332,8 +331,12 @@ def _chunk_backward(
         by_decay += by_keys.mul_(beta.transpose(1, 2))
         d_keys = (d_system * beta.transpose(1, 2)).sum(1)
         d_key += (d_keys + d_keys.transpose(1, 2)) @ key
-    d_total += (by_decay.sum(3, dtype=torch.double) - by_decay.sum(2, dtype=torch.double))[..., None].transpose(1, 2)
-    d_decay = d_total.flip(1).cumsum(1).flip(1).to(value.dtype)
+    # The decay of token t scales what tokens from t on read from earlier ones and from the state before the chunk, and
+    # what earlier tokens and that state leave in the next one. Larger sums would not cancel exactly.
+    before_t = torch.ones_like(by_decay[0, 0]).triu(1)
+    across = (by_decay @ before_t).tril_().sum(2)[..., None].transpose(1, 2)
+    d_decay = across + from_state.flip(1).cumsum(1).flip(1) + d_whole[:, None]
+    d_decay[:, 1:] += to_state[:, :-1].cumsum(1)
     d_products = d_reads.sum(1)
     d_query += d_products @ key
     d_key += d_products.transpose(1, 2) @ query
