@@ -1,12 +1,11 @@
 """What a user does with a running engine, through its process."""
 
-import os
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_files import slot_bytes
 from full_forward import logprob_error
 from tiny_models import make_model
 from waiting import draw_some, wait_until
@@ -105,27 +104,21 @@ def test_a_sleeping_engine_holds_no_blocks_and_goes_on_where_it_was(launch):
 def test_a_sleeping_engine_frees_the_slot_that_no_publisher_uses(launch):
     engine, trainer = launch(), make_model("qwen3", seed=1)
 
-    def sizes():
-        """Bytes of the slots in memory."""
-        maps = Path(f"/proc/{engine.pid}/maps").read_text().splitlines()
-        paths = {line.split()[5] for line in maps if "/inflight-slot-" in line}
-        return sorted(os.stat(path).st_blocks * 512 for path in paths)
-
-    whole = sizes()
+    whole = slot_bytes(engine.pid)
     assert len(whole) == 2
     assert whole[0] == whole[1] > 0
     with engine.publisher(trainer) as publisher:
         engine.sleep()
-        assert sizes() == whole, "the publisher can write to it"
+        assert slot_bytes(engine.pid) == whole, "the publisher can write to it"
         engine.wait_for_version(publisher.publish())
         engine.wake()
     engine.sleep()
-    assert sizes() == [0, whole[0]]
+    assert slot_bytes(engine.pid) == [0, whole[0]]
     engine.wake()
-    assert sizes() == whole
+    assert slot_bytes(engine.pid) == whole
     engine.sleep()
     with engine.publisher(make_model("qwen3", seed=2)) as publisher:
-        assert sizes() == whole
+        assert slot_bytes(engine.pid) == whole
         engine.wait_for_version(publisher.publish())
     engine.wake()
     [[rollout]] = engine.generate([[1, 2, 3]], LONG)
@@ -133,12 +126,12 @@ def test_a_sleeping_engine_frees_the_slot_that_no_publisher_uses(launch):
     with engine.publisher(trainer) as publisher:
         publisher.publish()
     engine.sleep()  # perhaps before the new version is live
-    wait_until(lambda: sizes() == [0, whole[0]])
+    wait_until(lambda: slot_bytes(engine.pid) == [0, whole[0]])
     with engine.publisher(trainer) as publisher:
         engine.wait_for_version(publisher.publish())
-    wait_until(lambda: sizes() == [0, whole[0]])  # it sleeps on
+    wait_until(lambda: slot_bytes(engine.pid) == [0, whole[0]])  # it sleeps on
     engine.wake()
-    assert sizes() == whole
+    assert slot_bytes(engine.pid) == whole
     assert logprob_error(make_model("qwen3", seed=2), rollout) < 1e-4
 
 

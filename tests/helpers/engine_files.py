@@ -9,6 +9,11 @@ def slots_of(pid: int) -> set[Path]:
     return {Path(line.split()[-1]) for line in lines if "inflight-slot" in line}
 
 
+def slot_bytes(pid: int) -> list[int]:
+    """Bytes of each slot that are in memory, in rising order."""
+    return sorted(path.stat().st_blocks * 512 for path in slots_of(pid))
+
+
 def directory_of(pid: int) -> Path:
     """Where the engine's log lies."""
     return Path(os.readlink(f"/proc/{pid}/fd/2")).parent

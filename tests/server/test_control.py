@@ -9,6 +9,7 @@ import threading
 import openai
 import pytest
 import torch
+from engine_files import slot_bytes
 from http_calls import answered, call
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
@@ -333,11 +334,19 @@ def test_requests_are_aborted_by_their_ids(truth):
 
 
 def test_sleep_and_wake(truth):
-    _, server, _ = truth
+    """The server's publisher is closed for the sleep, and the next update makes another one."""
+    engine, server, save = truth
+    call(server, "POST", "/update_weights", {"weight_dir": save(engine.status().version + 1)})
     assert call(server, "POST", "/sleep?level=1")[0] == 200
     assert call(server, "GET", "/is_sleeping")[1] == {"is_sleeping": True}
+    wait_until(lambda: 0 in slot_bytes(engine.pid))
+    version = engine.status().version + 1
+    assert call(server, "POST", "/update_weights", {"weight_dir": save(version)})[0] == 200
+    assert 0 not in slot_bytes(engine.pid)
     assert call(server, "POST", "/wake_up?tags=weights&tags=kv_cache")[0] == 200
-    assert draw(server, 3)["finish_reason"] == "length"
+    choice = draw(server, 3)
+    assert choice["finish_reason"] == "length"
+    assert set(proclaimed(choice)[0]) == set(proclaimed(choice)[1]) == {str(version)}
 
 
 def test_an_adapter_is_drawn_with_by_its_name(truth, tmp_path):
