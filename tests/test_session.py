@@ -1,18 +1,22 @@
 """What a user does with a running engine, through its process."""
 
+import os
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_files import slot_bytes
+from engine_files import slot_bytes, slots_of
 from full_forward import logprob_error
+from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from waiting import draw_some, wait_until
 
 import inflight
 from inflight.core.errors import InvalidRequestError, NonFiniteWeightsError
 from inflight.core.messages import LIVE_VERSION, Ids
+from inflight.weights.trainer.engine_link import EngineLink
+from inflight.weights.trainer.publisher import Publisher
 
 LONG = inflight.SamplingParams(max_tokens=240, seed=5, ignore_eos=True)
 
@@ -112,8 +116,8 @@ def test_a_sleeping_engine_frees_the_slot_that_no_publisher_uses(launch):
         assert slot_bytes(engine.pid) == whole, "the publisher can write to it"
         engine.wait_for_version(publisher.publish())
         engine.wake()
-    engine.sleep()
-    assert slot_bytes(engine.pid) == [0, whole[0]]
+    engine.sleep()  # perhaps before the publisher's message that it has detached
+    wait_until(lambda: slot_bytes(engine.pid) == [0, whole[0]])
     engine.wake()
     assert slot_bytes(engine.pid) == whole
     engine.sleep()
@@ -133,6 +137,35 @@ def test_a_sleeping_engine_frees_the_slot_that_no_publisher_uses(launch):
     engine.wake()
     assert slot_bytes(engine.pid) == whole
     assert logprob_error(make_model("qwen3", seed=2), rollout) < 1e-4
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_closed_publisher_maps_no_slot(launch, count):
+    """On a GPU such a slot could not be freed."""
+    engines = [launch() for _ in range(count)]
+    before = slots_of(os.getpid())
+    publisher = Publisher(engines, make_model("qwen3", seed=1))
+    for _ in range(3):
+        version = publisher.publish()
+        for engine in engines:
+            engine.wait_for_version(version)
+    assert len(slots_of(os.getpid()) - before) == 2 * count
+    publisher.close()
+    assert slots_of(os.getpid()) == before
+
+
+@pytest.mark.medium
+def test_a_publisher_of_adapters_ends_the_lease_of_a_killed_publisher_of_weights(launch, monkeypatch):
+    engine, trainer = launch(lora_rank=2), make_model("qwen3", seed=0)
+    killed = engine.publisher(trainer)
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineLink, "detach", EngineLink.release)  # without a message to the engine
+        killed.close()
+    with engine.publisher(get_peft_model(trainer, LoraConfig(r=2, target_modules=["q_proj"]))):
+        pass
+    engine.sleep()
+    wait_until(lambda: 0 in slot_bytes(engine.pid))
 
 
 @pytest.mark.medium

@@ -331,8 +331,8 @@ class Engine(ClosedAtEnd):
         self._calls.call("resume")
 
     def sleep(self) -> None:
-        """Pause, and free the memory of the KV cache until `wake()`, and of the second slot if no publisher is
-        attached. The weights stay. Unfinished samples keep their tokens and continue after it."""
+        """Pause, and free the memory of the KV cache until `wake()`. The weights stay. A second slot is freed, too, if
+        no publisher is attached. Unfinished samples keep their tokens and continue after it."""
         self._calls.call("sleep")
 
     def wake(self) -> None:

@@ -231,9 +231,10 @@ async def is_paused(served: Served, request: Request) -> Response:
 
 
 async def sleep(served: Served, request: Request) -> Response:
-    """Release the memory of the KV cache and of the second slot. The weights stay at every level."""
+    """Release the memory of the KV cache, and of the second slot if no trainer is attached. The weights stay at every
+    level."""
     await asyncio.to_thread(served.engine.sleep)
-    await served.updates.release()
+    served.updates.release()
     return answer({"status": "asleep"})
 
 

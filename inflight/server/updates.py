@@ -107,9 +107,10 @@ class Updates:
         assert self._publisher is not None
         self.label(self._publisher.version + 1, name)
 
-    async def release(self) -> None:
-        """Close the publisher until the next update, so that a sleeping engine frees the slot that it writes to."""
-        await self.run(self._close_publisher)
+    def release(self) -> None:
+        """Close the publisher after the updates in progress, so that a sleeping engine frees the slot that it writes
+        to. The next update makes another publisher."""
+        self._thread.submit(self._close_publisher)
 
     def close(self) -> None:
         """Close the publisher. Safe to call twice."""

@@ -76,8 +76,9 @@ class CudaSlot:
         return [CudaSlot(part) for part in self.buffer.split(len(self.buffer) // count)]
 
     def free(self) -> None:
-        """Free the memory until `restore`. Views stay, and must not be read. The slot must be a whole one."""
+        """Free the memory until `restore`. Views stay, and must not be read."""
         storage = self.buffer.untyped_storage()
+        assert storage.nbytes() in (0, len(self.buffer)), "the slot is a part of another one"
         if storage.nbytes():
             storage.resize_(0)
             if self.buffer.is_cuda:
@@ -91,6 +92,8 @@ class CudaSlot:
             with _memory_errors(nbytes, self.buffer.device):
                 storage.resize_(nbytes)
             self.buffer.zero_()
+            if self.buffer.is_cuda:
+                torch.cuda.synchronize(self.buffer.device)  # A publisher writes to it on another stream.
 
     def unlink(self) -> None:
         """Device memory has no name; it lives until the engine process ends."""

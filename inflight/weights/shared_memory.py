@@ -106,7 +106,8 @@ class SharedMemorySlot:
         return [SharedMemorySlot(self.path, self._file, part, self.unlink) for part in parts]
 
     def free(self) -> None:
-        """Free the pages until `restore`, if the file system can. The slot must be a whole one."""
+        """Free the pages until `restore`, if the file system can."""
+        assert self.buffer.untyped_storage().nbytes() == len(self.buffer), "the slot is a part of another one"
         if hasattr(mmap, "MADV_REMOVE") and not self._is_free:
             try:
                 with mmap.mmap(self._file, 0) as memory:
@@ -121,6 +122,7 @@ class SharedMemorySlot:
         if self._is_free:
             with _memory_errors(nbytes, directory):
                 _reserve(self._file, nbytes, directory)
+            self.buffer[:: mmap.PAGESIZE].sum()  # Maps the pages, so that no pass of the engine waits for that.
             self._is_free = False
 
     def descriptor(self) -> SharedMemoryDescriptor:

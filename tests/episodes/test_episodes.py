@@ -196,7 +196,7 @@ def test_grpo_learns_from_the_turn_that_was_rewarded(own_engine):
     model = make_model("qwen3")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     config = inflight.GRPOConfig(
-        steps=30,
+        steps=60,
         groups_per_step=4,
         sampling=inflight.SamplingParams(n=8, max_tokens=3, ignore_eos=True),
         advantages=inflight.turn_advantages("rloo"),
@@ -206,9 +206,9 @@ def test_grpo_learns_from_the_turn_that_was_rewarded(own_engine):
     rows = ([index % VOCABULARY, 3] for index in range(1000))
     with own_engine.publisher(model) as publisher, inflight.Episodes(own_engine, echo) as episodes:
         reports = list(inflight.grpo(episodes, publisher, model, optimizer, rows, None, config))
-    assert len(reports) == 30
+    assert len(reports) == 60
     rewards = [report.reward for report in reports]
-    assert np.mean(rewards[-5:]) > 0.4 > 0.3 > np.mean(rewards[:3])
+    assert np.mean(rewards[-10:]) > 0.3 > 0.22 > np.mean(rewards[:3]), "1/8 by chance, with a deviation below 0.03"
     assert reports[0].num_tokens == 4 * 8 * 5
     assert max(report.stats.as_dict()["mismatch/logprob_diff"] for report in reports[:1]) < 1e-3
     assert own_engine.stream.outstanding == []

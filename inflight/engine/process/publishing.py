@@ -7,7 +7,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import LayoutMismatchError, ProtocolError, PublisherConflictError
+from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError, PublisherConflictError
 from inflight.core.messages import (
     Attach,
     Attached,
@@ -99,12 +99,18 @@ class PublisherService:
         difference = slot_table.layout.difference(message.layout, ours="the engine", theirs="the publisher")
         if difference is not None:
             raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
-        slot_table.restore()
-        slots = [slot.descriptor() for slot in slot_table.slots] if transport.writes_to_slots else []
         before = self._lease.take(sender, message.lock_token)
+        try:
+            slot_table.restore()
+            slots = [slot.descriptor() for slot in slot_table.slots] if transport.writes_to_slots else []
+        except InflightError:
+            self._lease.leave(sender)
+            raise
         if before is not None:
             error = PublisherConflictError("another publisher took this one's place at the engine")
             self._control.send(before, Failed(kind=type(error).__name__, message=str(error)))
+        if slot_table is not self._slot_table:  # Its publisher was killed, or has detached.
+            self._slot_table.withdraw(written=range(len(self._slot_table.slots)))
         self._slot_table = slot_table
         if self._filler is not None:
             self._filler.retire()

@@ -173,7 +173,7 @@ def _rank_of_vllm(rank: int) -> int:
     return min(its for its in get_args(MaxLoRARanks) if its >= rank)
 
 
-def largest_state(config: Any) -> int:
+def bytes_of_state(config: Any) -> int:
     """Return the bytes of a sequence's state in one layer, for vLLM's configuration; 0 for a model without states."""
     model = config.model_config
     if not model.is_hybrid and not model.is_attention_free:
@@ -202,8 +202,7 @@ def kv_cache_bytes(
     context, states = -(-options.max_context // block) * block, 2 * block if state_bytes else 0  # in tokens
     per_token = text.num_hidden_layers * token_bytes
     least = (context + states + block) * per_token
-    wanted = (options.kv_cache_tokens or options.max_sequences * context) * per_token
-    wanted += (options.max_sequences * states + block) * per_token
+    wanted = ((options.kv_cache_tokens or options.max_sequences * (context + states)) + block) * per_token
     room = int(memory_left(device) * options.kv_cache_fraction) // (workers if device.type == "cpu" else 1)
     if room < least:
         raise DeviceMemoryError(

@@ -49,10 +49,10 @@ from inflight.integrations.vllm_backend import worker
 from inflight.integrations.vllm_backend.agreement import DrawnPrompt, check_logits, parameters_without_memory
 from inflight.integrations.vllm_backend.arguments import (
     arguments_of,
+    bytes_of_state,
     check_options,
     choose_gpus,
     kv_cache_bytes,
-    largest_state,
     set_environment,
     slot_device,
 )
@@ -186,11 +186,11 @@ def start(options: EngineOptions) -> Started:
         try:
             arguments = arguments_of(options, path, text, dtype, device, weights.layout.total_bytes)
             configured = EngineArgs(**arguments).create_engine_config()
-            state_bytes = largest_state(configured)
-            if state_bytes and "kv_cache_memory_bytes" in arguments.keys() - options.vllm.keys():
+            state_bytes = bytes_of_state(configured)
+            if state_bytes and "kv_cache_memory_bytes" in arguments:
                 nbytes = kv_cache_bytes(options, text, dtype, device, state_bytes)
                 configured.cache_config.kv_cache_memory_bytes = nbytes
-            engine = LLMEngine.from_vllm_config(configured, disable_log_stats=True)
+            engine = LLMEngine.from_vllm_config(configured, disable_log_stats=arguments["disable_log_stats"])
             workers = _attach(engine.engine_core, options, checkpoint_aliases(model), vocab_size, weights, adapters)
             reason = _why_lost([one.weights for one in workers], weights.layout)
             if adapters is not None and (lost := _why_lost([one.adapters for one in workers], adapters.layout)):

@@ -115,27 +115,30 @@ def _gates_recomputed(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for norm, forward in zip(norms, replaced, strict=True):
-            del norm.forward
+            vars(norm).pop("forward", None)
             if forward is not None:
                 norm.forward = forward
 
 
 def _recomputed(norm: nn.Module, forward: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
-    """Compute the norm, and again in the backward pass with the same parameters. Raises RuntimeError there if they have
-    changed, as for other tensors that autograd keeps."""
+    """Compute the norm, and again in the backward pass with the same parameters. Raises RuntimeError there if one of
+    them has changed."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **options)
     parameters: dict[str, torch.Tensor] = dict(norm.named_parameters())
     versions = [parameter._version for parameter in parameters.values()]
+    given = inspect.signature(forward).bind(*args, **options)
 
-    def compute(*args: Any, **options: Any) -> torch.Tensor:
+    def compute(*args: Any) -> torch.Tensor:
         if [parameter._version for parameter in parameters.values()] != versions:
             raise RuntimeError(
                 f"parameters of {type(norm).__name__} are needed for gradients, but were modified by an inplace "
                 "operation between the forward and the backward pass"
             )
         named = {f"norm.{name}": tensor for name, tensor in parameters.items()}
-        return functional_call(_Own(norm, forward), named, args, options)
+        return functional_call(_Own(norm, forward), named, args, given.kwargs)
 
-    return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **options)  # type: ignore[return-value]
+    return checkpoint(compute, *given.args, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
 
 class _Own(nn.Module):

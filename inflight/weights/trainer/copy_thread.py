@@ -193,31 +193,7 @@ class CopyThread:
         use_own_stream(self._source.device)
         try:
             while self._wait_for_work():
-                slot = target.acquire()
-                with self.condition:  # Take the newest version. A later publish() starts another round.
-                    assert self._pending is not None
-                    published, self._pending = self._pending, None
-                    last = self._last  # Another thread can call `refuse` during the copy, which sets it to None.
-                    if published.adapters and last is None:
-                        published = replace(published, adapters=frozenset())
-                        self._engines.published(published)
-                    changed = published.adapters
-                    if self._source.adapters and not changed:
-                        changed = set(map(adapter_of, target.views[slot]))
-                    self._changed_at = self._changed_at | dict.fromkeys(changed, published.version)
-                    published = self.copying = replace(published, changed_at=self._changed_at)
-                began_ns = now_ns()
-                self._copy(target.views[slot], published, last)
-                note(f"publish copy, version {published.version}", began_ns)
-                try:
-                    if self._check_finite:
-                        _check_finite_values(published.version, target.views[slot])
-                except NonFiniteWeightsError as error:
-                    target.release(slot)
-                    self.refuse(error)
-                else:
-                    self._last = target.views[slot]
-                    target.announce(slot, published)
+                self._send(target.acquire())
         except Exception as error:  # The next publish(), wait_copied() or check() raises it.
             if not isinstance(error, InflightError):
                 logger.exception("publishing failed")
@@ -225,10 +201,40 @@ class CopyThread:
             with self.condition:
                 self._error, self.copying, self._pending = reason, None, None
                 self.condition.notify_all()
+
+        self._last = None  # It keeps a slot mapped.
         with self.handing:
             target.close()
         with suppress(RuntimeError):  # The other ranks have ended.
             self._source.close()
+
+    def _send(self, slot: int) -> None:
+        """Copy the newest version to a slot, and announce it."""
+        target = self.target
+        with self.condition:  # A later publish() starts another round.
+            assert self._pending is not None
+            published, self._pending = self._pending, None
+            last = self._last  # Another thread can call `refuse` during the copy, which sets it to None.
+            if published.adapters and last is None:
+                published = replace(published, adapters=frozenset())
+                self._engines.published(published)
+            changed = published.adapters
+            if self._source.adapters and not changed:
+                changed = set(map(adapter_of, target.views[slot]))
+            self._changed_at = self._changed_at | dict.fromkeys(changed, published.version)
+            published = self.copying = replace(published, changed_at=self._changed_at)
+        began_ns = now_ns()
+        self._copy(target.views[slot], published, last)
+        note(f"publish copy, version {published.version}", began_ns)
+        try:
+            if self._check_finite:
+                _check_finite_values(published.version, target.views[slot])
+        except NonFiniteWeightsError as error:
+            target.release(slot)
+            self.refuse(error)
+        else:
+            self._last = target.views[slot]
+            target.announce(slot, published)
 
     def _wait_for_work(self) -> bool:
         while True:

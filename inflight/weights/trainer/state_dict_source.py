@@ -28,7 +28,6 @@ Weights = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | str 
 files, or one file."""
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Maximum number of differences in an error."""
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_model.safetensors"

@@ -49,6 +49,10 @@ class SlotSender(Sender):
         self._buffers = engine.map_slots()
         super().add(engine)
 
+    def close(self) -> None:
+        self._buffers = []
+        super().close()
+
     def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
         for engine, slot in slots.items():
             buffer = self._buffers[slot]

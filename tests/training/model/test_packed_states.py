@@ -126,16 +126,28 @@ def test_gated_norms_are_computed_again_with_the_parameters_of_the_forward_pass(
         assert one is None or torch.equal(one, other)
 
 
+def test_parameters_of_inference_mode_are_scored():
+    batch = make_batch()
+    with torch.inference_mode():
+        model = model_of("qwen3_5_text")
+        scores = score_tokens(model, batch).logprobs
+    torch.testing.assert_close(scores, one_by_one(model_of("qwen3_5_text"), batch)[0], atol=1e-4, rtol=1e-4)
+
+
 def test_changed_parameters_of_gated_norms_are_an_error():
     model = model_of("qwen3_5_text").requires_grad_(False)
     norms = [module for module in model.modules() if "RMSNormGated" in type(module).__name__]
     for norm in norms:
         norm.requires_grad_()
-    loss = score_tokens(model, make_batch()).logprobs.sum()
+    batch = make_batch()
+    loss = score_tokens(model, batch).logprobs.sum()
     with torch.no_grad():
         norms[0].weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
         loss.backward()
+    score_tokens(model, batch).logprobs.sum().backward()
+    assert norms[0].weight.grad is not None
+    assert not packing._replaced, "the model is as before"
 
 
 def whole_row(module, layout, hidden):
