@@ -109,7 +109,7 @@ class PublisherService:
         if before is not None:
             error = PublisherConflictError("another publisher took this one's place at the engine")
             self._control.send(before, Failed(kind=type(error).__name__, message=str(error)))
-        if slot_table is not self._slot_table:  # Its publisher was killed, or has detached.
+        if slot_table is not self._slot_table and self._slot_table.is_attached:  # Its publisher was killed.
             self._slot_table.withdraw(written=range(len(self._slot_table.slots)))
         self._slot_table = slot_table
         if self._filler is not None:

@@ -68,7 +68,7 @@ class StagedSlots(SlotTable):
     def withdraw(self, written: Sequence[int] = ()) -> None:
         """Record that the publisher has ended. The next publisher gets its slots."""
         self._holds_live = None if self._holds_live in written else self._holds_live
-        self._lent_live = False
+        self.is_attached = self._lent_live = False
 
     def take(self) -> SlotReady | None:
         """Return the newest complete version, to be prepared now; None if there is none or another is being

@@ -87,7 +87,8 @@ class SlotTable:
         self.version = 0
         self.loading: set[int] = set()
         """Slots that are being filled or compared in a thread."""
-        self._is_attached = False
+        self.is_attached = False
+        """True until a publisher detaches."""
         self._ready: SlotReady | None = None
         """A whole version that waits for the next forward boundary."""
         self._wanted = False
@@ -107,7 +108,7 @@ class SlotTable:
 
     def attach(self, *, in_use: int | None = None) -> list[int]:
         """Lend slots to a publisher that attaches in place of any earlier one, and return them."""
-        self._is_attached, self._wanted, self._only_slot_is_whole = True, False, False
+        self.is_attached, self._wanted, self._only_slot_is_whole = True, False, False
         return [slot for slot, state in enumerate(self.states) if state is SlotState.LENT] + self.lend(in_use=in_use)
 
     def request(self) -> None:
@@ -121,7 +122,7 @@ class SlotTable:
     def withdraw(self, written: Sequence[int] = ()) -> None:
         """Note that the publisher has detached. written: slots that it might have written to unannounced. If the only
         slot is not among them it becomes live again, so that the engine need not wait for the next publisher."""
-        self._is_attached = self._wanted = False
+        self.is_attached = self._wanted = False
         if self._only_slot_is_whole and 0 not in written:
             self._only_slot_is_whole = False
             self._make_live(0, self.version)
@@ -129,7 +130,7 @@ class SlotTable:
     def free_unused(self, *, in_use: int | None = None) -> None:
         """Free the memory of slots without a version, unless a publisher is attached: it can write to them. in_use: a
         slot that a pass in progress reads."""
-        if not self._is_attached:
+        if not self.is_attached:
             for number, state in enumerate(self.states):
                 if state in (SlotState.IDLE, SlotState.LENT) and number != in_use and number not in self.loading:
                     self.slots[number].free()
