@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from time import monotonic, sleep
 from typing import Any, TypeVar
 
 from inflight.core.errors import LayoutMismatchError
@@ -16,6 +17,8 @@ from inflight.fleet.process.local import Local
 from inflight.fleet.publishing import PublishedFleet
 
 Started = TypeVar("Started")
+_NOTED_S = 2.0
+"""Bound for a publisher to note that it has sent a version."""
 
 
 class Membership:
@@ -84,6 +87,11 @@ class Membership:
     def check_version(self, own: int) -> None:
         """Raise ValueError if a member with this version could not get the version of the others."""
         live = min(status.version for status in self._calls.statuses().values())
+        began = monotonic()  # A publisher notes a version as sent when all engines have it, perhaps after it is live.
+        while any(publisher.version > publisher.sent_version for publisher in self._published.open_publishers):
+            if live == own or monotonic() - began > _NOTED_S:
+                break
+            sleep(0.01)
         has_sent = any(publisher.sent_version for publisher in self._published.open_publishers)
         if live != own and (self._published.lost_kinds or not has_sent):
             kinds = " and ".join(self._published.lost_kinds) or "a version"
