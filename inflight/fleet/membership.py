@@ -87,7 +87,7 @@ class Membership:
     def check_version(self, own: int) -> None:
         """Raise ValueError if a member with this version could not get the version of the others."""
         live = min(status.version for status in self._calls.statuses().values())
-        began = monotonic()  # A publisher notes a version as sent when all engines have it, perhaps after it is live.
+        began = monotonic()  # `sent_version` changes when all engines have the version. Some can draw with it earlier.
         while any(publisher.version > publisher.sent_version for publisher in self._published.open_publishers):
             if live == own or monotonic() - began > _NOTED_S:
                 break

@@ -1,4 +1,4 @@
-"""Layers with a matrix as state over packed sequences, with gradients: the gated delta rule and the scan of Mamba-2.
+"""Training of layers that keep a matrix as state, over packed sequences: the gated delta rule and Mamba-2's scan.
 
 S_t = decay_t · (I − beta_t k_t k_tᵀ) S_{t−1} + beta_t k_t v_tᵀ, and o_t = S_tᵀ q_t (Yang et al. 2024, "Gated Delta
 Networks"). Mamba-2 does not subtract: S_t = decay_t · S_{t−1} + beta_t k_t v_tᵀ (Dao and Gu 2024, "Transformers are
@@ -11,7 +11,7 @@ value dimension.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ class StateBatch(NamedTuple):
         return self.rows.flatten()[self.places]
 
 
-def gated_delta_rule(
+def gated_scan(
     batches: Sequence[StateBatch],
     query: torch.Tensor,
     key: torch.Tensor,
@@ -50,34 +50,18 @@ def gated_delta_rule(
     decay: torch.Tensor,
     beta: torch.Tensor,
     *,
-    normed: bool,
+    rule: Literal["delta", "normed delta", "sum"],
 ) -> torch.Tensor:
-    """Return the outputs f32[F, H, V].
+    """Return the outputs f32[F, H, V], or f64 if `value` is.
 
     query, key: [F, Hk, K]; value: [F, H, V]; decay: [F, H], logarithms ≤ 0; beta: [F, H]. batches: of segments, a
-    shared beginning before what continues it. normed: queries and keys are scaled to length 1. Queries are then divided
-    by √K. Returns float64 if `value` is."""
-    query = query * query.shape[2] ** -0.5 if not normed else query
-    return _apply(query, key, value, decay, beta, batches=batches, is_delta=True, normed=normed)
-
-
-def gated_sum(
-    batches: Sequence[StateBatch],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-) -> torch.Tensor:
-    """Return the same for the scan of Mamba-2, with queries as given."""
-    return _apply(query, key, value, decay, beta, batches=batches, is_delta=False, normed=False)
-
-
-def _apply(*given: torch.Tensor, batches: Sequence[StateBatch], is_delta: bool, normed: bool) -> torch.Tensor:
-    query, key, value, decay, beta = given
+    shared beginning before its continuations. rule: "sum" is Mamba-2. "normed delta" first scales queries and keys to
+    length 1. The delta rules divide queries by √K."""
+    given = query * query.shape[2] ** -0.5 if rule == "delta" else query, key, value, decay, beta
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     decay = decay.clamp(min=_NOTHING_LEFT)  # differences of smaller logarithms would be imprecise
-    return _StateRule.apply(query, key, value, decay, beta, batches, is_delta, normed, keeps)  # type: ignore[return-value]
+    is_delta, normed = rule != "sum", rule == "normed delta"
+    return _StateRule.apply(*given[:3], decay, beta, batches, is_delta, normed, keeps)  # type: ignore[return-value]
 
 
 class _Chunk(NamedTuple):
@@ -94,7 +78,7 @@ class _Chunk(NamedTuple):
     decay: torch.Tensor
     """[B, C, R, 1], logarithm of the decay since the beginning of the chunk, the token's own included."""
     since_start: torch.Tensor
-    """[B, C, R, 1], that decay."""
+    """[B, C, R, 1], the decay since the beginning of the chunk."""
     until_end: torch.Tensor
     """[B, C, R, 1], decay from the token to the end of the chunk."""
 
@@ -331,8 +315,9 @@ def _chunk_backward(
         by_decay += by_keys.mul_(beta.transpose(1, 2))
         d_keys = (d_system * beta.transpose(1, 2)).sum(1)
         d_key += (d_keys + d_keys.transpose(1, 2)) @ key
-    # The decay of token t scales what tokens from t on read from earlier ones and from the state before the chunk, and
-    # what earlier tokens and that state leave in the next one. Larger sums would not cancel exactly.
+    # The decay of token t scales what tokens t, t + 1, … read from earlier tokens and from the state before the chunk.
+    # It also scales the share of earlier tokens, and of that state, in the next state. Only these terms are added,
+    # because differences of larger sums would be imprecise.
     before_t = torch.ones_like(by_decay[0, 0]).triu(1)
     across = (by_decay @ before_t).tril_().sum(2)[..., None].transpose(1, 2)
     d_decay = across + from_state.flip(1).cumsum(1).flip(1) + d_whole[:, None]

@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.model_checks.mixers import StatesElsewhere, advance, functions_replaced, names_in_forward
-from inflight.training.model.delta_rule import StateBatch, gated_delta_rule, gated_sum
+from inflight.training.model.delta_rule import StateBatch, gated_scan
 from inflight.training.model.short_convolution import Predecessors, short_convolution
 
 
@@ -206,11 +206,12 @@ def _delta_rule(
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Map query, key and value [1, F, H, D] to [1, F, H, Dv], and nothing. g: the logarithms of decays. On a CPU, with
-    one decay per head, it computes `gated_delta_rule`, and otherwise `own`, the function of Transformers."""
+    one decay per head, it computes `gated_scan`, and otherwise `own`, the function of Transformers."""
 
     inputs = [one[0] for one in (query, key, value, g, beta)]
     if g.ndim == 3 and g.device.type == "cpu":
-        out = gated_delta_rule(layout.batches, *inputs, normed=use_qk_l2norm_in_kernel).to(query.dtype)
+        rule = "normed delta" if use_qk_l2norm_in_kernel else "delta"
+        out = gated_scan(layout.batches, *inputs, rule=rule).to(query.dtype)
         return out[None], out.new_empty(0)
 
     def compute(inputs: list[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,11 +238,11 @@ def _scan(
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Map hidden states [1, F, H, P] to [1, F, H, P], and nothing, by Mamba-2. dt: [1, F, H], before its bias and
-    softplus. On a CPU it computes `gated_sum`, and otherwise `own`, the function of Transformers."""
+    softplus. On a CPU it computes `gated_scan`, and otherwise `own`, the function of Transformers."""
     if hidden_states.device.type == "cpu":
         steps = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit).float()[0]
         hidden, b, c = (one[0] for one in (hidden_states, B, C))
-        out = gated_sum(layout.batches, c, b, hidden, steps * A, steps)
+        out = gated_scan(layout.batches, c, b, hidden, steps * A, steps, rule="sum")
         out = torch.addcmul(out, D[:, None], hidden)
         return out[None], out.new_empty(0)
 

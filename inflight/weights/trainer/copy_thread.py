@@ -201,7 +201,6 @@ class CopyThread:
             with self.condition:
                 self._error, self.copying, self._pending = reason, None, None
                 self.condition.notify_all()
-
         self._last = None  # It keeps a slot mapped.
         with self.handing:
             target.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inflight.training.model.delta_rule import _Chunks, _products, gated_delta_rule, gated_sum
+from inflight.training.model.delta_rule import _Chunks, _products, gated_scan
 from inflight.training.model.packed_states import Segment, state_layout
 from inflight.training.model.short_convolution import Predecessors, short_convolution
 
@@ -16,7 +16,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 def token_by_token(query, key, value, decay, beta, rule):
     """Return the outputs [T, H, V] of one sequence."""
-    if rule == "normed":
+    if rule == "normed delta":
         query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     repeats = value.shape[1] // key.shape[1]
     query = query if rule == "sum" else query * query.shape[2] ** -0.5
@@ -61,7 +61,7 @@ def packed(sizes, shared=()):
 
 
 def computed(batches, given, rule):
-    return gated_sum(batches, *given) if rule == "sum" else gated_delta_rule(batches, *given, normed=rule == "normed")
+    return gated_scan(batches, *given, rule=rule)
 
 
 def looped(segments, given, rule):
@@ -71,7 +71,7 @@ def looped(segments, given, rule):
     return out
 
 
-@pytest.mark.parametrize("rule", ["normed", "delta", "sum"])
+@pytest.mark.parametrize("rule", ["normed delta", "delta", "sum"])
 @pytest.mark.parametrize(
     ("sizes", "shared", "dims"),
     [
@@ -94,7 +94,7 @@ def test_values_and_gradients_are_those_of_a_loop(sizes, shared, dims, rule):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("rule", ["normed", "sum"])
+@pytest.mark.parametrize("rule", ["normed delta", "sum"])
 def test_strong_decays_leave_zeros_and_no_denormal_numbers(rule):
     """Decays of a Gated DeltaNet reach e^−20 per token."""
     batches, segments = packed((64,))
@@ -119,14 +119,14 @@ def test_the_gradient_of_a_decay_is_precise_where_some_tokens_forget_everything(
     def gradient(dtype):
         rate = torch.full((4,), -16.0, dtype=dtype, requires_grad=True)
         q, k, v, dt, up = (x.to(dtype) for x in (query, key, value, steps, upstream))
-        (gated_sum(batches, q, k, v, dt * rate, dt) * up).sum().backward()
+        (gated_scan(batches, q, k, v, dt * rate, dt, rule="sum") * up).sum().backward()
         return rate.grad.double()
 
     exact = gradient(torch.float64)
     assert (gradient(torch.float32) - exact).abs().max() < 1e-4 * exact.abs().max()
 
 
-@pytest.mark.parametrize("rule", ["normed", "sum"])
+@pytest.mark.parametrize("rule", ["normed delta", "sum"])
 @pytest.mark.parametrize("decay", [-1e4, float("-inf")])
 def test_values_after_the_strongest_decays_are_precise(decay, rule):
     batches, segments = packed((64,))
@@ -136,7 +136,7 @@ def test_values_after_the_strongest_decays_are_precise(decay, rule):
     torch.testing.assert_close(computed(batches, given, rule).double(), exact, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rule", ["normed", "sum"])
+@pytest.mark.parametrize("rule", ["normed delta", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_it_computes_in_fp32(dtype, autocast, rule):
@@ -156,7 +156,7 @@ def test_it_computes_in_fp32(dtype, autocast, rule):
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=4 * torch.finfo(dtype).eps + 1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(("rule", "bound"), [("sum", 1.1), ("normed", 6)])
+@pytest.mark.parametrize(("rule", "bound"), [("sum", 1.1), ("normed delta", 6)])
 def test_few_tensors_are_kept_for_the_backward_pass(rule, bound):
     """Mamba-2 keeps its inputs, and the gated delta rule also the states between chunks and written values."""
     batches, _ = packed((64, 60), (64,))
