@@ -5,10 +5,8 @@ import logging
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from inflight.core.failures import Failures, reason_of
 from inflight.core.rollout import Rollout
@@ -19,6 +17,7 @@ from inflight.episodes.limits import TIMEOUTS, AtEnd, EpisodeEnd, Limits, Reward
 from inflight.episodes.session import Session
 from inflight.episodes.turns import Turns
 from inflight.stream.group_table import GroupRecord
+from inflight.training.data.batch import given_rollout
 
 logger = logging.getLogger(__name__)
 
@@ -50,20 +49,8 @@ class EpisodeGroup:
 
     def nothing(self, sample: int, finish_reason: str) -> Rollout:
         """Return the rollout of an episode that drew nothing."""
-        ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.int64)
-        return Rollout(
-            request_id=0,
-            group_id=self.id,
-            sample=sample,
-            params=self.params,
-            metadata=dict(self.metadata),
-            prompt_token_ids=ids,
-            token_ids=ids,
-            logprobs=np.zeros(0, np.float32),
-            weight_versions=numbers,
-            sampled_at_ns=numbers,
-            finish_reason=finish_reason,
-        )
+        nothing = given_rollout([], [], request_id=0, group_id=self.id, sample=sample)
+        return replace(nothing, params=self.params, metadata=dict(self.metadata), finish_reason=finish_reason)
 
 
 class Player:

@@ -130,8 +130,8 @@ class GroupRecord:
 
 
 class GroupTable:
-    """The records, with the tokens of unfinished groups and the callers that wait. All methods are called with the lock
-    held."""
+    """The records, with the tokens of unfinished groups and the callers that wait. All methods except `remove` are
+    called with the lock held."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -201,10 +201,11 @@ class GroupTable:
                 self.delete(record)
 
     def remove(self, group_ids: Collection[int]) -> None:
-        """Delete those of these groups that are known."""
-        for record in self.known(group_ids):
-            self.delete(record)
-        self.wake_if_nothing_is_left()
+        """Delete groups that a caller has taken. Unknown ones are ignored."""
+        with self.lock:
+            for record in self.known(group_ids):
+                self.delete(record)
+            self.wake_if_nothing_is_left()
 
     def count_as_lost(self, group_ids: Collection[int], why: str) -> None:
         """Delete these groups, and raise StreamGapError with this reason in callers that wait for one."""

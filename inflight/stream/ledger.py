@@ -113,11 +113,6 @@ class Ledger:
             return True
         return False
 
-    def remove(self, group_ids: Collection[int]) -> None:
-        """Delete groups that a caller has taken."""
-        with self.table.lock:
-            self.table.remove(group_ids)
-
     def take(self, group_ids: Collection[int], count: int | None = None) -> "dict[int, Group] | Future[None]":
         """Take this number of the groups (None: all), once they have finished, and remove them from the ledger.
 
@@ -138,7 +133,7 @@ class Ledger:
                 missing = {record.group_id for record in records if not record.is_finished}
                 return self.table.waiters.wait(missing, count - len(finished))
             found = {record.group_id: record.rollouts for record in finished[:count]}
-            self.remove(found)
+            self.table.remove(found)
             return found
 
     def leave(self, future: "Future[Any]") -> None:

@@ -87,11 +87,8 @@ class Engine(Parts, Backend):
             self.scheduler.preemption.preempt_all()
             self.cache.forget()
             self.runner.free_memory()
-            self._free_slots()
+            self.slot_table.free_unused(in_use=self.slots_in_use.get(self.slot_table))
             self.memory.free()  # last, because it returns all unused memory to the device
-
-    def _free_slots(self) -> None:
-        self.slot_table.free_unused(in_use=self.slots_in_use.get(self.slot_table))
 
     @verb()
     def wake(self) -> None:
@@ -135,7 +132,7 @@ class Engine(Parts, Backend):
         """Run one step. With overlap, launch a pass and return the frame of the previous pass."""
         self._swap()
         if self.asleep:
-            self._free_slots()
+            self.slot_table.free_unused(in_use=self.slots_in_use.get(self.slot_table))
         launched, schedule = None, self._schedule()
         if schedule is not None:
             kind = "prefill" if schedule.prompts else "decode"

@@ -224,7 +224,7 @@ class VllmEngine(Backend):
         logprobs = output.new_logprobs
         if output.prefill_stats is not None and not sequence.started:
             sequence.taken_over = output.prefill_stats.num_cached_tokens
-            sequence.taken_over_version = self.scheduler.salt(sequence)
+            sequence.taken_over_version = self.scheduler.salts[sequence.request_id]
             self._num_reused_tokens += min(sequence.taken_over, len(sequence.prompt))
         for index, token in enumerate(output.new_token_ids):
             logprob = float(logprobs.logprobs[index, 0])

@@ -23,7 +23,7 @@ class VllmScheduler:
         """Maps vLLM's names of requests to their sequences."""
         self._names: dict[int, str] = {}
         """Maps request ids to those names."""
-        self._salts: dict[int, int] = {}
+        self.salts: dict[int, int] = {}
         """Maps ids of unfinished requests to the version that is part of their key in the prefix cache."""
         self._given_up: list[str] = []
         """vLLM's names of requests to abort."""
@@ -44,14 +44,14 @@ class VllmScheduler:
 
     def fork(self, parent: Sequence, leader: Sequence) -> None:
         """Add a fork. It finds its parent's blocks in the prefix cache, by the version at the parent's start."""
-        salt = self._salts.get(parent.request_id)
+        salt = self.salts.get(parent.request_id)
         if salt is not None:
-            self._salts |= {s.request_id: salt for s in (leader, *leader.followers)}
+            self.salts |= {s.request_id: salt for s in (leader, *leader.followers)}
         self.add(leader)
 
     def remove(self, sequence: Sequence) -> None:
         self._backlog.end(sequence)
-        self._salts.pop(sequence.request_id, None)
+        self.salts.pop(sequence.request_id, None)
         name = self._names.pop(sequence.request_id, None)
         if name is None:
             self.num_waiting -= 1
@@ -77,7 +77,7 @@ class VllmScheduler:
             self._backlog.pop(sequence)
             self.num_waiting -= 1
             live = weights if sequence.adapter is None else adapters
-            salt = self._salts.setdefault(sequence.request_id, live)
+            salt = self.salts.setdefault(sequence.request_id, live)
             name = f"{sequence.request_id}-{salt}-{len(sequence.tokens)}"
             self._names[sequence.request_id] = name
             self.running[name] = sequence
@@ -88,13 +88,10 @@ class VllmScheduler:
         again under the weights that are live then."""
         for name in reversed(names):
             sequence = self.running.pop(name)
-            del self._names[sequence.request_id], self._salts[sequence.request_id]
+            del self._names[sequence.request_id], self.salts[sequence.request_id]
             self._backlog.wait(sequence, in_front=True)
             self.num_waiting += 1
             self._given_up.append(name)
-
-    def salt(self, sequence: Sequence) -> int:
-        return self._salts[sequence.request_id]
 
     def take_given_up(self) -> list[str]:
         """Return vLLM's names of requests to abort, once."""

@@ -81,7 +81,7 @@ def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dic
                 if total is None and writer.poll():
                     total = writer.recv()
                 continue
-            ledger.remove([answer.group_id])
+            ledger.table.remove([answer.group_id])
             [rollout] = answer.rollouts
             num_groups += 1
             num_tokens += len(rollout.token_ids)

@@ -304,7 +304,7 @@ class RolloutStream:
             except BaseException:
                 self.ledger.queue.put_back([record.group_id for record in taken])
                 raise
-            self.ledger.remove([record.group_id for record in taken])
+            self.ledger.table.remove([record.group_id for record in taken])
             if submitter is not None:
                 for record in taken:
                     submitter.examples.observe(record.rollouts)
@@ -361,7 +361,7 @@ class RolloutStream:
             scorer = None if score is None else self.scoring.score_with(score)
             while (answer := self.scoring.next(scorer)) is not None:
                 if isinstance(answer, GroupRecord):
-                    self.ledger.remove([answer.group_id])
+                    self.ledger.table.remove([answer.group_id])
                     yield answer.rollouts
                 else:
                     yield answer
