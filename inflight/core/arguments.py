@@ -112,9 +112,11 @@ class CheckedStruct(msgspec.Struct, metaclass=_NamingMeta, frozen=True):
 
     def check_types(self) -> None:
         """Raise TypeError for a field of another type. Convert NumPy's numbers to Python's, which can be encoded."""
-        for name, (usual, kind) in _kinds_of(type(self)).items():
-            value = getattr(self, name)
-            if type(value) in usual:  # the fast path: each received prompt has such a struct
+        # Skips quickly what needs no check: each received prompt has such a struct.
+        for value, (name, default, usual, kind) in zip(
+            msgspec.structs.astuple(self), _fields_of(type(self)), strict=True
+        ):
+            if value is default or type(value) in usual or (not value and type(value) is type(default)):
                 continue
             check_type(f"{type(self).__name__}.{name}", value, kind)
             if isinstance(value, Real):
@@ -123,11 +125,18 @@ class CheckedStruct(msgspec.Struct, metaclass=_NamingMeta, frozen=True):
 
 
 @cache
-def _kinds_of(struct: type) -> dict[str, tuple[frozenset[type], Any]]:
-    """Map each field to the classes that need no further check, and to its type."""
+def _fields_of(struct: type) -> list[tuple[str, Any, frozenset[type], Any]]:
+    """Return the name of each field, its default, the classes that need no further check, and its type."""
     hints = get_type_hints(struct)
-    kinds = {field.name: hints[field.name] for field in msgspec.structs.fields(struct)}
-    return {name: (usual_classes(kind), kind) for name, kind in kinds.items()}
+    return [
+        (
+            field.name,
+            field.default_factory() if callable(field.default_factory) else field.default,
+            usual_classes(hints[field.name]),
+            hints[field.name],
+        )
+        for field in msgspec.structs.fields(struct)
+    ]
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:

@@ -141,29 +141,20 @@ class TokenFrame:
     def decode(cls, data: bytes) -> "TokenFrame":
         """Check every name, type and size against the header, then view the columns. Raises FrameError."""
         header, at = _header(data)
-        specs = {spec.name: spec for spec in header.columns}
-        if len(specs) < len(header.columns) or not specs.keys().isdisjoint(REQUIRED):
-            names = [*REQUIRED, *(spec.name for spec in header.columns)]
-            raise FrameError(f"the frame has columns {names}; it can have each one once")
-        sizes = {TOKENS: header.num_tokens, MASK_OFFSETS: header.num_tokens + 1}
-        columns: dict[str, np.ndarray] = {}
+        required = []
         for name, dtype in _REQUIRED_DTYPES.items():
             end = at + header.num_tokens * dtype.itemsize
             if end > len(data):
                 raise FrameError(f"column {name} has {header.num_tokens} values, of which {len(data) - at} bytes came")
-            columns[name] = np.frombuffer(data, dtype, header.num_tokens, at)
+            required.append(np.frombuffer(data, dtype, header.num_tokens, at))
             at = end + -end % _ALIGNMENT
-        for name, spec in specs.items():
-            columns[name] = column = _column(spec, data, at, sizes)
-            at += column.nbytes + -column.nbytes % _ALIGNMENT
+        extras, at = _extras(header, data, at) if header.columns else ({}, at)
         if at != len(data):
             raise FrameError(f"the frame has {len(data)} bytes, expected {at}")
-        if specs:
-            _check_extras(columns)
         for finish in header.finishes:
             if finish.reason not in FINISH_REASONS:
                 raise FrameError(f"request {finish.request_id} has finish reason {finish.reason!r}")
-        return cls(header, *[columns.pop(name) for name in REQUIRED], extras=columns)
+        return cls(header, *required, extras)
 
 
 def _header(data: bytes) -> tuple[FrameHeader, int]:
@@ -177,6 +168,25 @@ def _header(data: bytes) -> tuple[FrameHeader, int]:
         return _HEADER_DECODER.decode(memoryview(data)[_PREFIX.size : end]), end + -end % _ALIGNMENT
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise FrameError(f"the frame's header cannot be read: {error}") from error
+
+
+def _extras(header: FrameHeader, data: bytes, at: int) -> tuple[dict[str, np.ndarray], int]:
+    """View the bytes from `at` on as the optional columns. Returns them and the offset of their end."""
+    names = [spec.name for spec in header.columns]
+    if len(set(names)) < len(names) or not set(names).isdisjoint(REQUIRED):
+        raise FrameError(f"the frame has columns {[*REQUIRED, *names]}; it can have each one once")
+    sizes = {TOKENS: header.num_tokens, MASK_OFFSETS: header.num_tokens + 1}
+    columns: dict[str, np.ndarray] = {}
+    for spec in header.columns:
+        columns[spec.name] = column = _column(spec, data, at, sizes)
+        at += column.nbytes + -column.nbytes % _ALIGNMENT
+    for name in columns:
+        missing = [other for other in COLUMNS[name].needs if other not in columns] if name in COLUMNS else None
+        if missing:
+            raise FrameError(f"column {name} comes without {', '.join(missing)}")
+    if "mask_offsets" in columns:
+        _check_mask(columns["mask_offsets"], columns["mask_token_ids"], columns.get("mask_cut_from"))
+    return columns, at
 
 
 def _wire_dtype(name: str, dtype: np.dtype) -> str:
@@ -207,15 +217,6 @@ def _column(spec: ColumnSpec, data: bytes, at: int, sizes: dict[str, int]) -> np
         if size != sizes.setdefault(dim, size):
             raise FrameError(f"column {spec.name} has shape {list(spec.shape)}, expected {sizes[dim]} {dim}")
     return np.frombuffer(data, dtype, count, at).reshape(spec.shape)
-
-
-def _check_extras(columns: dict[str, np.ndarray]) -> None:
-    for name in columns:
-        missing = [other for other in COLUMNS[name].needs if other not in columns] if name in COLUMNS else None
-        if missing:
-            raise FrameError(f"column {name} comes without {', '.join(missing)}")
-    if "mask_offsets" in columns:
-        _check_mask(columns["mask_offsets"], columns["mask_token_ids"], columns.get("mask_cut_from"))
 
 
 def _check_mask(offsets: np.ndarray, token_ids: np.ndarray, cut_from: np.ndarray | None) -> None:
