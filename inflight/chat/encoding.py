@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from inflight.chat.text import special_ids
+from inflight.core.continuation import special_ids
 
 _MARKS = range(0xE000, 0xF900)
 """Characters for private use. Hardly any text contains one of them."""

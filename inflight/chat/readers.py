@@ -4,7 +4,6 @@ Transformers' parser reads the text by a response template: the tokenizer's own,
 """
 
 import json
-import re
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from inflight.chat.reply_templates import (
     thinking_marks,
     with_fields,
 )
-from inflight.chat.text import TextDecoder
+from inflight.chat.text import HiddenTexts, TextDecoder
 
 _END_TOKENS = 16
 """Number of a prompt's last tokens that contain its last word, in any vocabulary."""
@@ -101,7 +100,7 @@ class ReplyReaders:
 class Reader:
     """Reads one reply. Tool calls follow at the end: a reply with a call that cannot be read is content."""
 
-    def __init__(self, reply_format: _Format, prefix: str, tools: Tools, hidden: re.Pattern[str], *, trim: bool):
+    def __init__(self, reply_format: _Format, prefix: str, tools: Tools, hidden: HiddenTexts, *, trim: bool):
         """prefix: text before the reply. hidden: text that stays in arguments of tools alone. trim: the content
         includes the text after calls, in separate lines, without white space around it. Otherwise it is the text before
         the first call."""
@@ -138,8 +137,11 @@ class Reader:
         if self._trim:
             content = content.strip()
         thought, said = self._given
-        self._given = max(thought, len(reasoning)), max(said, len(content))
-        return Read(self._hidden.sub("", reasoning[thought:]), self._hidden.sub("", content[said:]), calls)
+        # A hidden text can be cut anywhere. Its beginning is held until more follows.
+        reasoning = reasoning[thought : len(reasoning) - (0 if last or content else self._hidden.num_begun(reasoning))]
+        content = content[said : len(content) - (0 if last else self._hidden.num_begun(content))]
+        self._given = thought + len(reasoning), said + len(content)
+        return Read(self._hidden.omit(reasoning), self._hidden.omit(content), calls)
 
     def _add(self, event: Mapping[str, Any]) -> None:
         name = event["field"]
@@ -214,4 +216,4 @@ def _json_values(text: str) -> list[Any]:
 
 
 _DECODER = json.JSONDecoder()
-_NOTHING = re.compile(r"(?!)")
+_NOTHING = HiddenTexts(())

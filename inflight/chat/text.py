@@ -1,14 +1,30 @@
 """Decode drawn tokens to the text of a reply, at once or part by part."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from inflight.core.continuation import UNFINISHED, Continuation
+from inflight.core.continuation import UNFINISHED, Continuation, special_ids
 from inflight.core.sampling import SamplingParams
+
+
+class HiddenTexts:
+    """Texts that the content of a reply omits."""
+
+    def __init__(self, texts: Iterable[str]):
+        longest_first = sorted(texts, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._beginnings = {text[:count] for text in longest_first for count in range(1, len(text))}
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def omit(self, text: str) -> str:
+        return self.pattern.sub("", text)
+
+    def num_begun(self, text: str) -> int:
+        """Return the number of characters at the end of a text that can be the beginning of a hidden text."""
+        return next((n for n in range(min(self._longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
 
 
 class TextDecoder:
@@ -21,28 +37,19 @@ class TextDecoder:
         self.token = lru_cache(maxsize=1 << 16)(self._token)
         """The text of one token in the middle of a text. Special tokens have text, too."""
         self.special_besides = lru_cache(maxsize=16)(self._special_besides)
-        """Returns a pattern for the texts of special tokens that are not in the argument."""
+        """Returns the texts of special tokens that are not in the argument."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self.tokenizer is None:
             return ""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def _special_besides(self, marks: str) -> re.Pattern[str]:
+    def _special_besides(self, marks: str) -> HiddenTexts:
         texts = {self.token(token) for token in special_ids(self.tokenizer)} - {""}
-        others = sorted((text for text in texts if text not in marks), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, others)) if others else r"(?!)")
+        return HiddenTexts(text for text in texts if text not in marks)
 
     def _token(self, token_id: int) -> str:
         return self._inside.text([token_id])
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the tokens that `skip_special_tokens` omits."""
-    if tokenizer is None:
-        return frozenset()
-    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    return frozenset(tokenizer.all_special_ids) | {id for id, token in added.items() if token.special}
 
 
 class SampleText:
@@ -58,7 +65,8 @@ class SampleText:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ):
-        """prompt: the tokens that the sample continues. include_stop: the text includes what ended the sample."""
+        """prompt: the tokens that the sample continues. include_stop: the text includes what ended the sample.
+        skip_special_tokens: can be False although the parameters say True, for a caller that omits their text later."""
         self._decoder, self._params, self._prompt = decoder, params, prompt
         self._include_stop, self._skip_special_tokens = include_stop, skip_special_tokens
         self._continuation = Continuation(self._decode, prompt)
@@ -72,6 +80,8 @@ class SampleText:
         self.stop_reason: str | int | None = None
         """The stop string, or the one of stop_token_ids, that ended it."""
         self._held = 0 if include_stop else max(map(len, params.stop), default=1) - 1
+        self._omitted = params.skip_special_tokens and not skip_special_tokens
+        """The text has special tokens, and stop strings can be in the text without them."""
 
     def push(self, ids: Sequence[int], finish_reason: str = "") -> str:
         """Take tokens, and return the text for the client. finish_reason: not "" with the last ones."""
@@ -81,9 +91,20 @@ class SampleText:
             new, self._text = text[self._given :], text
         else:
             self._append(ids)
-            new = self._text[self._given : max(self._given, len(self._text) - self._held)]
+            new = self._text[self._given : self._num_certain()]
         self._given += len(new)
         return new
+
+    def _num_certain(self) -> int:
+        """Return the number of characters before a possible beginning of a stop string."""
+        end, held = len(self._text), self._held
+        if self._omitted and held:
+            for special in reversed(list(self._decoder.special_besides("").pattern.finditer(self._text, self._given))):
+                if end - special.end() >= held:
+                    break
+                held -= end - special.end()
+                end = special.start()
+        return max(self._given, end - held)
 
     def _append(self, ids: Sequence[int]) -> None:
         """Decode new tokens together with some earlier ones, which spaces and characters can depend on."""
@@ -104,22 +125,34 @@ class SampleText:
             return text
         if ids[-1] in params.stop_token_ids:
             self.stop_reason = ids[-1]
-        else:
-            found = _stops(params.stop, text, self._continuation.text(ids[:-1]))
-            if found:
-                at, self.stop_reason = min(found)
-                return text[: at + len(self.stop_reason) * self._include_stop]
-            if params.stop:  # One of them can be the text of a token that is skipped.
-                plain = Continuation(partial(self._decoder.decode, skip_special_tokens=False), self._prompt)
-                found = _stops(params.stop, plain.text(ids), plain.text(ids[:-1]))
-                self.stop_reason = min(found)[1] if found else None
+        elif found := self._find_stop(self._continuation):
+            at, self.stop_reason = found
+            return text[: at + len(self.stop_reason) * self._include_stop]
+        elif params.stop and (self._skip_special_tokens or self._omitted):
+            # One of them can be the text of a special token, or special tokens can be inside it.
+            other = Continuation(
+                partial(self._decoder.decode, skip_special_tokens=not self._skip_special_tokens), self._prompt
+            )
+            if found := self._find_stop(other):
+                at, self.stop_reason = found
+                if self._omitted and not self._include_stop:
+                    return self._before(other, at)
         return text if self._include_stop else self._continuation.text(ids[:-1])
+
+    def _find_stop(self, continuation: Continuation) -> tuple[int, str] | None:
+        """Return the place of the first stop string that the last token completed, and the string."""
+        text, before = continuation.text(self._ids), continuation.text(self._ids[:-1])
+        known = len(before.rstrip(UNFINISHED))
+        places = ((text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._params.stop)
+        return min((place for place in places if place[0] >= 0), default=None)
+
+    def _before(self, plain: Continuation, at: int) -> str:
+        """Return the text before a place in the text without special tokens. plain: decodes that text."""
+        count = len(self._ids)
+        while count and len(plain.text(self._ids[:count])) > at:
+            count -= 1
+        rest = plain.text(self._ids)[len(plain.text(self._ids[:count])) : at]
+        return self._continuation.text(self._ids[:count]) + rest
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(ids, skip_special_tokens=self._skip_special_tokens)
-
-
-def _stops(stops: Sequence[str], text: str, before: str) -> list[tuple[int, str]]:
-    """Return the places of the stop strings that the last token completed. before: the text without that token."""
-    known = len(before.rstrip(UNFINISHED))
-    return [(at, stop) for stop in stops if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0]

@@ -5,10 +5,15 @@ character can consist of the bytes of several tokens. So tokens are decoded toge
 text is then cut off.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Decoders' replacement for a character with missing bytes."""
+_MOST_BYTES = 3
+"""Maximum number of tokens of an unfinished character: a character is at most four bytes, and a token one or more."""
 _CONTEXT = 8
 """Initial number of context tokens. It grows while the context has no text or begins inside a character."""
 
@@ -28,11 +33,33 @@ class Continuation:
             count *= 4
 
     def text(self, ids: Sequence[int]) -> str:
-        return self.after(self.head, [*self.context, *ids]) if ids else ""
+        if not ids:
+            return ""
+        whole = self._decode([*self.context, *ids])
+        if whole.endswith(UNFINISHED):
+            for count in range(1, min(_MOST_BYTES, len(ids)) + 1):
+                known = self._decode([*self.context, *ids[:-count]])
+                if not known.endswith(UNFINISHED):
+                    # Some tokenizers replace all bytes in front of an unfinished character, whole characters too.
+                    whole = whole if whole.startswith(known) else known + self._decode(list(ids[-count:]))
+                    break
+        return _without(self.head, whole)
 
     def after(self, head: str, ids: list[int]) -> str:
         """Return the text of `ids` without its common prefix with `head`, the text of the first of them."""
-        whole = self._decode(ids)
-        if whole.startswith(head):
-            return whole[len(head) :]
-        return whole[next(at for at in range(len(head) + 1) if not whole.startswith(head[: at + 1])) :]
+        return _without(head, self._decode(ids))
+
+
+def _without(head: str, whole: str) -> str:
+    """Return a text without its common prefix with `head`."""
+    if whole.startswith(head):
+        return whole[len(head) :]
+    return whole[next(at for at in range(len(head) + 1) if not whole.startswith(head[: at + 1])) :]
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Return the tokens that `skip_special_tokens` omits."""
+    if tokenizer is None:
+        return frozenset()
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return frozenset(tokenizer.all_special_ids) | {id for id, token in added.items() if token.special}

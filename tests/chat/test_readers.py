@@ -1,6 +1,8 @@
 """Answers in the formats of model families: reasoning, content and tool calls, at once and character by character."""
 
 import json
+import random
+from itertools import pairwise
 
 import pytest
 from tiny_tokenizers import byte_level
@@ -223,3 +225,15 @@ def test_a_response_template_counts_before_known_marks_and_ends_a_call_at_a_mark
     assert both(reading("<tool_call>", **options), quoted) == ("", quoted, [])
     assert both(reading("<tool_call>"), quoted) == ("", "", [("find", QUOTED)])
     assert both(reading("<tool_call>", response_template=QWEN_TEMPLATE, prompt="assistant:"), plain)[2] == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_text_of_a_special_token_is_hidden_wherever_it_is_cut(seed):
+    tokenizer, rng = byte_level(), random.Random(seed)
+    tokenizer.chat_template = "<tool_call> {{messages}}"
+    readers = ReplyReaders(TextDecoder(tokenizer), split_reasoning=True)
+    how = readers.of(tokenizer("a")["input_ids"], None, TOOLS)
+    text = "<think>so[ARGS]</think>ok [[ARGS] d[ARGS]one [AR[ARGS]"
+    cuts = sorted(rng.sample(range(1, len(text)), 8))
+    parts = [text[begin:end] for begin, end in pairwise([0, *cuts, len(text)])]
+    assert read(how, parts) == read(how, [text]) == ("so", "ok [ done [AR", [])

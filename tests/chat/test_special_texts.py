@@ -10,7 +10,7 @@ from tiny_tokenizers import TOKENIZERS
 
 from inflight.chat.conversation import Conversation
 from inflight.chat.encoding import Encoder
-from inflight.chat.text import special_ids
+from inflight.core.continuation import special_ids
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"

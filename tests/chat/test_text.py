@@ -115,3 +115,31 @@ def after(tokenizer, text):
     ids = tokenizer(f"is{text}")["input_ids"]
     assert ids[: len(prompt)] == prompt
     return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_add_up_if_the_last_character_is_unfinished(kind, seed):
+    tokenizer = TOKENIZERS[kind]()
+    decoder, ids = (
+        TextDecoder(tokenizer),
+        tokenizer(f"is {CHARACTER}{CHARACTER}", add_special_tokens=False)["input_ids"],
+    )
+    for cut in range(1, len(ids)):
+        found, _ = parts(ids[:cut], "length", random.Random(seed), decoder=decoder)
+        assert "".join(found) == SampleText(decoder, SamplingParams()).push(ids[:cut], "length")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("seed", range(5))
+def test_special_tokens_inside_a_stop_string_do_not_hide_it(kind, seed):
+    """Whether the text omits special tokens, or its reader does it later."""
+    tokenizer = TOKENIZERS[kind]()
+    decoder, mark = TextDecoder(tokenizer), tokenizer.convert_tokens_to_ids("[ARGS]")
+    whole = tokenizer("The capital of France", add_special_tokens=False)["input_ids"]
+    ids = [token for each in whole for token in (mark, mark, each)]
+    params = SamplingParams(stop=("of France", "of Ger"))
+    shown, reason = parts(ids, "stop", random.Random(seed), decoder=decoder, params=params)
+    assert ("".join(shown), reason) == ("The capital ", "of France")
+    later, reason = parts(ids, "stop", random.Random(seed), decoder=decoder, params=params, skip_special_tokens=False)
+    assert ("".join(later).replace("[ARGS]", "").lstrip(), reason) == ("The capital ", "of France")

@@ -31,6 +31,8 @@ def test_random_tokens_continue_a_prompt_as_if_decoded_with_it(tokenizer, seed):
     rng, decode = random.Random(seed), decoder(tokenizer)
     prompt = tokenizer("The capital of France is")["input_ids"]
     drawn = [rng.randrange(len(tokenizer)) for _ in range(30)]
+    while decode([*prompt, *drawn]).endswith(UNFINISHED):  # whose decoding can change the characters before it
+        drawn.pop()
     assert decode(prompt) + Continuation(decode, prompt).text(drawn) == decode([*prompt, *drawn])
 
 
@@ -48,3 +50,16 @@ def test_a_character_that_the_prompt_began_is_whole_in_the_answer(tokenizer):
     ids = tokenizer(f"is {CHARACTER} it", add_special_tokens=False)["input_ids"]
     cut = next(at for at in range(len(ids)) if decode(ids[:at]).endswith(UNFINISHED))
     assert Continuation(decode, ids[:cut]).text(ids[cut:]) == f"{CHARACTER} it"
+
+
+def test_an_unfinished_character_leaves_the_whole_ones_before_it(tokenizer):
+    """Byte fallback replaces all bytes in a row if the last character is unfinished."""
+    decode = decoder(tokenizer)
+    ids = tokenizer(f"is {CHARACTER}{CHARACTER}", add_special_tokens=False)["input_ids"]
+    whole = next(at for at in range(len(ids)) if decode(ids[:at]).endswith(CHARACTER))
+    for cut in range(whole + 1, len(ids)):
+        text = Continuation(decode, []).text(ids[:cut])
+        assert text.rstrip(UNFINISHED) == f"is {CHARACTER}"
+        assert len(text) <= len(f"is {CHARACTER}") + cut - whole
+        assert Continuation(decode, ids[:whole]).text(ids[whole:cut]).strip(UNFINISHED) == ""
+        assert len(Continuation(decode, ids[:whole]).text(ids[whole:cut])) <= cut - whole

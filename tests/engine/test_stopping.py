@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tiny_models import run
 from tiny_tokenizers import CHARACTER, TOKENIZERS
 
@@ -81,6 +82,23 @@ def test_a_stop_string_can_begin_with_the_space_before_a_word(kind, stop):
             if condition.is_met(sequence):
                 break
         assert stop in so_far
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_stop_string_can_have_special_tokens_inside_that_the_text_omits(kind):
+    tokenizer = TOKENIZERS[kind]()
+    mark, params = tokenizer.convert_tokens_to_ids("[ARGS]"), SamplingParams(stop=("Paris is",))
+    condition = StopCondition(frozenset(), tokenizer)
+    ids = tokenizer("Paris is the", add_special_tokens=False)["input_ids"]
+    at = next(count for count in range(1, len(ids)) if "Paris is" in tokenizer.decode(ids[:count]))
+    for omits in (True, False):
+        sequence = Sequence(0, 0, 0, 0, [1], replace(params, skip_special_tokens=omits), 10_000)
+        met = []
+        for token in ids:
+            for each in (*[mark] * 100, token):
+                sequence.tokens.append(each)
+                met.append(condition.is_met(sequence))
+        assert [count for count, is_met in enumerate(met, 1) if is_met] == ([101 * at] if omits else [])
 
 
 @given(

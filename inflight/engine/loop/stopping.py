@@ -1,8 +1,10 @@
 """Conditions that end a sample: end-of-sequence ids, stop ids, stop strings."""
 
+from itertools import islice
+
 from transformers import PreTrainedTokenizerBase
 
-from inflight.core.continuation import UNFINISHED, Continuation
+from inflight.core.continuation import UNFINISHED, Continuation, special_ids
 from inflight.engine.loop.sequence import Sequence
 
 _TOKENS_PER_CHARACTER = 4
@@ -15,7 +17,7 @@ class StopCondition:
     """Checks if the token drawn last ends its sample."""
 
     def __init__(self, eos_ids: frozenset[int], tokenizer: PreTrainedTokenizerBase | None):
-        self._eos_ids, self._tokenizer = eos_ids, tokenizer
+        self._eos_ids, self._tokenizer, self._special = eos_ids, tokenizer, special_ids(tokenizer)
 
     def reason(self, sequence: Sequence, *, is_finite: bool) -> str | None:
         """Return the reason why a sample ends, or None. is_finite: the token's log-probability is a number."""
@@ -33,9 +35,23 @@ class StopCondition:
             return True
         if not params.stop:
             return False
+        count = _TOKENS_PER_CHARACTER * max(map(len, params.stop)) + 1 + _CONTEXT
+        last = sequence.tokens[-count:]
+        if self._completes_stop(sequence, last):
+            return True
+        if not params.skip_special_tokens or token in self._special:
+            return False
+        # A stop string can have special tokens inside that the text omits.
+        shown = list(islice((each for each in reversed(sequence.tokens) if each not in self._special), count))[::-1]
+        return shown != last[-len(shown) :] and self._completes_stop(sequence, shown)
+
+    def _completes_stop(self, sequence: Sequence, last: list[int]) -> bool:
+        """Return True if the last one of these tokens completes a stop string. last: enough tokens for the longest
+        one, and for the context before it."""
         assert self._tokenizer is not None  # else the request was refused
+        params = sequence.params
         count = _TOKENS_PER_CHARACTER * max(map(len, params.stop)) + 1
-        tokens, earlier = sequence.tokens[-count:], sequence.tokens[-count - _CONTEXT : -count]
+        tokens, earlier = last[-count:], last[:-count]
         if len(earlier) < _CONTEXT:
             earlier = sequence.prompt[-_CONTEXT:] + earlier
         continuation = Continuation(self._decode, earlier)
