@@ -154,7 +154,7 @@ class TokenFrame:
         for finish in header.finishes:
             if finish.reason not in FINISH_REASONS:
                 raise FrameError(f"request {finish.request_id} has finish reason {finish.reason!r}")
-        return cls(header, *required, extras)
+        return cls(header, *required, extras=extras)
 
 
 def _header(data: bytes) -> tuple[FrameHeader, int]:

@@ -117,6 +117,11 @@ class Episodes(ClosedAtEnd):
     can_pin = False
     """Prompts cannot be pinned to a version: no slot keeps it between two turns."""
 
+    @property
+    def adapter(self) -> str | None:
+        """The LoRA adapter that draws turns whose call names none."""
+        return self.turns.adapter
+
     # ---- the parts of an engine that training loops use ---------------------------------------------------------
 
     @property

@@ -216,6 +216,8 @@ class Engine(ClosedAtEnd):
         Raises InvalidRequestError, naming the prompt, without accepting any.
         """
         self.stream  # noqa: B018
+        if adapter is None and train:
+            self._published.warn_of_base()
         return self._submit(self._messages(prompts, params, metadata, version, adapter), reserved=not train)
 
     @named()

@@ -1,5 +1,6 @@
 """A fleet as its publishers see it."""
 
+import logging
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from inflight.weights.trainer.publisher import Publisher
     from inflight.weights.transports.base import Transport
 
+logger = logging.getLogger("inflight.fleet")
+
 
 class PublishedFleet(PublishedEngine):
     """The publishers to all members, and the processes that they send to."""
@@ -25,6 +28,7 @@ class PublishedFleet(PublishedEngine):
         self.publishers: WeakSet[Publisher] = WeakSet()
         self._sent_by_closed: set[str] = set()
         """Kinds of tensors, weights or adapters, that closed publishers have sent."""
+        self._has_warned = False
 
     @property
     def comes_back(self) -> bool:
@@ -50,6 +54,16 @@ class PublishedFleet(PublishedEngine):
             raise InflightError(
                 "a publisher writes straight to the slots of the only member, and cannot send its weights to another "
                 "one; launch the engine with restarts=1 or with several members, or close the publisher first"
+            )
+
+    def warn_of_base(self) -> None:
+        """Warn, once, if all publishers send adapters: prompts that name none are drawn by weights that stay the
+        same."""
+        if not self._has_warned and {publisher.kind for publisher in self.open_publishers} == {"adapters"}:
+            self._has_warned = True
+            logger.warning(
+                "prompts without an adapter are drawn by the weights alone, and the publisher sends adapters: name one "
+                "in submit(…, adapter=…)"
             )
 
     def address_of(self, process: Process) -> EngineAddress:

@@ -24,7 +24,7 @@ from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.fleet.engine import Engine
-from inflight.weights.tensors import is_peft, unwrap
+from inflight.training.step import trained_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ class EngineRollouts:
         predicts the next prompts, so that `ahead` needs a dataset with a length, and one process. Raises ValueError."""
         if ahead < 0:
             raise ValueError(f"ahead must be at least 0, got {ahead}")
-        self._engine = engine
+        self._engine = self._drawing = engine
+        """`_drawing` can be `Episodes` of the engine."""
         self._ahead = ahead
         self._planned: deque[tuple[list[Prompt], list[int]]] = deque()
         self._upcoming: Iterator[list[Prompt]] | None = None
@@ -107,7 +108,7 @@ class EngineRollouts:
         params = _sampling_params(trainer)
         if not self._warned:
             self._warned = warn_of_bias(params)
-        adapter = _trained_adapter(self._engine, trainer.model)
+        adapter = trained_adapter(self._drawing, trainer.model)
         runs = [(prompt, len(list(run))) for prompt, run in groupby(prompts)]
         tasks = iter(self._tasks([prompt for prompt, _ in runs], trainer))
         group_ids: list[int] = []
@@ -271,14 +272,6 @@ def warn_of_bias(params: SamplingParams) -> bool:
             "biased, even on-policy"
         )
     return biased
-
-
-def _trained_adapter(engine: Engine, model: Any) -> str | None:
-    """Return the adapter that a PEFT model trains, if the engine has adapters: a publisher sends nothing else."""
-    if engine.info.adapter_layout is None or not is_peft(model):
-        return None
-    peft_model: Any = unwrap(model)
-    return peft_model.active_adapters[0]
 
 
 def _batches_after(prompts: list[Prompt], trainer: Any) -> Iterator[list[Prompt]]:

@@ -38,7 +38,7 @@ class EpisodeRollouts(EngineRollouts):
     def __init__(self, episodes: Episodes, *, ahead: int = 0):
         """ahead: as in `EngineRollouts`."""
         super().__init__(episodes.engine, ahead=ahead)
-        self._episodes = episodes
+        self._drawing = self._episodes = episodes
         self._rows: dict[bool, dict[bytes, Any]] = {}
         """Rows of the training dataset (True) and of the evaluation dataset (False) by their prompts."""
 
@@ -49,12 +49,6 @@ class EpisodeRollouts(EngineRollouts):
         return [self._row(prompt, trainer) for prompt in prompts]
 
     def _submit_tasks(self, tasks: list[Any], params: SamplingParams, adapter: str | None) -> list[int]:
-        drawing = self._episodes.turns.adapter
-        if adapter != drawing:
-            raise InvalidRequestError(
-                f"the trainer trains the adapter {adapter!r}, and episodes draw with {drawing!r}: pass "
-                f"Episodes(…, adapter={adapter!r})"
-            )
         return self._episodes.submit(tasks, params, train=False)
 
     def _row(self, prompt: Prompt, trainer: Any) -> Any:

@@ -66,8 +66,9 @@ class Evaluation:
     at a time. One that is due earlier is skipped. Skips and failures are logged, and training continues. In a custom
     loop, call `start` after `publish`, `finished` now and then, and `wait` last.
 
-    Of `Episodes`, each token is drawn by the version that is live then: `version` or a newer one. No slot keeps a
-    version between two turns. `EvaluationResult.newest_version` has the last one.
+    Of `Episodes`, and with an adapter, each token is drawn by the version that is live then: `version` or a newer one.
+    No slot keeps a version between two turns, or a version of adapters. `EvaluationResult.newest_version` has the last
+    one.
     """
 
     def __init__(
@@ -79,12 +80,16 @@ class Evaluation:
         sampling: SamplingParams | None = None,
         every: int = 25,
         name: str = "eval",
+        adapter: str | None = None,
     ):
         """engine: an engine, or `Episodes`. examples: as in `grpo`; all of them are answered each time. score: None for
         episodes, which have rewards. sampling: None is greedy, with at most 256 tokens. every: optimizer steps between
-        two; `grpo` evaluates before the first step and after the last, too. name: prefix of its numbers. Raises
+        two; `grpo` evaluates before the first step and after the last, too. name: prefix of its numbers.
+        adapter: the engine's LoRA adapter that draws the tokens, with the newest version at each token: no slot keeps
+        an older one. None: in `grpo` the adapter that is trained; otherwise the weights alone. Raises
         ValueError without a prompt, for `every` below 1, for episodes with a score, and for prompts without."""
-        self._engine, self._examples = engine, [as_example(example) for example in examples]
+        self.engine, self.adapter = engine, adapter
+        self._examples = [as_example(example) for example in examples]
         if not self._examples:
             raise ValueError("an evaluation needs at least one prompt")
         if every < 1:
@@ -112,7 +117,7 @@ class Evaluation:
         """Start to evaluate a version that has just been published, after this step. Waits until it is live, submits
         its prompts, and returns. Warns if optimizer steps were taken since the publish. Raises the errors of
         `engine.submit`."""
-        if self._engine.staleness.unpublished_steps and version == self._engine.staleness.published_version:
+        if self.engine.staleness.unpublished_steps and version == self.engine.staleness.published_version:
             warnings.warn(
                 f"the evaluation after step {step} draws with version {version}, and the trainer has other weights: "
                 "call publisher.publish() first, and give the version that it returns",
@@ -127,10 +132,11 @@ class Evaluation:
             )
             return
         prompts, metadata = [e.prompt for e in self._examples], [e.metadata for e in self._examples]
-        if self._are_episodes:
-            self._engine.wait_for_version(version, timeout_s=LIVE_S)
-        pin = None if self._are_episodes else version
-        ids = self._engine.submit(prompts, self.sampling, metadata=metadata, version=pin, train=False)
+        how: dict[str, Any] = {"version": version}
+        if self._are_episodes or self.adapter is not None:
+            self.engine.wait_for_version(version, timeout_s=LIVE_S)
+            how = {} if self.adapter is None else {"adapter": self.adapter}
+        ids = self.engine.submit(prompts, self.sampling, metadata=metadata, train=False, **how)
         result = self._workers.start(self._evaluate, step, version, ids)
         self._running, self.last_begun = _Running(step, ids, result), step
 
@@ -175,7 +181,7 @@ class Evaluation:
     def _evaluate(self, step: int, version: int, group_ids: list[int]) -> EvaluationResult:
         """Return the result. An episode counts once, whatever its number of rollouts."""
         try:
-            groups = self._engine.stream.collect(group_ids)
+            groups = self.engine.stream.collect(group_ids)
             if self._scorer is not None:
                 _score(groups, self._scorer)
         except Exception:  # `_take_result` reports the error; after `close` it is dropped.
@@ -197,8 +203,8 @@ class Evaluation:
 
     def _give_up(self, group_ids: list[int]) -> None:
         with suppress(InflightError):  # The engine might have ended.
-            self._engine.stream.ledger.drop(group_ids)
-            self._engine.cancel(group_ids)
+            self.engine.stream.ledger.drop(group_ids)
+            self.engine.cancel(group_ids)
 
 
 def _score(groups: list[Group], scorer: GroupScorer) -> None:

@@ -49,7 +49,7 @@ from inflight.training.schedules import (
     WeightPublisher,
     resolve_schedule,
 )
-from inflight.training.step import Learner, check_belong, check_finite
+from inflight.training.step import Learner, check_belong, check_finite, trained_adapter
 from inflight.training.teacher import TeacherLike, prepare_teacher
 
 __all__ = ["Example", "GRPOConfig", "StepReport", "grpo"]
@@ -97,7 +97,9 @@ def grpo(
     an answer, are skipped, logged by their index and counted in `dropped.num_unfit_examples`. If the first ones do not
     fit, ValueError is raised. Examples with a method `observe`, such as an `inflight.Curriculum`, receive each group
     that is taken, with its rewards (docs/training.md#prompts-that-follow-rewards).
-    engine: an engine, or `inflight.Episodes`, for which examples are rows of tasks.
+    engine: an engine, or `inflight.Episodes`, for which examples are rows of tasks. If the engine has slots for
+    adapters and the model is a PEFT model, its active adapter draws the tokens. Raises ValueError if episodes
+    draw with another one.
     score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`. None: episodes have rewards;
     with a teacher, other rollouts have the reward 0.
     reference: the reference policy of a KL penalty, such as a copy of the model made before training. It is put into
@@ -146,6 +148,10 @@ def grpo(
         assert engine.stream.sharing is not None
         ranks = Leader(engine.stream.sharing, group)
 
+    adapter = trained_adapter(engine, model)
+    if evaluation is not None and evaluation.adapter is None:
+        evaluation.adapter = trained_adapter(evaluation.engine, model)
+
     def steps() -> Iterator[StepReport]:
         publishes = progress.step == 0 or publisher.version == 0 or engine.staleness.unpublished_steps > 0
         if ranks is not None:
@@ -158,7 +164,7 @@ def grpo(
             if isinstance(each, (JsonLines, TensorBoard)) and progress.step:
                 each.continue_after(progress.step)
         trainer = _Trainer(engine, publisher, learner, progress, ranks)
-        admission = Admission(engine, publisher, examples, score, config, progress)
+        admission = Admission(engine, publisher, examples, score, config, progress, adapter)
         if config.train_as_they_finish:
             admission.while_incomplete = trainer.compute
         step = begin = progress.step

@@ -81,11 +81,13 @@ class Admission:
         score: Score | GroupScorer | None,
         config: Any,
         submitted: Submitted = NOTHING_SUBMITTED,
+        adapter: str | None = None,
     ):
         """examples: each is an `Example`, or a prompt as in `as_example`. Examples that might exceed
         `config.micro_batch_tokens` are skipped; before the first step they raise ValueError instead. score: computes
         the rewards of a group as soon as it has finished; None: its rollouts have rewards. config: a `GRPOConfig`; its
-        module imports this one. submitted: of a run that is continued."""
+        module imports this one. submitted: of a run that is continued. adapter: draws the tokens of prompts. None: the
+        weights alone, or the adapter of episodes."""
         self.engine, self.publisher, self._score, self._config = engine, publisher, score, config
         batches_ahead = resolve_schedule(config.schedule).batches_ahead
         self.submitter = Submitter(
@@ -97,7 +99,9 @@ class Admission:
             most_groups=0 if batches_ahead == 0 else config.groups_in_flight,
             most_tokens=config.micro_batch_tokens,
             submitted=submitted,
+            adapter=adapter,
         )
+        self.adapter = adapter
         if (continue_saved := getattr(engine, "continue_saved", None)) is not None:
             continue_saved()
         self._num_taken = 0
@@ -229,6 +233,11 @@ def _one_step_off(admission: Admission) -> Iterator[ScoredGroups]:
 
     A replacement of a failed group can use the next version, if no other group holds the batch's version.
     """
+    if admission.adapter is not None:
+        raise ValueError(
+            'schedule="one_step_off" draws each batch under one version, and prompts with an adapter cannot be pinned '
+            'to a version: choose "inflight" or "sync"'
+        )
     version = admission.wait_until_live()
     admission.fill(version)
     while (scored := admission.take(version)).groups:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from inflight.training.ranks.group import RankGroup, equal_micro_batches
 from inflight.training.reference import ReferenceScorer
 from inflight.training.schedules import WeightPublisher
 from inflight.training.teacher import AddTeacher
+from inflight.weights.tensors import is_peft, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -283,3 +285,22 @@ def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
             "published, and the engine keeps the weights that it has. Go on from a checkpoint, with a smaller learning "
             "rate or max_grad_norm"
         )
+
+
+def trained_adapter(engine: Any, model: nn.Module) -> str | None:
+    """Return the adapter that a training loop names when it submits prompts: the active one of a PEFT model, if the
+    engine has slots for adapters, as a publisher then sends nothing else. None: the weights alone, or `engine` is
+    `Episodes`, which name it themselves. Raises ValueError if episodes name another one."""
+    info = getattr(getattr(engine, "engine", engine), "info", None)
+    if getattr(info, "adapter_layout", None) is None or not is_peft(model):
+        return None
+    peft_model: Any = unwrap(model)
+    active = peft_model.active_adapters[0]  # A publisher refuses several.
+    if getattr(engine, "can_pin", True):
+        return active
+    if engine.adapter != active:
+        raise ValueError(
+            f"the trainer trains the adapter {active!r}, and episodes draw with {engine.adapter!r}: pass "
+            f"Episodes(…, adapter={active!r})"
+        )
+    return None

@@ -121,11 +121,20 @@ class FittingExamples:
     """Submits the examples that fit. Others, such as a prompt longer than the engine's context, are skipped, counted
     and logged by their index. If all of the first ones do not fit, that is an error."""
 
-    def __init__(self, engine: PromptEngine, sampling: SamplingParams, most_tokens: int, *, any_accepted: bool):
+    def __init__(
+        self,
+        engine: PromptEngine,
+        sampling: SamplingParams,
+        most_tokens: int,
+        *,
+        any_accepted: bool,
+        adapter: str | None = None,
+    ):
         """most_tokens: skip examples that might exceed this with an answer, and raise ValueError for the first ones; 0:
-        no bound. any_accepted: examples have been accepted before."""
+        no bound. any_accepted: examples have been accepted before. adapter: draws the tokens; not for episodes."""
         self._engine, self._sampling, self._most_tokens = engine, sampling, most_tokens
         self._any_accepted = any_accepted
+        self._named: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
         self.num_unfit = 0
         """Number of examples that were skipped since the last call of `take_num_unfit`."""
         self._num_unfit_in_a_row = 0
@@ -157,7 +166,8 @@ class FittingExamples:
         if not examples:
             return []
         prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
-        accepted = self._engine.submit(prompts, self._sampling, metadata=metadata, version=version)
+        submit: Any = self._engine.submit  # Episodes take no adapter here.
+        accepted = submit(prompts, self._sampling, metadata=metadata, version=version, **self._named)
         self._num_unfit_in_a_row = 0
         return accepted
 

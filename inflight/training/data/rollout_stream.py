@@ -198,12 +198,14 @@ class RolloutStream:
         params: SamplingParams | None = None,
         ahead: int | Literal["auto"] = "auto",
         episodes: PromptEngine | None = None,
+        adapter: str | None = None,
     ) -> Iterator[PackedBatch]:
         """Yield batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
 
         prompts: submitted by the stream itself, with `params`: prompts for `engine.submit`, or `Example`s of such a
         prompt and metadata; prompts with a method `observe`, such as a `Curriculum`, receive the groups of each batch.
-        None: the caller submits prompts. episodes: `inflight.Episodes`, which runs episodes for them. ahead: as
+        None: the caller submits prompts. episodes: `inflight.Episodes`, which runs episodes for them. adapter: the LoRA
+        adapter that draws their tokens, as in `engine.submit`; `Episodes` has its own. ahead: as
         `GRPOConfig.ahead`, for such prompts. Ranks other than 0 give none. Prompts that the engine refuses are skipped
         and counted.
         Prompts submitted with `train=False`, drawn by `generate`, or drawn greedily are excluded (`collect` returns
@@ -224,9 +226,11 @@ class RolloutStream:
         """
         if score is None and prompts is not None and episodes is None:
             raise ValueError("prompts need a score; only episodes have rewards: give score=…, or episodes=…")
-        submitter = (
-            None if prompts is None else self._submitter(prompts, params, rollouts, ahead, episodes or self.engine)
-        )
+        if adapter is not None and (prompts is None or episodes is not None):
+            raise ValueError("adapter is for prompts: give it to engine.submit, or to Episodes(…, adapter=…)")
+        submitter = None
+        if prompts is not None:
+            submitter = self._submitter(prompts, params, rollouts, ahead, episodes or self.engine, adapter)
         try:
             with (
                 ExitStack() as background,
@@ -332,6 +336,7 @@ class RolloutStream:
         rollouts: int,
         ahead: int | Literal["auto"],
         engine: PromptEngine | None,
+        adapter: str | None,
     ) -> Submitter:
         check_ahead(ahead)
         if engine is None:
@@ -346,6 +351,7 @@ class RolloutStream:
             ceil(rollouts / params.n),
             ahead=ahead,
             submitted=Submitted(in_flight=self.ledger.queue.outstanding, unsubmitted=unsubmitted),
+            adapter=adapter,
         )
 
     def close(self) -> None:

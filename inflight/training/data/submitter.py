@@ -45,12 +45,14 @@ class Submitter:
         most_groups: int = 0,
         most_tokens: int = 0,
         submitted: Submitted = NOTHING_SUBMITTED,
+        adapter: str | None = None,
     ):
-        """ahead, most_groups: as in `LeadController`. most_tokens: as in `FittingExamples`. submitted: of a run that is
-        continued. Its examples are skipped, unless the examples observe rewards; these load its state."""
+        """ahead, most_groups: as in `LeadController`. most_tokens, adapter: as in `FittingExamples`. submitted: of a
+        run that is continued. Its examples are skipped, unless the examples observe rewards; these load its state."""
         self._engine, self._samples, self._per_step = engine, sampling.n, groups_per_step
         self.examples = Examples(examples, submitted)
-        self.fitting = FittingExamples(engine, sampling, most_tokens, any_accepted=submitted.num_submitted > 0)
+        any_accepted = submitted.num_submitted > 0
+        self.fitting = FittingExamples(engine, sampling, most_tokens, any_accepted=any_accepted, adapter=adapter)
         self.is_automatic = ahead == "auto"
         self.lead = LeadController(
             groups_per_step, ahead=ahead, most_groups=most_groups, spare_groups=self._spare_groups
