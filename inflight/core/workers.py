@@ -5,10 +5,12 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from inflight.core.spans import span
+
+_IDLE_S = 5.0
 
 
 def is_async(function: Any) -> bool:
@@ -37,7 +39,8 @@ async def without_exit(coroutine: Coroutine[Any, Any, Any], name: str) -> Any:
 
 
 class Workers:
-    """Calls functions in daemon threads, as many as calls are in progress. name: of the threads and of their spans."""
+    """Calls functions in daemon threads, as many as calls are in progress. Idle threads end after a few seconds. name:
+    of the threads and of their spans."""
 
     def __init__(self, name: str):
         self._name = name
@@ -58,7 +61,14 @@ class Workers:
 
     def _work(self) -> None:
         while True:
-            future, function, arguments = self._calls.get()
+            try:
+                future, function, arguments = self._calls.get(timeout=_IDLE_S)
+            except Empty:
+                with self._lock:
+                    if self._num_idle:  # Otherwise a call is about to arrive.
+                        self._num_idle -= 1
+                        return
+                continue
             if future.set_running_or_notify_cancel():
                 try:
                     with span(self._name):
