@@ -13,7 +13,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_OWN_COLUMNS = 16
 MAX_SALT_CHARACTERS = 256
-LEAST_TEMPERATURE = 1e-6
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e30
+_PENALTIES = 1e-4, 1e4
+_MOST_BIAS = 1e20
+"""With these bounds the sampler's fp32 logits stay finite."""
 MAX_PRIORITY = 2**31 - 1
 _DAY_S = 86_400.0
 _RANGES = {
@@ -130,21 +133,24 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             if not all(-(2**63) <= token < 2**63 for token in ids):
                 raise ValueError(f"{name} has a token id that does not fit in 64 bits")
-        if not math.isfinite(self.temperature) or (self.temperature != 0 and self.temperature < LEAST_TEMPERATURE):
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE:
             raise ValueError(
-                f"temperature must be 0 (greedy) or finite and at least {LEAST_TEMPERATURE}, got {self.temperature}"
+                f"temperature must be 0 (greedy) or in [{LEAST_TEMPERATURE}, {MOST_TEMPERATURE}], got "
+                f"{self.temperature}"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must be in [0, max_tokens = {self.max_tokens}], got {self.min_tokens}")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ValueError(f"repetition_penalty must be positive and finite, got {self.repetition_penalty}")
+        if not _PENALTIES[0] <= self.repetition_penalty <= _PENALTIES[1]:
+            raise ValueError(f"repetition_penalty must be in {list(_PENALTIES)}, got {self.repetition_penalty}")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise ValueError(f"logit_bias holds at most {MAX_LOGIT_BIASES} tokens, got {len(self.logit_bias)}")
         for token, bias in self.logit_bias.items():
-            if math.isnan(bias) or bias == math.inf:
-                raise ValueError(f"logit_bias of token {token} must be finite or −inf, got {bias}")
+            if not (-_MOST_BIAS <= bias <= _MOST_BIAS or bias == -math.inf):
+                raise ValueError(
+                    f"logit_bias of token {token} must be −inf or in [−{_MOST_BIAS}, {_MOST_BIAS}], got {bias}"
+                )
         if len(self.stop) > MAX_STOP_STRINGS or not all(0 < len(s) <= MAX_STOP_CHARACTERS for s in self.stop):
             raise ValueError(
                 f"stop holds at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters each"

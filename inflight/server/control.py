@@ -109,7 +109,9 @@ async def update_weights(served: Served, request: Request) -> Response:
         return _done("the tensors are here; /finish_weight_update publishes them")
     at_once = fields.weight_dir or fields.model_path
     directory = at_once or info.get("weight_dir") or info.get("path")
-    if not isinstance(directory, str):
+    if directory and not isinstance(directory, str):
+        raise ApiError(400, f"a directory must be text, got {directory!r}", param="update_info")
+    if not directory:
         raise ApiError(501 if fields.update_info else 400, _NO_NCCL, param="weight_dir")
     if not at_once and served.broadcasts.begun is not None:
         served.broadcasts.begun.directories.append(directory)
@@ -250,9 +252,13 @@ async def is_sleeping(served: Served, request: Request) -> Response:
 
 
 async def abort_requests(served: Served, request: Request) -> Response:
-    """Cancel requests by their ids, or all. Their clients receive the tokens so far, with finish_reason "abort"."""
-    fields = await read_request(request, _Abort, _MOST_BYTES)
-    ids = None if fields.abort_all or fields.request_ids is None else fields.request_ids
+    """Cancel requests by their ids, or all. Their clients receive the tokens so far, with finish_reason "abort". An
+    empty body means all."""
+    given = await read_body(request, _MOST_BYTES)
+    fields = read_fields(given, _Abort)
+    if given and not fields.abort_all and fields.request_ids is None:
+        raise ApiError(400, "name request_ids, or send abort_all: true or an empty body for all", param="request_ids")
+    ids = None if fields.abort_all else fields.request_ids
     return answer({"status": "aborted", "num_aborted": await served.abort(ids)})
 
 

@@ -5,6 +5,7 @@ supported is refused unless it has its neutral value.
 """
 
 import asyncio
+import re
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from inflight.server.responses import ApiError
 Body = TypeVar("Body", bound=msgspec.Struct)
 Value = TypeVar("Value")
 
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.(.*?)`$")
+"""The place of a wrong value in messages of msgspec."""
 _THROWN_AWAY = 16
 """A body of up to this many times the bound is read to its end. On a larger one the connection is closed."""
 _AS_GIVEN = (
@@ -221,10 +224,13 @@ async def read_request(request: Request, kind: type[Body], most_bytes: int) -> B
 
 async def read_chat(request: Request, most_bytes: int) -> ChatRequest:
     """Return the fields of a chat request. Raises the errors of `read_body` and `read_fields`."""
-    value = await read_body(request, most_bytes)
-    if value.get("max_completion_tokens") is not None:
-        value["max_tokens"] = value["max_completion_tokens"]
-    return read_fields(value, ChatRequest)
+    fields = read_fields(await read_body(request, most_bytes), ChatRequest)
+    if fields.max_completion_tokens is not None:
+        if fields.max_completion_tokens < 1:
+            message = f"max_completion_tokens must be at least 1, got {fields.max_completion_tokens}"
+            raise ApiError(400, message, param="max_completion_tokens")
+        fields.max_tokens = fields.max_completion_tokens
+    return fields
 
 
 def read_fields(value: Mapping[str, Any], kind: type[Body]) -> Body:
@@ -236,8 +242,8 @@ def read_fields(value: Mapping[str, Any], kind: type[Body]) -> Body:
         return convert(value, kind, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
         text = str(error)
-        _, _, path = text.partition(" - at `$.")
-        param = path.rstrip("`") or (text.split("`")[1] if "missing required field" in text else None)
+        path = _PATH.search(text)
+        param = path[1] if path else (text.split("`")[1] if "missing required field" in text else None)
         raise ApiError(400, shorten(text, 300), param=param) from error
 
 

@@ -1,6 +1,7 @@
 """JSON responses, and errors as OpenAI's clients read them: a message, a type, a parameter and a code."""
 
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
@@ -27,13 +28,14 @@ logger = logging.getLogger("inflight.server")
 encode = msgspec.json.Encoder().encode
 
 _ERRORS_OF: dict[int, tuple[type[Exception], ...]] = {
-    400: (InvalidRequestError,),
     422: (LayoutMismatchError, WeightFileError, NonFiniteWeightsError),
     409: (PublisherConflictError,),
     501: (BackendError,),
     424: (BroadcastError,),
     503: (QueueFullError, EngineDiedError, EngineHungError, EngineBusyError, TimeoutError),
 }
+_IN_FIELD, _PROMPT = re.compile(r" in (logit_bias|stop_token_ids);"), re.compile(r"(prompt) \d+ ")
+"""Fields that messages of the engine name."""
 _TYPE_OF = {
     **dict.fromkeys((400, 405, 410, 413, 422), "invalid_request_error"),
     401: "authentication_error",
@@ -101,6 +103,9 @@ def as_api_error(error: Exception, what: str) -> ApiError:
         return error
     if isinstance(error, PromptTooLongError):
         return ApiError(400, str(error), param="input_tokens", code="context_length_exceeded")
+    if isinstance(error, InvalidRequestError):
+        field = _IN_FIELD.search(str(error)) or _PROMPT.match(str(error))
+        return ApiError(400, str(error), param=field and field[1])
     for status, kinds in _ERRORS_OF.items():
         if isinstance(error, kinds):
             return ApiError(status, str(error))

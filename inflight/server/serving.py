@@ -6,7 +6,7 @@ Each makes a Reply of a request. It is sent at once or as server-sent events; a 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight.server.prompts import chat_prompt, completion_prompts
+from inflight.server.prompts import chat_prompt, completion_prompts, plain_messages
 from inflight.server.replies import ChatReply, CompletionReply, EventStream, Reply, TokenReply
 from inflight.server.requests import CompletionRequest, GenerateRequest, read_chat, read_request, unless_gone
 from inflight.server.responses import ApiError, answer
@@ -42,7 +42,7 @@ async def chat(served: Served, request: Request) -> Response:
     prompt = chat_prompt(fields, served.tokenizer, served.names[0])
     params = fields.params(max_tokens=served.max_context, top_logprobs=fields.top_logprobs or 0)
     tools = fields.tools if fields.tools and choice == "auto" else []
-    continued = fields.messages[-1].get("content") if fields.continue_final_message else None
+    continued = plain_messages(fields.messages[-1:])[0]["content"] if fields.continue_final_message else None
     reader = served.readers.of(prompt, continued, tools, skip_special_tokens=params.skip_special_tokens)
     reply = ChatReply(served, fields, params, [prompt], logprobs=bool(fields.logprobs), reader=reader)
     return await _respond(reply, request)

@@ -29,7 +29,9 @@ from sampler_cases import (
     randn,
     steps,
 )
+from tiny_models import run
 
+from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.sampler import Sampler, _candidates
 from inflight.engine.loop.sequence import sample_seed
@@ -335,3 +337,15 @@ def test_banned_ids_are_never_drawn(banned, dtype):
     drawn = set(sampler.sample(logits, draws_of(sequences)).tokens.tolist())
     assert drawn
     assert not drawn & set(ids)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e30])
+@pytest.mark.parametrize("penalty", [1e-4, 1e4])
+@pytest.mark.parametrize("bias", [-1e20, 1e20])
+def test_the_largest_and_smallest_parameters_leave_logits_finite(make_engine, temperature, penalty, bias):
+    params = SamplingParams(
+        max_tokens=3, ignore_eos=True, temperature=temperature, repetition_penalty=penalty, logit_bias={3: bias}
+    )
+    [rollout] = run(make_engine("qwen3"), [Prompt([1, 2, 3], params)])
+    assert rollout.finish_reason == "length"
+    assert np.isfinite(rollout.logprobs).all()

@@ -10,6 +10,7 @@ OVERFLOW = {
     "verifiers 0.4.0, v1/harnesses/utils/compaction.py": "maximum context length",
     "OpenAI's code, verifiers 0.4.0 and many agents": "context_length_exceeded",
 }
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
 CALLS = [[{"role": "assistant", "content": "a", "tool_calls": calls}] for calls in (5, True)]
 TOO_LONG = "word " * 80
 """400 bytes, each a token. The context holds 256."""
@@ -64,6 +65,18 @@ def test_a_body_that_is_too_large_is_recognized_as_an_overflow(served):
         ("/v1/completions", {"prompt": "a", "stop_token_ids": [2**63]}, 400, 400, "stop_token_ids"),
         ("/v1/completions", {"prompt": "a", "logit_bias": {str(-(10**30)): 1}}, 400, 400, "logit_bias"),
         ("/v1/completions", {"prompt": "a", "logprobs": 500}, 400, 400, "logprobs"),
+        ("/v1/completions", {"prompt": "a", "temperature": 1e39}, 400, 400, "temperature"),
+        ("/v1/completions", {"prompt": "a", "repetition_penalty": 1e-39}, 400, 400, "repetition_penalty"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"5": 1e39}}, 400, 400, "logit_bias"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"600000": 1}}, 400, 400, "logit_bias"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"abc": 1}}, 400, 400, "logit_bias"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [99999]}, 400, 400, "stop_token_ids"),
+        ("/v1/completions", {"prompt": [600000]}, 400, 400, "prompt"),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 0}, 400, 400, "max_completion_tokens"),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": "x"}, 400, 400, "max_completion_tokens"),
+        ("/abort_requests", {"abort_all": False}, 400, 400, "request_ids"),
+        ("/abort_requests", {"request_id": ["typo"]}, 400, 400, "request_ids"),
+        ("/update_weights", {"update_info": {"path": 5}}, 400, 400, "update_info"),
         ("/v1/chat/completions", {"messages": CALLS[0]}, 400, 400, "messages[0].tool_calls"),
         ("/v1/chat/completions", {"messages": CALLS[1]}, 400, 400, "messages[0].tool_calls"),
     ],
