@@ -145,6 +145,11 @@ class GRPOConfig:
                 "advantages 'maxrl' divide by a rate of success, and reward_kl_weight makes rewards negative: take a "
                 "KL penalty of the objective, or other advantages"
             )
+        if self.advantages == "gdpo" and self.reward_kl_weight:
+            raise ValueError(
+                "advantages 'gdpo' compare the separate rewards of inflight.Rewards, and reward_kl_weight is none of "
+                "them: take a KL penalty of the objective, or other advantages"
+            )
         reasons = {
             f"advantages {self.advantages!r}": self.advantages in ("reinforce++", "gdpo"),
             "a Critic": getattr(self.advantages, "learns_from_each_group", False),

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ from inflight.training.data.demonstrations import Demonstration, packed_by_step
 from inflight.training.data.examples import Submitted
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scored_groups import Dropped, NothingToLearn, ScoredGroups, measure_consumed, measure_taken
-from inflight.training.data.scoring import GroupScorer, Score
+from inflight.training.data.scoring import GroupScorer, Score, Scorer
 from inflight.training.data.teacher_scoring import TeacherScorer
 from inflight.training.evaluation import Evaluation, EvaluationResult
 from inflight.training.model.forward import bf16_on_gpu
@@ -121,6 +121,7 @@ def grpo(
     published: NonFiniteWeightsError ends the run, and the engine keeps its weights.
     """
     group, objective = join_ranks(engine), resolve(config.objective)
+    has_one_reward = score is not None and (isinstance(score, Scorer) or not isinstance(score, GroupScorer))
     with nullcontext() if group is None else group.together():
         score_reference = reference_scorer(
             objective, model, reference, reward_kl_weight=config.reward_kl_weight, autocast=config.autocast
@@ -134,10 +135,15 @@ def grpo(
         check_belong(model, optimizer, publisher)
         if score is None and teacher is None and getattr(engine, "can_pin", True):
             raise ValueError("only episodes have rewards: give a score function, or a teacher")
+        if config.advantages == "gdpo" and has_one_reward:
+            raise ValueError("advantages 'gdpo' compare several rewards: give a score that is inflight.Rewards")
         progress = GRPOProgress() if run is None else convert(run.progress.get("grpo", {}), GRPOProgress)
     if isinstance(objective.entropy_weight, AdaptiveEntropy) and progress.entropy_weight:
         objective.entropy_weight.load_state_dict(progress.entropy_weight)
-    of_steps = None if demonstrations is None else packed_by_step(islice(demonstrations, progress.step, None))
+    of_steps = None
+    if demonstrations is not None and progress.step < config.steps:
+        left = packed_by_step(islice(demonstrations, progress.step, None))
+        of_steps = chain([next(left)], left)  # An invalid first list raises before anything is drawn.
     learner = Learner(model, optimizer, config, lr_scheduler, score_reference, add_teacher, of_steps, group)
     ranks: Leader | None = None
     if group is not None:

@@ -120,7 +120,14 @@ class Learner:
         """Return the demonstrations of the next step, if steps have some. Raises InflightError after the last. Rank 0
         calls this before the other ranks begin the step: they wait in its collective calls, and do not receive errors
         there."""
-        return None if self.demonstrations is None else next(self.demonstrations)
+        if self.demonstrations is None:
+            return None
+        batch, most = next(self.demonstrations), self.config.micro_batch_tokens
+        if most and (longest := int(batch.cu_seqlens.diff().max())) > most:
+            raise ValueError(
+                f"a demonstration has {longest} tokens, and micro_batch_tokens is {most}; allow at least {longest}"
+            )
+        return batch
 
     def step(self, demonstrations: PackedBatch | None = None) -> Update:
         """Take the optimizer steps of the parts and of `next_demonstrations`, and a step of the learning rate if one of

@@ -205,7 +205,10 @@ def _partition(lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -
     1969), so that bins are few and of similar cost. Raises ValueError if a sequence does not fit into a bin."""
     longest = max(lengths)
     if longest > max_tokens:
-        raise ValueError(f"a sequence has {longest} tokens and max_tokens is {max_tokens}; allow at least {longest}")
+        raise ValueError(
+            f"a sequence of the batch has {longest} tokens, and a micro-batch holds {max_tokens} (micro_batch_tokens); "
+            f"allow at least {longest}"
+        )
     units: dict[int, list[int]] = {}
     for sequence, group in enumerate(groups):
         units.setdefault(group, []).append(sequence)
