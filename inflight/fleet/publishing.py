@@ -57,8 +57,8 @@ class PublishedFleet(PublishedEngine):
             )
 
     def warn_of_base(self) -> None:
-        """Warn, once, if all publishers send adapters: prompts that name none are drawn by weights that stay the
-        same."""
+        """Warn once if all publishers send adapters, so that prompts without an adapter are drawn by weights that never
+        change."""
         if not self._has_warned and {publisher.kind for publisher in self.open_publishers} == {"adapters"}:
             self._has_warned = True
             logger.warning(
