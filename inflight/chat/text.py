@@ -24,6 +24,7 @@ class HiddenTexts:
 
     def num_begun(self, text: str) -> int:
         """Return the number of characters at the end of a text that can be the beginning of a hidden text."""
+        text = text[max((found.end() for found in self.pattern.finditer(text)), default=0) :]
         return next((n for n in range(min(self._longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
 
 
@@ -66,7 +67,8 @@ class SampleText:
         skip_special_tokens: bool = True,
     ):
         """prompt: the tokens that the sample continues. include_stop: the text includes what ended the sample.
-        skip_special_tokens: can be False although the parameters say True, for a caller that omits their text later."""
+        skip_special_tokens: can be False although the parameters say True, for a caller that omits the text of special
+        tokens later."""
         self._decoder, self._params, self._prompt = decoder, params, prompt
         self._include_stop, self._skip_special_tokens = include_stop, skip_special_tokens
         self._continuation = Continuation(self._decode, prompt)
@@ -125,19 +127,23 @@ class SampleText:
             return text
         if ids[-1] in params.stop_token_ids:
             self.stop_reason = ids[-1]
-        elif found := self._find_stop(self._continuation):
-            at, self.stop_reason = found
-            return text[: at + len(self.stop_reason) * self._include_stop]
-        elif params.stop and (self._skip_special_tokens or self._omitted):
-            # One of them can be the text of a special token, or special tokens can be inside it.
-            other = Continuation(
-                partial(self._decoder.decode, skip_special_tokens=not self._skip_special_tokens), self._prompt
-            )
-            if found := self._find_stop(other):
+        elif params.stop:
+            # The text without special tokens counts first. A stop string can also be the text of a special token.
+            shown = self._view(params.skip_special_tokens)
+            if found := self._find_stop(shown):
                 at, self.stop_reason = found
-                if self._omitted and not self._include_stop:
-                    return self._before(other, at)
+                if not self._omitted:
+                    return text[: at + len(self.stop_reason) * self._include_stop]
+                return text if self._include_stop else self._before(shown, at)
+            if params.skip_special_tokens and (found := self._find_stop(self._view(False))):
+                self.stop_reason = found[1]
         return text if self._include_stop else self._continuation.text(ids[:-1])
+
+    def _view(self, skip_special_tokens: bool) -> Continuation:
+        """Return the decoder of the text with or without special tokens."""
+        if skip_special_tokens == self._skip_special_tokens:
+            return self._continuation
+        return Continuation(partial(self._decoder.decode, skip_special_tokens=skip_special_tokens), self._prompt)
 
     def _find_stop(self, continuation: Continuation) -> tuple[int, str] | None:
         """Return the place of the first stop string that the last token completed, and the string."""

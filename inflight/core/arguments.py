@@ -116,7 +116,7 @@ class CheckedStruct(msgspec.Struct, metaclass=_NamingMeta, frozen=True):
         for value, (name, default, usual, kind) in zip(
             msgspec.structs.astuple(self), _fields_of(type(self)), strict=True
         ):
-            if value is default or type(value) in usual or (not value and type(value) is type(default)):
+            if value is default or type(value) in usual or (type(value) is type(default) and not value):
                 continue
             check_type(f"{type(self).__name__}.{name}", value, kind)
             if isinstance(value, Real):

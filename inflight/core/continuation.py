@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Decoders' replacement for a character with missing bytes."""
 _MOST_BYTES = 3
-"""Maximum number of tokens of an unfinished character: a character is at most four bytes, and a token one or more."""
+"""Maximum number of tokens of an unfinished character. A character has at most four bytes, each token at least one."""
 _CONTEXT = 8
 """Initial number of context tokens. It grows while the context has no text or begins inside a character."""
 

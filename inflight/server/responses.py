@@ -34,7 +34,7 @@ _ERRORS_OF: dict[int, tuple[type[Exception], ...]] = {
     424: (BroadcastError,),
     503: (QueueFullError, EngineDiedError, EngineHungError, EngineBusyError, TimeoutError),
 }
-_IN_FIELD, _PROMPT = re.compile(r" in (logit_bias|stop_token_ids);"), re.compile(r"(prompt) \d+ ")
+_IN_FIELD, _PROMPT = re.compile(r" in (logit_bias|stop_token_ids);"), re.compile(r"(prompt) \d+ has token id ")
 """Fields that messages of the engine name."""
 _TYPE_OF = {
     **dict.fromkeys((400, 405, 410, 413, 422), "invalid_request_error"),

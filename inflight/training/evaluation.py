@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from torch import nn
+
 from inflight.core.arguments import named
 from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout, samples_of
@@ -18,6 +20,7 @@ from inflight.stream.held_groups import Group
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scoring import GroupScorer, Score, Scorer
 from inflight.training.schedules import LIVE_S, RolloutEngine, as_example
+from inflight.training.step import trained_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +33,10 @@ class EvaluationResult:
     step: int
     """The optimizer step after which the evaluation began; 0: before the first."""
     version: int
-    """The newest version at the start. It drew every token, unless the samples are episodes."""
+    """The newest version at the start. It drew every token, unless the samples are episodes or an adapter drew them."""
     newest_version: int
-    """The newest version that drew a token: `version`, unless the samples are episodes."""
+    """The newest version that drew a token: `version`, unless the samples are episodes or an adapter drew
+    them."""
     reward: float | None
     """Mean over the samples that have a reward; None if there are none."""
     num_failed: int
@@ -67,8 +71,8 @@ class Evaluation:
     loop, call `start` after `publish`, `finished` now and then, and `wait` last.
 
     Of `Episodes`, and with an adapter, each token is drawn by the version that is live then: `version` or a newer one.
-    No slot keeps a version between two turns, or a version of adapters. `EvaluationResult.newest_version` has the last
-    one.
+    No slot keeps a version between two turns, and none keeps a version of adapters. The last version is
+    `EvaluationResult.newest_version`.
     """
 
     def __init__(
@@ -88,7 +92,9 @@ class Evaluation:
         adapter: the engine's LoRA adapter that draws the tokens, with the newest version at each token: no slot keeps
         an older one. None: in `grpo` the adapter that is trained; otherwise the weights alone. Raises
         ValueError without a prompt, for `every` below 1, for episodes with a score, and for prompts without."""
-        self.engine, self.adapter = engine, adapter
+        self._engine, self._adapter = engine, adapter
+        self._trained: str | None = None
+        """The adapter that `grpo` trains."""
         self._examples = [as_example(example) for example in examples]
         if not self._examples:
             raise ValueError("an evaluation needs at least one prompt")
@@ -97,6 +103,8 @@ class Evaluation:
         self._are_episodes = not getattr(engine, "can_pin", True)
         if self._are_episodes != (score is None):
             raise ValueError("prompts need a score, and episodes have rewards: give score=None for episodes alone")
+        if self._are_episodes and adapter is not None:
+            raise ValueError("adapter is for prompts; give it to Episodes(…, adapter=…)")
         self.sampling, self.every, self.name = sampling or SamplingParams(temperature=0), every, name
         self._scorer = score if score is None or isinstance(score, GroupScorer) else Scorer(score)
         self._own_scorer = None if self._scorer is score else self._scorer
@@ -108,6 +116,10 @@ class Evaluation:
         """Finished evaluations, in the order in which they began."""
         self._num_told = 0
 
+    def follow(self, model: nn.Module) -> None:
+        """Draw prompts with the adapter of this model that is trained, unless another one was given."""
+        self._trained = None if self._are_episodes else trained_adapter(self._engine, model)
+
     @property
     def running(self) -> list[int]:
         """Ids of the groups of the evaluation in progress."""
@@ -117,7 +129,7 @@ class Evaluation:
         """Start to evaluate a version that has just been published, after this step. Waits until it is live, submits
         its prompts, and returns. Warns if optimizer steps were taken since the publish. Raises the errors of
         `engine.submit`."""
-        if self.engine.staleness.unpublished_steps and version == self.engine.staleness.published_version:
+        if self._engine.staleness.unpublished_steps and version == self._engine.staleness.published_version:
             warnings.warn(
                 f"the evaluation after step {step} draws with version {version}, and the trainer has other weights: "
                 "call publisher.publish() first, and give the version that it returns",
@@ -133,10 +145,11 @@ class Evaluation:
             return
         prompts, metadata = [e.prompt for e in self._examples], [e.metadata for e in self._examples]
         how: dict[str, Any] = {"version": version}
-        if self._are_episodes or self.adapter is not None:
-            self.engine.wait_for_version(version, timeout_s=LIVE_S)
-            how = {} if self.adapter is None else {"adapter": self.adapter}
-        ids = self.engine.submit(prompts, self.sampling, metadata=metadata, train=False, **how)
+        adapter = self._trained if self._adapter is None else self._adapter
+        if self._are_episodes or adapter is not None:
+            self._engine.wait_for_version(version, timeout_s=LIVE_S)
+            how = {} if adapter is None else {"adapter": adapter}
+        ids = self._engine.submit(prompts, self.sampling, metadata=metadata, train=False, **how)
         result = self._workers.start(self._evaluate, step, version, ids)
         self._running, self.last_begun = _Running(step, ids, result), step
 
@@ -181,7 +194,7 @@ class Evaluation:
     def _evaluate(self, step: int, version: int, group_ids: list[int]) -> EvaluationResult:
         """Return the result. An episode counts once, whatever its number of rollouts."""
         try:
-            groups = self.engine.stream.collect(group_ids)
+            groups = self._engine.stream.collect(group_ids)
             if self._scorer is not None:
                 _score(groups, self._scorer)
         except Exception:  # `_take_result` reports the error; after `close` it is dropped.
@@ -203,8 +216,8 @@ class Evaluation:
 
     def _give_up(self, group_ids: list[int]) -> None:
         with suppress(InflightError):  # The engine might have ended.
-            self.engine.stream.ledger.drop(group_ids)
-            self.engine.cancel(group_ids)
+            self._engine.stream.ledger.drop(group_ids)
+            self._engine.cancel(group_ids)
 
 
 def _score(groups: list[Group], scorer: GroupScorer) -> None:

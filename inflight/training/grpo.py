@@ -42,6 +42,7 @@ from inflight.training.reference import charge_kl, reference_scorer
 from inflight.training.report import StepReport
 from inflight.training.schedules import (
     LIVE_S,
+    SCHEDULES,
     Admission,
     Example,
     HasProgress,
@@ -98,8 +99,8 @@ def grpo(
     fit, ValueError is raised. Examples with a method `observe`, such as an `inflight.Curriculum`, receive each group
     that is taken, with its rewards (docs/training.md#prompts-that-follow-rewards).
     engine: an engine, or `inflight.Episodes`, for which examples are rows of tasks. If the engine has slots for
-    adapters and the model is a PEFT model, its active adapter draws the tokens. Raises ValueError if episodes
-    draw with another one.
+    adapters and the model is a PEFT model, its active adapter draws the tokens. Raises ValueError if
+    `Episodes` have another one, and InflightError if it has drawn none of a step's tokens.
     score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`. None: episodes have rewards;
     with a teacher, other rollouts have the reward 0.
     reference: the reference policy of a KL penalty, such as a copy of the model made before training. It is put into
@@ -135,6 +136,14 @@ def grpo(
         check_belong(model, optimizer, publisher)
         if score is None and teacher is None and getattr(engine, "can_pin", True):
             raise ValueError("only episodes have rewards: give a score function, or a teacher")
+        adapter = trained_adapter(engine, model)
+        if adapter is not None and resolve_schedule(config.schedule) is SCHEDULES["one_step_off"]:
+            raise ValueError(
+                'schedule="one_step_off" draws each batch under one version, and prompts with an adapter cannot be '
+                'pinned to a version: choose "inflight" or "sync"'
+            )
+        if evaluation is not None:
+            evaluation.follow(model)
         if config.advantages == "gdpo" and has_one_reward:
             raise ValueError("advantages 'gdpo' compare several rewards: give a score that is inflight.Rewards")
         progress = GRPOProgress() if run is None else convert(run.progress.get("grpo", {}), GRPOProgress)
@@ -142,7 +151,7 @@ def grpo(
         objective.entropy_weight.load_state_dict(progress.entropy_weight)
     of_steps = None
     if demonstrations is not None and progress.step < config.steps:
-        left = packed_by_step(islice(demonstrations, progress.step, None))
+        left = packed_by_step(islice(demonstrations, progress.step, None), config.micro_batch_tokens)
         of_steps = chain([next(left)], left)  # An invalid first list raises before anything is drawn.
     learner = Learner(model, optimizer, config, lr_scheduler, score_reference, add_teacher, of_steps, group)
     ranks: Leader | None = None
@@ -153,10 +162,6 @@ def grpo(
             return Follower(stream, group, learner, publisher, run, evaluation).reports()
         assert engine.stream.sharing is not None
         ranks = Leader(engine.stream.sharing, group)
-
-    adapter = trained_adapter(engine, model)
-    if evaluation is not None and evaluation.adapter is None:
-        evaluation.adapter = trained_adapter(evaluation.engine, model)
 
     def steps() -> Iterator[StepReport]:
         publishes = progress.step == 0 or publisher.version == 0 or engine.staleness.unpublished_steps > 0
@@ -169,8 +174,10 @@ def grpo(
         for each in loggers:
             if isinstance(each, (JsonLines, TensorBoard)) and progress.step:
                 each.continue_after(progress.step)
-        trainer = _Trainer(engine, publisher, learner, progress, ranks)
-        admission = Admission(engine, publisher, examples, score, config, progress, adapter)
+        trainer = _Trainer(engine, publisher, learner, progress, ranks, adapter)
+        # Episodes name adapters themselves.
+        of_prompts = adapter if getattr(engine, "can_pin", True) else None
+        admission = Admission(engine, publisher, examples, score, config, progress, of_prompts)
         if config.train_as_they_finish:
             admission.while_incomplete = trainer.compute
         step = begin = progress.step
@@ -251,6 +258,8 @@ class _Trainer:
     begin: GRPOProgress
     ranks: Leader | None = None
     """Shares each part of a step with the other ranks; None: the trainer has one rank."""
+    adapter: str | None = None
+    """The adapter that is trained, and that has to draw tokens of each step; None: the weights."""
     config: GRPOConfig = field(init=False)
     dropped: Dropped = field(init=False)
     num_skipped: int = field(init=False)
@@ -279,6 +288,12 @@ class _Trainer:
         if len(new.groups) < least:  # Fewer groups than ranks would leave ranks without one.
             return
         present.taken = scored
+        drawn_with = {rollout.adapter for rollout in new.rollouts}
+        if self.adapter is not None and drawn_with and self.adapter not in drawn_with:
+            raise InflightError(
+                f"the trainer trains the adapter {self.adapter!r}, and other weights have drawn all tokens of a step: "
+                f"pass Episodes(…, adapter={self.adapter!r}), or name it in session.complete"
+            )
         score = self.learner.score_reference
         if config.reward_kl_weight and score is not None:
             charged = config

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from inflight.core.rollout import Turn, samples_of
 from inflight.training.config import GRPOConfig
@@ -54,9 +53,6 @@ def reference_scorer(
                 "reference is the model that is trained, to which its KL is always 0; give a copy: "
                 "reference=copy.deepcopy(model)"
             )
-        ours, theirs = _vocab_size(model), _vocab_size(reference)
-        if ours is not None and theirs is not None and theirs < ours:
-            raise ValueError(f"the policy has {ours} token ids and the reference {theirs}: take a copy of the policy")
         return partial(_score, reference.eval(), nullcontext, autocast)
     if is_peft(model):
         peft_model: Any = unwrap(model)
@@ -67,11 +63,6 @@ def reference_scorer(
         "give reference=copy.deepcopy(model), made before training, which takes the memory of a second model; or train "
         "adapters of PEFT, where the model without them is the reference"
     )
-
-
-def _vocab_size(model: nn.Module) -> int | None:
-    config = getattr(unwrap(model), "config", None)
-    return getattr(config.get_text_config(), "vocab_size", None) if isinstance(config, PretrainedConfig) else None
 
 
 @torch.no_grad()

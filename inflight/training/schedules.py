@@ -101,7 +101,6 @@ class Admission:
             submitted=submitted,
             adapter=adapter,
         )
-        self.adapter = adapter
         if (continue_saved := getattr(engine, "continue_saved", None)) is not None:
             continue_saved()
         self._num_taken = 0
@@ -233,11 +232,6 @@ def _one_step_off(admission: Admission) -> Iterator[ScoredGroups]:
 
     A replacement of a failed group can use the next version, if no other group holds the batch's version.
     """
-    if admission.adapter is not None:
-        raise ValueError(
-            'schedule="one_step_off" draws each batch under one version, and prompts with an adapter cannot be pinned '
-            'to a version: choose "inflight" or "sync"'
-        )
     version = admission.wait_until_live()
     admission.fill(version)
     while (scored := admission.take(version)).groups:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -120,14 +120,7 @@ class Learner:
         """Return the demonstrations of the next step, if steps have some. Raises InflightError after the last. Rank 0
         calls this before the other ranks begin the step: they wait in its collective calls, and do not receive errors
         there."""
-        if self.demonstrations is None:
-            return None
-        batch, most = next(self.demonstrations), self.config.micro_batch_tokens
-        if most and (longest := int(batch.cu_seqlens.diff().max())) > most:
-            raise ValueError(
-                f"a demonstration has {longest} tokens, and micro_batch_tokens is {most}; allow at least {longest}"
-            )
-        return batch
+        return None if self.demonstrations is None else next(self.demonstrations)
 
     def step(self, demonstrations: PackedBatch | None = None) -> Update:
         """Take the optimizer steps of the parts and of `next_demonstrations`, and a step of the learning rate if one of
@@ -295,19 +288,18 @@ def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
 
 
 def trained_adapter(engine: Any, model: nn.Module) -> str | None:
-    """Return the adapter that a training loop names when it submits prompts: the active one of a PEFT model, if the
-    engine has slots for adapters, as a publisher then sends nothing else. None: the weights alone, or `engine` is
-    `Episodes`, which name it themselves. Raises ValueError if episodes name another one."""
+    """Return the adapter that has to draw the tokens: the active one of a PEFT model, if the engine has slots for
+    adapters, as a publisher then sends nothing else. None: the weights alone. engine: an engine, or `Episodes`. Raises
+    ValueError if all turns of episodes would be drawn with another adapter."""
     info = getattr(getattr(engine, "engine", engine), "info", None)
-    if getattr(info, "adapter_layout", None) is None or not is_peft(model):
+    if getattr(info, "adapter_layout", None) is None:
         return None
-    peft_model: Any = unwrap(model)
-    active = peft_model.active_adapters[0]  # A publisher refuses several.
-    if getattr(engine, "can_pin", True):
-        return active
-    if engine.adapter != active:
+    # A publisher refuses several active adapters.
+    active = cast(Any, unwrap(model)).active_adapters[0] if is_peft(model) else None
+    drawing = getattr(engine, "adapter", None)
+    if drawing not in (None, active):
+        trained = "the weights" if active is None else f"the adapter {active!r}"
         raise ValueError(
-            f"the trainer trains the adapter {active!r}, and episodes draw with {engine.adapter!r}: pass "
-            f"Episodes(…, adapter={active!r})"
+            f"the trainer trains {trained}, and episodes draw with {drawing!r}: pass Episodes(…, adapter={active!r})"
         )
-    return None
+    return active

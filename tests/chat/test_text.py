@@ -143,3 +143,21 @@ def test_special_tokens_inside_a_stop_string_do_not_hide_it(kind, seed):
     assert ("".join(shown), reason) == ("The capital ", "of France")
     later, reason = parts(ids, "stop", random.Random(seed), decoder=decoder, params=params, skip_special_tokens=False)
     assert ("".join(later).replace("[ARGS]", "").lstrip(), reason) == ("The capital ", "of France")
+
+
+@pytest.mark.parametrize("omits_later", [False, True])
+@pytest.mark.parametrize(
+    ("stops", "text", "expected"),
+    [
+        (("RGS",), "The capital[ARGS]", ("The capital", "RGS")),  # in the text of a special token
+        (("of France is", "ce is"), "The capital of[ARGS] France[ARGS] is", ("The capital ", "of France is")),
+    ],
+)
+def test_a_reader_of_special_tokens_sees_the_same_stop_strings(stops, text, expected, omits_later):
+    tokenizer = TOKENIZERS["byte_level"]()
+    ids, params = tokenizer(text, add_special_tokens=False)["input_ids"], SamplingParams(stop=stops)
+    found, reason = parts(
+        ids, "stop", random.Random(0), decoder=TextDecoder(tokenizer), params=params,
+        skip_special_tokens=not omits_later,
+    )  # fmt: skip
+    assert ("".join(found).replace("[ARGS]", ""), reason) == expected

@@ -26,6 +26,7 @@ from inflight.training.data.rollout_stream import RolloutStream
         (lambda: SamplingParams(num_generations=3), "'num_generations'; did you mean 'n'?"),
         (lambda: SamplingParams(zzz=3), "SamplingParams has no argument 'zzz'; it takes n, max_tokens, temperature"),
         (lambda: SamplingParams(8), r"SamplingParams takes its fields by name, got \(8,\)"),
+        (lambda: SamplingParams(stop_token_ids=np.array([1, 2])), r"stop_token_ids must be a tuple of integers"),
         (lambda: SamplingParams(temperature="1"), r"SamplingParams.temperature must be a number, got '1' \(str\)"),
         (lambda: SamplingParams(n=True), r"SamplingParams.n must be an integer, got True \(bool\)"),
         (lambda: SamplingParams(n=None), "SamplingParams.n must be an integer, got None"),

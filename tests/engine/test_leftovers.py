@@ -153,12 +153,12 @@ def test_a_directory_whose_maker_was_killed_at_once_is_removed(tmp_path, monkeyp
 
 
 def test_versions_that_were_left_half_written_are_removed_when_nobody_writes_them(tmp_path):
-    for name in (".version-1.partial.safetensors", ".version-2.partial.safetensors", "version-0.safetensors"):
+    for name in (".version-1.safetensors.partial", ".version-2.safetensors.partial", "version-0.safetensors"):
         (tmp_path / name).write_bytes(b"x")
-    os.utime(tmp_path / ".version-1.partial.safetensors", (0, 0))
+    os.utime(tmp_path / ".version-1.safetensors.partial", (0, 0))
     inflight.Files(directory=str(tmp_path)).sender()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".version-2.partial.safetensors",
+        ".version-2.safetensors.partial",
         "version-0.safetensors",
     ]
 

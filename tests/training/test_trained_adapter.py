@@ -6,6 +6,7 @@ from itertools import count
 import pytest
 import torch
 from tiny_adapters import with_adapters
+from tiny_models import make_model
 
 import inflight
 
@@ -55,23 +56,49 @@ def test_prompts_are_drawn_with_the_active_adapter(engine, name, schedule):
     assert {rollout.adapter for result in evaluation.results for rollout in result.rollouts} == {name}
 
 
+def test_an_evaluation_follows_the_model_of_each_run(engine):
+    model = with_adapters("qwen3", *NAMES)
+    evaluations = [
+        inflight.Evaluation(engine, [[1, 2, 3]], reward, every=9),
+        inflight.Evaluation(engine, [[1, 2, 3]], reward, every=9, adapter="two"),
+    ]
+    for evaluation, expected in zip(evaluations, ("one", "two"), strict=True):
+        for name in NAMES:
+            model.set_adapter(name)
+            run(engine, model, evaluation=evaluation)
+            drawn = {rollout.adapter for rollout in evaluation.results[-1].rollouts}
+            assert drawn == {name if expected == "one" else "two"}
+    with inflight.Episodes(engine, _play) as episodes, pytest.raises(ValueError, match="adapter is for prompts"):
+        inflight.Evaluation(episodes, [[1]], None, adapter="one")
+
+
+async def _play(session, row):
+    await session.complete(row)
+
+
 def test_versions_of_adapters_are_not_pinned(engine):
     model = with_adapters("qwen3", *NAMES)
     with pytest.raises(ValueError, match=r"one_step_off.*cannot be pinned"):
         run(engine, model, schedule="one_step_off")
 
 
-@pytest.mark.parametrize("named", [None, "two", "one"])
-def test_episodes_have_to_name_the_adapter_that_is_trained(engine, named):
+@pytest.mark.parametrize(("named", "of_turns"), [("two", None), (None, None), ("one", None), (None, "one")])
+def test_episodes_have_to_name_the_adapter_that_is_trained(engine, named, of_turns):
     async def play(session, row):
-        turn = await session.complete(row)
+        turn = await session.complete(row, adapter=of_turns)
         return float(sum(turn.token_ids) % 3)
 
     model = with_adapters("qwen3", *NAMES)
     model.set_adapter("one")
     with inflight.Episodes(engine, play, adapter=named) as episodes:
-        if named != "one":
-            with pytest.raises(ValueError, match=rf"trains the adapter 'one', and episodes draw with {named!r}"):
+        if named == "two":
+            with pytest.raises(ValueError, match="trains the adapter 'one', and episodes draw with 'two'"):
+                run(engine, model, source=episodes)
+            with pytest.raises(ValueError, match="trains the weights, and episodes draw with 'two'"):
+                run(engine, make_model("qwen3"), source=episodes)
+            return
+        if named is None and of_turns is None:
+            with pytest.raises(inflight.InflightError, match="other weights have drawn all tokens of a step"):
                 run(engine, model, source=episodes)
             return
         reports = run(engine, model, source=episodes)

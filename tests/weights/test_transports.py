@@ -369,7 +369,7 @@ def test_a_full_disk(engine, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
         try:
             version = ours.publish()
-            with pytest.raises(WeightFileError, match=f"cannot write {tmp_path}/version-{version}"):
+            with pytest.raises(WeightFileError, match=f"version {version} could not be written to {tmp_path}"):
                 check_for(ours)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -9,6 +9,8 @@ from inflight.engine.loop.sequence import Sequence
 
 _TOKENS_PER_CHARACTER = 4
 """A character is at most four bytes of UTF-8, and a token holds at least one byte."""
+_MOST_SPECIAL = 16
+"""Bound of the tokens that are searched for ordinary ones, as a multiple of the number that is needed."""
 _CONTEXT = 32
 """Number of tokens of context before the tokens in which a stop string can be."""
 
@@ -42,7 +44,8 @@ class StopCondition:
         if not params.skip_special_tokens or token in self._special:
             return False
         # A stop string can have special tokens inside that the text omits.
-        shown = list(islice((each for each in reversed(sequence.tokens) if each not in self._special), count))[::-1]
+        recent = reversed(sequence.tokens[-_MOST_SPECIAL * count :])
+        shown = list(islice((each for each in recent if each not in self._special), count))[::-1]
         return shown != last[-len(shown) :] and self._completes_stop(sequence, shown)
 
     def _completes_stop(self, sequence: Sequence, last: list[int]) -> bool:

@@ -28,9 +28,16 @@ def pack_demonstrations(demonstrations: Iterable[Demonstration]) -> PackedBatch:
     return pack(rollouts, [1.0] * len(rollouts))  # The gradient of −A · log π with A = 1.
 
 
-def packed_by_step(of_steps: Iterable[Iterable[Demonstration]]) -> Iterator[PackedBatch]:
-    """Yield the demonstrations of each step. Raises InflightError after the last."""
-    yield from map(pack_demonstrations, of_steps)
+def packed_by_step(of_steps: Iterable[Iterable[Demonstration]], most_tokens: int = 0) -> Iterator[PackedBatch]:
+    """Yield the demonstrations of each step. most_tokens: `micro_batch_tokens`; 0: no bound. Raises InflightError after
+    the last, and ValueError for demonstrations that `pack_demonstrations` refuses or that exceed `most_tokens`."""
+    for batch in map(pack_demonstrations, of_steps):
+        if most_tokens and (longest := int(batch.cu_seqlens.diff().max())) > most_tokens:
+            raise ValueError(
+                f"a demonstration has {longest} tokens, and micro_batch_tokens is {most_tokens}; allow at least "
+                f"{longest}"
+            )
+        yield batch
     raise InflightError(
         "the demonstrations have ended before the run: give a list for each step, for example by itertools.cycle"
     )

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from inflight.core.arguments import named
 from inflight.core.decoders import json_decoder
 from inflight.core.errors import WeightFileError
-from inflight.core.files import file_errors, replacing
+from inflight.core.files import file_errors
 from inflight.core.layout import DTYPE_BYTES, TensorSpec, WeightLayout
 from inflight.weights.shared_memory import bytes_left
 from inflight.weights.tensors import slot_views
@@ -78,7 +78,7 @@ class FileSender(Sender):
         self._keep = settings.keep
         self._written: dict[tuple[int, int | None], Path] = {}
         """Maps a version, and the base of its delta, to the file."""
-        for path in self._directory.glob(".version-*.partial.safetensors"):
+        for path in self._directory.glob(".version-*.partial"):
             with suppress(FileNotFoundError):  # Another trainer removed or completed it.
                 if time.time() - path.stat().st_mtime > _ABANDONED_S:
                     path.unlink()
@@ -124,14 +124,19 @@ def write_version(
 ) -> Path:
     """Write a slot, u8[total_bytes], or its delta since version `base`. Raises WeightFileError."""
     name = f"version-{version}.safetensors" if delta is None else f"version-{version}-from-{base}.safetensors"
-    path = directory / name
+    path, partial = directory / name, directory / f".{name}.partial"
     tensors = slot_views(slot.cpu(), layout) if delta is None else {_DELTA: delta.cpu()}
     metadata = {"version": str(version), "base": str(base), "fingerprint": layout.fingerprint, "format": "pt"}
-    with replacing(path, WeightFileError) as partial:
+    with file_errors(WeightFileError, f"version {version} could not be written to {path}"):
+        directory.mkdir(parents=True, exist_ok=True)
         needed, left = sum(tensor.nbytes for tensor in tensors.values()), bytes_left(directory)
         if needed > left:
             raise OSError(errno.ENOSPC, f"it needs {needed / 2**20:,.1f} MiB and {left / 2**20:,.1f} MiB are left")
-        save_file(tensors, partial, metadata)
+        try:
+            save_file(tensors, partial, metadata)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
     return path
 
 
