@@ -216,8 +216,6 @@ class Engine(ClosedAtEnd):
         Raises InvalidRequestError, naming the prompt, without accepting any.
         """
         self.stream  # noqa: B018
-        if adapter is None and train:
-            self._published.warn_of_base()
         return self._submit(self._messages(prompts, params, metadata, version, adapter), reserved=not train)
 
     @named()
@@ -470,6 +468,8 @@ class Engine(ClosedAtEnd):
     # ---- helpers ------------------------------------------------------------------------------------------------
 
     def _submit(self, prompts: list[Prompt], *, reserved: bool = False) -> list[int]:
+        if not reserved and any(prompt.adapter is None for prompt in prompts):
+            self._published.warn_of_base()
         for version in {prompt.version for prompt in prompts if prompt.version is not None}:
             self._wait_until_held(version)
         return self._submissions.submit(prompts, reserved=reserved)
