@@ -119,7 +119,7 @@ class Episodes(ClosedAtEnd):
 
     @property
     def adapter(self) -> str | None:
-        """The LoRA adapter that draws turns whose call names none."""
+        """The LoRA adapter of turns without an adapter of their own."""
         return self.turns.adapter
 
     # ---- the parts of an engine that training loops use ---------------------------------------------------------

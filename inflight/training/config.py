@@ -147,8 +147,8 @@ class GRPOConfig:
             )
         if self.advantages == "gdpo" and self.reward_kl_weight:
             raise ValueError(
-                "advantages 'gdpo' compare the separate rewards of inflight.Rewards, and reward_kl_weight is none of "
-                "them: take a KL penalty of the objective, or other advantages"
+                "advantages 'gdpo' compare the separate rewards of inflight.Rewards, and reward_kl_weight changes only "
+                "their sum: take a KL penalty of the objective, or other advantages"
             )
         reasons = {
             f"advantages {self.advantages!r}": self.advantages in ("reinforce++", "gdpo"),

@@ -80,9 +80,9 @@ def grpo(
     still in flight at the end are cancelled.
 
     If the examples end first, the groups in flight are trained on: the last step can have fewer groups than
-    `config.groups_per_step`, and has a report like any other step. If none of these groups can be trained on, there is
-    no step and no report for them. A warning at the end names the number of steps, the reason, and the groups that
-    were omitted after the last step.
+    `config.groups_per_step`, and has a report like any other step. If all of these groups are left out, the report
+    before was the last one. A warning at the end names the number of steps, the reason, and the groups that were
+    omitted after the last step.
 
     The model's weights are published first, and are live before a prompt is submitted: every token is drawn by weights
     of this trainer.

@@ -38,7 +38,7 @@ def endless():
 
 def run(engine, publisher, model, examples=None, *, score=lambda r: float(r.sample), **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    own = {name: options.pop(name) for name in ("run", "evaluation", "loggers") if name in options}
+    own = {name: options.pop(name) for name in ("run", "evaluation", "loggers", "demonstrations") if name in options}
     examples = endless() if examples is None else examples
     return inflight.grpo(engine, publisher, model, optimizer, examples, score, config(**options), **own)
 
@@ -289,3 +289,18 @@ def test_a_version_that_does_not_go_live_is_waited_for_with_a_line_in_the_log(en
         may_end.set()
         thread.join(20)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"advantages": "gdpo"}, "give a score that is inflight.Rewards"),
+        ({"advantages": "gdpo", "reward_kl_weight": 0.1}, "'gdpo' compare the separate rewards"),
+        ({"demonstrations": [[([1], [])]]}, "demonstration 0 has an empty answer"),
+        ({"demonstrations": [[([1] * 50, [2] * 30)]], "micro_batch_tokens": 60}, "a demonstration has 80 tokens"),
+    ],
+)
+def test_mistakes_are_found_by_the_call_which_draws_nothing(engine, options, message):
+    model = make_model("qwen3")
+    with engine.publisher(model) as publisher, pytest.raises(ValueError, match=message):
+        run(engine, publisher, model, **options)  # Nothing is submitted before the first report is asked for.

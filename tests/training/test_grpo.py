@@ -485,25 +485,3 @@ def early_ends(caplog):
         for record in caplog.records
         if record.levelno == logging.WARNING and "training has ended" in record.message
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "settings", "message"),
-    [
-        ({}, {"advantages": "gdpo"}, "give a score that is inflight.Rewards"),
-        ({"demonstrations": [[([1], [])]]}, {}, "demonstration 0 has an empty answer"),
-        ({"demonstrations": [[([1] * 50, [2] * 30)]]}, {"micro_batch_tokens": 60}, "a demonstration has 80 tokens"),
-    ],
-)
-def test_mistakes_are_found_before_anything_is_drawn(engine, arguments, settings, message):
-    model, before = make_model("qwen3"), engine.stream.num_tokens
-    config = GRPOConfig(steps=2, groups_per_step=2, sampling=SAMPLING, **settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with engine.publisher(model) as publisher, pytest.raises(ValueError, match=message):
-        list(grpo(engine, publisher, model, optimizer, iter([[1, 2]] * 8), different, config, **arguments))
-    assert engine.stream.num_tokens == before
-
-
-def test_gdpo_is_refused_with_a_penalty_in_the_reward():
-    with pytest.raises(ValueError, match="'gdpo' compare the separate rewards"):
-        GRPOConfig(steps=1, groups_per_step=2, sampling=SAMPLING, advantages="gdpo", reward_kl_weight=0.1)
