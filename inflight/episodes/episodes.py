@@ -119,7 +119,7 @@ class Episodes(ClosedAtEnd):
 
     @property
     def adapter(self) -> str | None:
-        """The LoRA adapter of turns without an adapter of their own."""
+        """The default LoRA adapter of turns."""
         return self.turns.adapter
 
     # ---- the parts of an engine that training loops use ---------------------------------------------------------

@@ -100,7 +100,7 @@ def grpo(
     that is taken, with its rewards (docs/training.md#prompts-that-follow-rewards).
     engine: an engine, or `inflight.Episodes`, for which examples are rows of tasks. If the engine has slots for
     adapters and the model is a PEFT model, its active adapter draws the tokens. Raises ValueError if
-    `Episodes` have another one, and InflightError if it has drawn none of a step's tokens.
+    `Episodes` have another one, and InflightError if other weights have drawn all tokens of a step.
     score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`. None: episodes have rewards;
     with a teacher, other rollouts have the reward 0.
     reference: the reference policy of a KL penalty, such as a copy of the model made before training. It is put into
