@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import ApertusConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, VaultGemmaConfig
 from waiting import PATIENCE_S
 
 import inflight
@@ -94,10 +94,10 @@ def test_a_control_verb_is_added_in_two_places(tmp_path):
 @pytest.mark.slow
 def test_an_architecture_is_fused_by_an_entry_in_one_place(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = ApertusConfig(**sizes, num_key_value_heads=2, vocab_size=99, max_position_embeddings=64)
+    config = VaultGemmaConfig(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=99, max_position_embeddings=64)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
     with Engine(EngineOptions(model=str(tmp_path / "model"), device="cpu")) as engine:
-        assert "attention_layernorm" in str(engine.runner.unfused_reason)
+        assert "pre_feedforward_layernorm" in str(engine.runner.unfused_reason)
     diff = diff_of("An architecture in the fused decoder")
     assert diff.count("@@ -") == 1
     program = ASKS_WHETHER_IT_IS_FUSED.replace("MODEL", str(tmp_path / "model"))

@@ -20,7 +20,6 @@ from inflight.core.workers import Workers
 from inflight.episodes.watching import TurnBell, Watcher, parts_of, parts_until
 from inflight.fleet.engine import Engine
 from inflight.stream.group_table import GroupRecord
-from inflight.stream.open_groups import OpenGroups
 
 PROTECT_S = 60.0
 """`SamplingParams.protect_s` of turns, the default of `Limits.call_s`."""
@@ -58,6 +57,8 @@ class Turns:
         other arguments are as for `Episodes`."""
         self.import_server = import_server
         self._engine, self.adapter, self._across, self.counts = engine, adapter, prefix_across_versions, counts
+        self.episodes = engine.stream.ledger.episodes
+        """Notes turns and calls of episodes in progress."""
         self.workers = Workers("call")
         self.num_calling = 0
         """Number of calls of tools in progress."""
@@ -69,11 +70,6 @@ class Turns:
         self._bell: TurnBell | None = None
         self._drawn: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         """Maps episodes in progress, by group and sample, to the groups of their turns in the engine."""
-
-    @property
-    def episodes(self) -> OpenGroups:
-        """Notes turns and calls of episodes in progress."""
-        return self._engine.stream.ledger.episodes
 
     @cached_property
     def _tokenizer(self) -> Any:

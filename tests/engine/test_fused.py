@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_models import VOCABULARY, run
-from transformers import ApertusConfig, AutoModelForCausalLM, PretrainedConfig, VaultGemmaConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, VaultGemmaConfig
 
 from inflight.core.decoder import LAYER_NORMS, LayerNorms
 from inflight.core.messages import Prompt
@@ -25,11 +25,6 @@ SIZES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 UNKNOWN = {
-    "apertus": (
-        ApertusConfig(**SIZES),
-        "ApertusDecoderLayer has attention_layernorm, feedforward_layernorm",
-        LayerNorms("attention_layernorm", None, "feedforward_layernorm", None),
-    ),
     "vault-gemma": (
         VaultGemmaConfig(**SIZES),
         "VaultGemmaDecoderLayer has pre_feedforward_layernorm",

@@ -1,5 +1,7 @@
 """Parts of fused decoders that differ from Llama, against Transformers; a wrong part is not used."""
 
+from dataclasses import replace
+
 import family_check
 import pytest
 import torch
@@ -38,6 +40,14 @@ PARTS = {
     "gemma4-published-e2b": "normed values, keys of earlier layers, inputs per layer, a scalar per layer",
     "gemma4-published-31b": "values that are normed keys, with other heads in layers with full attention",
     "kimi_linear": "KDA, and latent attention without positions",
+    "lfm2": "short convolutions, and other names of norms and MLPs",
+    "lfm2_moe": "another name of the rotation, and experts",
+    "apertus": "other names of norms, and an MLP with its own code",
+    "nemotron_h-published": "layers of one part: Mamba-2, attention or experts",
+    "falcon_h1-published": "Mamba-2 next to attention, with scales",
+    "gemma4-published-26b": "experts next to the MLP, with norms of their own",
+    "afmoe-published": "gates of heads by a sigmoid, scaled embeddings",
+    "laguna-published": "gates of heads by a softplus, other rotations by layer type",
 }
 QUICK = ["granite", "cohere", "ministral3-yarn"]
 DIFFERENT = "the fused decoder and the Transformers model give different logits"
@@ -60,6 +70,8 @@ ADAPTED = {
     "cohere": "all-linear",
     "glm4": ["q_proj", "v_proj", "o_proj"],
     "granite": "all-linear",
+    "afmoe": ["q_proj", "o_proj"],
+    "lfm2": ["k_proj", "w1", "w2", "w3"],
     "phi": ["q_proj", "k_proj", "dense"],
     "qwen3_vl": "all-linear",
 }
@@ -97,6 +109,11 @@ def without_scalar(end, x, own):
     return layer_end(end, x, own) / end.scalar
 
 
+def without_key_scale(*given):
+    return replace(attention(*given), key_scale=1.0)
+
+
+attention, wrong_scales = fused._attention, fused._SideBySide.SCALES[::-1]
 layer_inputs, layer_end = fused.inputs_per_layer, layer_parts.LayerEnd.__call__
 rotation_order, delta_gates = rotation._halves_first, delta_net.delta_gates
 MISTAKES = {
@@ -109,6 +126,12 @@ MISTAKES = {
     "no norm of values": ("gemma4-published-e2b", fused, "value_norm", lambda module, head_dim: None),
     "inputs of other layers": ("gemma4-published-e2b", fused, "inputs_per_layer", shifted_inputs),
     "no scalar": ("gemma4-published-e2b", layer_parts.LayerEnd, "__call__", without_scalar),
+    "no gates": ("afmoe", fused, "gate_of", lambda module, heads: None),
+    "no experts": ("gemma4-published-26b", fused, "mlp_and_experts", lambda layer, mlp: mlp),
+    "no norms of heads": ("lfm2", fused, "HEAD_NORMS", ()),
+    "no rotation": ("lfm2_moe", fused, "ROTATIONS", ()),
+    "no scale of keys": ("falcon_h1-published", fused, "_attention", without_key_scale),
+    "scales of the wrong parts": ("falcon_h1-published", fused._SideBySide, "SCALES", wrong_scales),
     "a missing MLP": ("granitemoeshared", fused, "MLPS", ("block_sparse_moe",)),
 }
 

@@ -23,8 +23,9 @@ from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.attention.backend import ForwardBatch
 from inflight.engine.model.attention.hook import ATTENTION_NAME, run_packed
 from inflight.engine.model.attention.paged import PagedAttention
-from inflight.engine.model.fused import FusedDecoder, UnknownPartError
+from inflight.engine.model.fused import FusedDecoder
 from inflight.engine.model.loading import module_over
+from inflight.engine.model.products import UnknownPartError
 from inflight.model_checks.twin import (
     TOLERANCE,
     NoTwinError,

@@ -3,7 +3,6 @@
 Qwen 3.5's own module computes the same in about 40 small operations of PyTorch. T tokens, D hidden size.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,9 @@ from inflight.core.decoder import DELTA_NET
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.attention.backend import ForwardBatch
 from inflight.engine.model.attention.hook import next_states
+from inflight.engine.model.products import Product, product_of
 
 _CHILDREN = {*DELTA_NET, "out_proj", "conv1d", "norm"}
-_Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +26,12 @@ class DeltaNet:
     module: Any
     widths: tuple[int, ...]
     """Columns of each of `DELTA_NET`."""
-    inputs: _Product
-    out: _Product
+    inputs: Product
+    out: Product
 
     @classmethod
-    def of(cls, module: Any, product_of: Callable[..., _Product]) -> "DeltaNet | None":
-        """Return the layer of a module, or None if it has other parts or is not in memory that the kernels take.
-        product_of: makes one product of adjacent linear layers."""
+    def of(cls, module: Any) -> "DeltaNet | None":
+        """Return the layer of a module, or None if it has other parts or is not in memory that the kernels take."""
         if {name for name, _ in module.named_children()} != _CHILDREN:
             return None
         inputs, convolution = [getattr(module, name) for name in DELTA_NET], module.conv1d

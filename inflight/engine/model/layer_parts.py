@@ -1,7 +1,7 @@
 """Norms, and parts of fused layers that few models have (Gemma 4).
 
-Values can be normed keys. A layer can attend to the keys of an earlier layer, have an input besides the hidden
-states, and multiply its output by a scalar.
+Values can be normed keys. A layer can attend to the keys of an earlier layer, have experts next to its MLP and an input
+besides the hidden states, and multiply its output by a scalar.
 
 T tokens, D head dimension, H hidden size, N width of queries, keys and values together, P width of the input per layer.
 """
@@ -17,7 +17,11 @@ import torch.nn.functional as F
 from inflight_kernels import Norm, rms_norm
 from torch import nn
 
-_Block = Callable[[torch.Tensor], torch.Tensor]
+from inflight.engine.model.products import Block, product_of
+from inflight.model_checks.mixers import names_in_forward
+
+AnyNorm = Norm | nn.Module
+"""An RMSNorm with its own kernel, or a module of another kind, such as LayerNorm."""
 
 
 class AttentionOrder:
@@ -36,6 +40,20 @@ class AttentionOrder:
         if getattr(module, "store_full_length_kv", False):
             self._stored[kind] = index
         return index, index
+
+
+def gate_of(module: Any, heads: int) -> Block | None:
+    """Return the function that makes the factors of the heads' outputs, [T, heads, 1 or D], or None."""
+    gate = getattr(module, "gate_proj", getattr(module, "g_proj", None))
+    if gate is None:
+        return None
+    product, is_softplus = product_of(gate), "softplus" in names_in_forward(type(module))
+
+    def factors(x: torch.Tensor) -> torch.Tensor:
+        y = product(x).unflatten(1, (heads, -1))
+        return F.softplus(y.float()).to(y.dtype) if is_softplus else y.sigmoid()
+
+    return factors
 
 
 def value_norm(module: Any, head_dim: int) -> Norm | None:
@@ -65,21 +83,34 @@ class LayerEnd:
     """[1]"""
 
     @classmethod
-    def of(cls, layer: Any, product_of: Callable[..., _Block], block_of: Callable[..., _Block]) -> "LayerEnd | None":
-        """Return the end of a layer, or None if it has none. product_of and block_of: make parts of modules."""
+    def of(cls, layer: Any) -> "LayerEnd | None":
+        """Return the end of a layer, or None if it has none."""
         if not isinstance(getattr(layer, "layer_scalar", None), torch.Tensor):
             return None
         if not hasattr(layer, "per_layer_input_gate"):
             return cls(None, layer.layer_scalar)
         gate, projection = product_of(layer.per_layer_input_gate), product_of(layer.per_layer_projection)
-        norm, activation = block_of(layer.post_per_layer_input_norm), layer.act_fn
-        return cls(lambda x, input_TP: norm(projection(activation(gate(x)) * input_TP)), layer.layer_scalar)
+        norm, activation = norm_of(layer.post_per_layer_input_norm), layer.act_fn
+        return cls(lambda x, input_TP: normed(projection(activation(gate(x)) * input_TP), norm), layer.layer_scalar)
 
     def __call__(self, x: torch.Tensor, input_TP: torch.Tensor | None) -> torch.Tensor:
         """Map the output of the MLP with its residual, [T, H], to the output of the layer, [T, H]."""
         if self.gated is not None and input_TP is not None:
             x = x + self.gated(x, input_TP)
         return x * self.scalar
+
+
+def mlp_and_experts(layer: Any, mlp: Block) -> Block:
+    """Return the sum of an MLP and of experts as a block of the residual [T, H]. Each has norms before and after it."""
+    before, after = norm_of(layer.pre_feedforward_layernorm), norm_of(layer.post_feedforward_layernorm_1)
+    first, last = norm_of(layer.pre_feedforward_layernorm_2), norm_of(layer.post_feedforward_layernorm_2)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        _, weights, chosen = layer.router(x)
+        experts = layer.experts(normed(x, first), chosen, weights)
+        return normed(mlp(normed(x, before)), after) + normed(experts, last)
+
+    return block
 
 
 def inputs_per_layer(body: Any, token_ids: torch.Tensor, embedded_TH: torch.Tensor) -> torch.Tensor | None:
@@ -89,7 +120,11 @@ def inputs_per_layer(body: Any, token_ids: torch.Tensor, embedded_TH: torch.Tens
     return body.project_per_layer_inputs(embedded_TH[None], body.get_per_layer_inputs(token_ids[None], None))[0]
 
 
-def norm_of(module: nn.Module) -> Norm | nn.Module:
+def normed(x: torch.Tensor, norm: AnyNorm) -> torch.Tensor:
+    return rms_norm(x, norm) if isinstance(norm, Norm) else norm(x)
+
+
+def norm_of(module: nn.Module) -> AnyNorm:
     """Return the RMSNorm that a module computes, identified by its output for random numbers in the dtype of its
     weight; or the module, if it is a norm of another kind."""
     weight = getattr(module, "weight", None)

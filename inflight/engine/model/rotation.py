@@ -49,11 +49,12 @@ class Rotations:
             cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         return Rotation(cos, sin, order, _query_scale(attention))
 
-    def tables_of(self, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    def tables_of(self, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin of an attention layer, f32[max_context, R]."""
         kind = None
         if self._by_type:
             kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None)
+            kind = kind or attention.config.layer_types[attention.layer_idx]
         if kind not in self._made:
             self._made[kind] = self._tables(kind, next(attention.parameters()).device)
         return self._made[kind]
@@ -80,6 +81,8 @@ def _rotates(attention: Any) -> bool:
     name = type(attention).__name__
     if name.startswith("Exaone"):
         return attention.sliding_window is None or attention.is_sliding
+    if name.startswith("Afmoe"):
+        return attention.is_local_attention
     if name.startswith("Cohere2"):
         return attention.sliding_window is not None
     return bool(getattr(attention, "use_rope", True))  # SmolLM 3
