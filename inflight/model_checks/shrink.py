@@ -157,6 +157,7 @@ def _rules(config: PretrainedConfig) -> _Rule:
     if head_dim and head_dim not in dims:
         dims.append(head_dim)
     pairs = [sum(section) for section in _mrope_sections(config)]
+    pairs += [rotated // 2 for share in _rotated_shares(config) if (rotated := int(head_dim * share)) % 2 == 0]
     by_heads = _divisor(heads)
     by_dims = next((k for k in (16, 8, 4, 2) if dims and _divides(k, dims) and not any(n % k for n in pairs)), 1)
     if hidden == num_heads * head_dim:
@@ -207,7 +208,10 @@ def _divides(k: int, dims: list[int]) -> bool:
 
 def _num_layers(config: PretrainedConfig) -> int:
     named = [n for name, n in _counts(config) if _LAYER_COUNT.match(name)]
-    return _number(config, "num_hidden_layers") or max(named, default=0)
+    if count := _number(config, "num_hidden_layers") or max(named, default=0):
+        return count
+    derived = getattr(config, "num_hidden_layers", 0)  # a property (Nemotron-H)
+    return derived if _is_count(derived) else 0
 
 
 def _kept_layers(config: PretrainedConfig) -> list[int] | None:
@@ -285,10 +289,20 @@ def _shorter_rope(rope: dict[str, Any], rule: _Rule, config: PretrainedConfig) -
 
 def _mrope_sections(config: PretrainedConfig) -> list[list[int]]:
     """Return rotated pairs per axis of multimodal positions. Some models have a list per layer type."""
-    ropes = [vars(config).get(name) for name in ("rope_parameters", "rope_scaling")]
-    ropes = [rope for rope in ropes if isinstance(rope, dict)]
-    ropes += [inner for rope in ropes for inner in rope.values() if isinstance(inner, dict)]
-    return [rope["mrope_section"] for rope in ropes if _is_section(rope.get("mrope_section"))]
+    return [rope["mrope_section"] for rope in _ropes(config) if _is_section(rope.get("mrope_section"))]
+
+
+def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the settings of rotations, also the ones by layer type."""
+    found = [vars(config).get(name) for name in ("rope_parameters", "rope_scaling")]
+    ropes = [rope for rope in found if isinstance(rope, dict)]
+    return ropes + [inner for rope in ropes for inner in rope.values() if isinstance(inner, dict)]
+
+
+def _rotated_shares(config: PretrainedConfig) -> list[float]:
+    """Return the shares of heads that are rotated. Some models have one per layer type."""
+    shares = [holder.get("partial_rotary_factor") for holder in (vars(config), *_ropes(config))]
+    return [share for share in shares if isinstance(share, float) and 0 < share < 1]
 
 
 def _is_section(value: Any) -> bool:

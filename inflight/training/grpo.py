@@ -3,7 +3,7 @@ rollouts, take a corrected policy-gradient step, and publish new weights while t
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
@@ -183,7 +183,8 @@ def grpo(
         step = begin = progress.step
         with nullcontext() if evaluation is None else closing(evaluation):
             _begin_evaluation(engine, publisher, evaluation, progress)
-            with admission, closing(trainer), closing(score) if isinstance(score, TeacherScorer) else nullcontext():
+            scorer = closing(score) if isinstance(score, TeacherScorer) else nullcontext()
+            with _keeping_dropped_examples(run, admission), admission, closing(trainer), scorer:
                 source = resolve_schedule(config.schedule).run(admission)
                 for step, scored in enumerate(islice(source, max(0, config.steps - begin)), begin + 1):
                     report = trainer.take(step, scored, admission)
@@ -391,6 +392,17 @@ class _Trainer:
             evaluating=evaluating,
             entropy_weight=weight.state_dict() if isinstance(weight, AdaptiveEntropy) else None,
         )
+
+
+@contextmanager
+def _keeping_dropped_examples(run: HasProgress | None, admission: Admission) -> Iterator[None]:
+    """After the block, which drops the groups in flight, let a run that is saved later submit their examples again."""
+    try:
+        yield
+    finally:
+        if run is not None and "grpo" in run.progress:
+            last = convert(run.progress["grpo"], GRPOProgress)
+            run.progress["grpo"] = msgspec.structs.replace(last, **admission.submitter.submitted_again(last)).as_dict()
 
 
 def _warn_of_early_end(step: int, steps: int, admission: Admission) -> None:

@@ -12,6 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -30,9 +31,11 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from inflight.core.errors import ModelLoadError
 from inflight.core.text import listed
+from inflight.engine.model.fp8_blocks import whole_blocks
 from inflight.weights.trainer.state_dict_source import unwrapped
 
 logger = logging.getLogger("inflight.engine")
@@ -60,7 +63,13 @@ def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> Pre
             f"the weights of the checkpoint {model!r} are quantised by {method!r}, which Transformers does not read. "
             "It would load their codes as weights. Use a checkpoint in bf16, or of another method of quantisation."
         )
-    with _ConversionErrors() as broken:
+    if adapter := find_adapter_config_file(model):
+        raise ModelLoadError(
+            f"the checkpoint {model!r} has {Path(adapter).name} next to whole weights: Transformers would add this "
+            "adapter to them, also to weights into which it was merged. Remove the file; to draw with the adapter, "
+            "launch with lora_rank and publish it."
+        )
+    with _ConversionErrors() as broken, whole_blocks() if method == "fp8" else nullcontext():
         try:
             result: Any = auto_class(config).from_pretrained(
                 model,
@@ -274,7 +283,7 @@ class _ConversionErrors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage())
-        self.names += re.findall(r"^(\S+) +\| CONVERSION", text, flags=re.MULTILINE)
+        self.names += re.findall(r"^(.*\S) +\| CONVERSION", text, flags=re.MULTILINE)
 
     def __enter__(self) -> Self:
         self._logger.addHandler(self)

@@ -299,6 +299,8 @@ def _logit_scale(model: PreTrainedModel) -> float:
 
 
 def _layer(layer: nn.Module, rotations: Rotations, order: AttentionOrder) -> _Layer:
+    if getattr(layer, "residual_in_fp32", False):  # Mamba 2
+        raise UnknownPartError(f"{type(layer).__name__} keeps residuals in fp32")
     if {name for name, _ in layer.named_children()} == {"norm", "mixer"}:  # Nemotron-H
         return _Layer(norm_of(part_of(layer, "norm")), _only_part(part_of(layer, "mixer"), rotations, order))
     known = {name for kind in LAYER_NORMS for name in kind.names}

@@ -233,7 +233,12 @@ def eos_token_ids(
     found: frozenset[int] = frozenset()
     for config in configs:
         if (ids := getattr(config, "eos_token_id", None)) is not None:
-            found = frozenset([ids] if isinstance(ids, int) else ids)
+            listed_ids = ids if isinstance(ids, (list, tuple, set)) else [ids]
+            if not all(isinstance(token, int) for token in listed_ids):
+                raise ModelLoadError(
+                    f"eos_token_id is {ids!r} in {type(config).__name__}; it must be a token id or a list of token ids"
+                )
+            found = frozenset(listed_ids)
             break
     own = getattr(tokenizer, "eos_token_id", None)
     if own is not None and own not in found:

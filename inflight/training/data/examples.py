@@ -43,7 +43,9 @@ class Submitted(msgspec.Struct, frozen=True):
     examples: dict[str, Any] | None = None
     """State of examples that observe rewards."""
     unsubmitted: list[Example] = []
-    """Examples that count in the state `examples`, and were not submitted."""
+    """Examples that were read and not submitted."""
+    num_read: int = 0
+    """Number of examples that were read, if it is larger than `num_submitted`."""
 
 
 NOTHING_SUBMITTED = Submitted()
@@ -73,8 +75,7 @@ class Examples:
     """Reads examples from their iterator, at most a batch before they are submitted.
 
     Examples with a method `observe` receive each group that the trainer takes, and examples can depend on them. If they
-    have `state_dict` and `load_state_dict`, their state is saved with the run, and the examples that were read and not
-    submitted.
+    have `state_dict` and `load_state_dict`, their state is saved with the run.
     """
 
     def __init__(self, examples: Iterable[Any], submitted: Submitted):
@@ -84,7 +85,7 @@ class Examples:
         self._has_ended = False
         """The iterator has ended."""
         if self._observe is None:
-            self._left = islice(examples, submitted.num_submitted, None)
+            self._left = islice(examples, max(submitted.num_submitted, submitted.num_read), None)
         else:
             if submitted.examples is not None and hasattr(examples, "load_state_dict"):
                 cast(Any, examples).load_state_dict(submitted.examples)
@@ -111,10 +112,11 @@ class Examples:
     def submitted(self, num_submitted: int, in_flight: list[int], unsubmitted: list[Any]) -> Submitted:
         """Return the record from which another run continues, JSON-like if the examples are. unsubmitted: a copy of the
         buffer."""
-        if self._observe is None or not hasattr(self._source, "state_dict"):
-            return Submitted(num_submitted, in_flight)
-        state = cast(Any, self._source).state_dict()
-        return Submitted(num_submitted, in_flight, state, [_plain(example) for example in unsubmitted])
+        state = None
+        if self._observe is not None and hasattr(self._source, "state_dict"):
+            state = cast(Any, self._source).state_dict()
+        left = [plain_example(example) for example in unsubmitted]
+        return Submitted(num_submitted, in_flight, state, left, num_submitted + len(left))
 
 
 class FittingExamples:
@@ -144,34 +146,34 @@ class FittingExamples:
         number, self.num_unfit = self.num_unfit, 0
         return number
 
-    def submit(self, numbered: deque[tuple[int, Example]], version: int | None, accepted: list[int]) -> None:
-        """Submit examples and append the ids of their groups to `accepted`. Removes each example from `numbered` that
-        is submitted, skipped or refused. The others are left if this raises."""
+    def submit(self, numbered: deque[tuple[int, Example]], version: int | None, accepted: dict[int, Example]) -> None:
+        """Submit examples, and add them to `accepted` by the ids of their groups. Removes each example from `numbered`
+        that is submitted, skipped or refused. The others are left if this raises."""
         fitting = self._within_bound(list(numbered))
         numbered.clear()
         numbered.extend(fitting)
         try:
-            accepted += self._accept([example for _, example in fitting], version)
+            accepted |= self._accept([example for _, example in fitting], version)
             numbered.clear()
         except InvalidRequestError:  # The engine refuses all prompts if one is invalid: submit each separately.
             while numbered:
                 index, example = numbered[0]
-                accepted += self._accept_alone(index, example, version)
+                accepted |= self._accept_alone(index, example, version)
                 numbered.popleft()
             if not (accepted or self._any_accepted):
                 raise
         self._any_accepted |= bool(accepted)
 
-    def _accept(self, examples: list[Example], version: int | None) -> list[int]:
+    def _accept(self, examples: list[Example], version: int | None) -> dict[int, Example]:
         if not examples:
-            return []
+            return {}
         prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
         submit: Any = self._engine.submit  # Episodes take no adapter here.
         accepted = submit(prompts, self._sampling, metadata=metadata, version=version, **self._named)
         self._num_unfit_in_a_row = 0
-        return accepted
+        return dict(zip(accepted, examples, strict=True))
 
-    def _accept_alone(self, index: int, example: Example, version: int | None) -> list[int]:
+    def _accept_alone(self, index: int, example: Example, version: int | None) -> dict[int, Example]:
         """Submit an example, under the live version if `version` is gone: no slot keeps an older version once the last
         group that is pinned to it has ended."""
         reason: InvalidRequestError | None = None
@@ -182,7 +184,7 @@ class FittingExamples:
                 reason = error
         self._skip(index, why := str(reason).replace("prompt 0", "its prompt"))
         self._check_row(index, why)
-        return []
+        return {}
 
     def _within_bound(self, numbered: list[tuple[int, Example]]) -> list[tuple[int, Example]]:
         """Return the examples whose longest sequences fit into `most_tokens`."""
@@ -228,7 +230,7 @@ class FittingExamples:
             raise InflightError(f"{count} examples in a row were refused, up to example {index}: {reason}")
 
 
-def _plain(example: Any) -> Example:
+def plain_example(example: Any) -> Example:
     """Return an example for a file, with token ids as a list."""
     prompt, metadata = as_example(example)
     return Example(prompt.tolist() if hasattr(prompt, "tolist") else prompt, dict(metadata))

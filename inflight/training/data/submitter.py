@@ -10,13 +10,16 @@ from typing import Any
 
 from inflight.core.clock import now_ns
 from inflight.core.sampling import SamplingParams
+from inflight.stream.open_groups import PLAYER
 from inflight.training.data.examples import (
     NOTHING_SUBMITTED,
+    Example,
     Examples,
     FittingExamples,
     PromptEngine,
     Submitted,
     as_example,
+    plain_example,
 )
 from inflight.training.data.lead import LeadController, LeadState, Rule
 
@@ -63,6 +66,8 @@ class Submitter:
         """Number of examples that were submitted or skipped."""
         self.num_accepted = 0
         """Number of groups that were submitted here."""
+        self._examples = _examples_in_flight(engine, submitted)
+        """Examples of the groups that were in flight when `submitted` was read last, and of later ones."""
         self._taken_early: set[int] = set()
         """Groups that were taken before their submission returned."""
         self._changed = threading.Condition()
@@ -171,7 +176,22 @@ class Submitter:
         """The record from which another submitter continues."""
         with self._changed:
             num_submitted, in_flight, unsubmitted = self.num_submitted, sorted(self.in_flight), self.unsubmitted
+            self._examples = {
+                group_id: self._examples[group_id] for group_id in in_flight if group_id in self._examples
+            }
         return self.examples.submitted(num_submitted, in_flight, unsubmitted)
+
+    def submitted_again(self, record: Submitted) -> dict[str, Any]:
+        """Return the fields of the last record in which the groups in flight, which have been dropped since, count as
+        not submitted."""
+        with self._changed:
+            known = [self._examples[group_id] for group_id in record.in_flight if group_id in self._examples]
+        return {
+            "in_flight": [],
+            "num_submitted": record.num_submitted - len(known),
+            "num_read": max(record.num_submitted, record.num_read),
+            "unsubmitted": [*map(plain_example, known), *record.unsubmitted],
+        }
 
     @property
     def unsubmitted(self) -> list[Any]:
@@ -254,7 +274,7 @@ class Submitter:
                 number = min(len(buffer), self.lead.allowed(now) if count is None else count)
                 taken = [buffer.popleft() for _ in range(number)]
                 self.lead.start(number, now)
-            accepted: list[int] = []
+            accepted: dict[int, Example] = {}
             numbered = deque(enumerate(map(as_example, taken), self.num_submitted))
             self.num_submitted += number
             try:
@@ -265,6 +285,7 @@ class Submitter:
                     buffer.extendleft(example for _, example in reversed(numbered))
                     self.lead.withdraw(number - len(accepted))
                     self.in_flight.update(accepted)
+                    self._examples |= accepted
                     self.num_accepted += len(accepted)
                     for group_id in self._taken_early.intersection(accepted):
                         self.in_flight.discard(group_id)
@@ -280,6 +301,17 @@ class Submitter:
         # Sequences beyond the rows draw nothing and do not age, and keep the rows busy when others end together.
         queue = self._per_step if rows >= sum(capacities) else 0
         return (rows - stream.ledger.num_unfinished) / self._samples + queue
+
+
+def _examples_in_flight(engine: PromptEngine, submitted: Submitted) -> dict[int, Example]:
+    """Return the examples of the groups that a loaded run continues."""
+    examples: dict[int, Example] = {}
+    for record in engine.stream.ledger.table.known(submitted.in_flight):
+        if record.prompt is not None:
+            metadata = record.prompt.metadata
+            row = Example(metadata["row"], metadata["metadata"]) if PLAYER in metadata else None  # of Episodes
+            examples[record.group_id] = row or Example(record.prompt.token_ids, metadata)
+    return examples
 
 
 def _now_s() -> float:
