@@ -3,9 +3,11 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,10 +17,13 @@ import torch.distributed as dist
 
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
-from inflight.core.errors import InvalidRequestError, LayoutMismatchError, ProtocolError, RunFileError
+from inflight.core.errors import InflightError, InvalidRequestError, LayoutMismatchError, ProtocolError, RunFileError
 from inflight.core.files import file_errors, replacing
 from inflight.core.messages import Ids
+from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
+from inflight.core.waiting import Wait
+from inflight.core.workers import Workers
 from inflight.fleet.engine import Engine
 from inflight.fleet.ranks.attached import FollowingPublisher
 from inflight.stream.held_groups import SavedGroup
@@ -35,6 +40,7 @@ logger = logging.getLogger("inflight")
 
 _MAGIC = b"inflight run 3\n"
 _DIGEST_BYTES = 16
+_ALL_RANKS = "all ranks call run.save and run.load"
 
 
 class _Clock(msgspec.Struct, frozen=True):
@@ -89,6 +95,13 @@ class Run:
     """
 
     def __init__(self, engine: Engine, publisher: "Publisher | ShardSender | FollowingPublisher"):
+        """Raises TypeError for other objects."""
+        for name, given, part in (("engine", engine, "rank"), ("publisher", publisher, "continue_from")):
+            if not hasattr(given, part):
+                raise TypeError(
+                    f"{name} is {type(given).__name__}: pass inflight.Run(engine, publisher) the engine of launch() or "
+                    "attach(), also for Episodes, and what engine.publisher() has returned"
+                )
         self._engine, self._publisher = engine, publisher
         self.progress: dict[str, Any] = {}
         """Notes of the trainer, saved with the run; JSON-like. `grpo` stores its own progress under "grpo"."""
@@ -96,11 +109,11 @@ class Run:
     def save(self, directory: str | Path) -> None:
         """Write a file into the directory. It appears whole or not at all. Generation continues.
 
-        Call it between two steps: yielded rollouts are recorded as trained on. With several ranks call it after
-        `publish`: the weights are recorded as published. Save model and optimizer into the directory first: then the
-        checkpoint is complete if this file exists. All ranks call it, and wait for each other. Raises RunFileError if
-        it cannot be written, or InvalidRequestError for metadata or progress that is not JSON-like or has keys that are
-        not strings, on all ranks.
+        Call it between two steps or after the last one: yielded rollouts are recorded as trained on. With several ranks
+        call it after `publish`: the weights are recorded as published. Save model and optimizer into the directory
+        first: then the checkpoint is complete if this file exists. All ranks call it, and wait for each other for at
+        most `rank_timeout_s`. Raises RunFileError if it cannot be written, or InvalidRequestError for metadata or progress
+        that is not JSON-like or has keys that are not strings, on all ranks.
         """
         with self._together():
             for key in self.progress:
@@ -137,6 +150,7 @@ class Run:
                     )
                 if engine.stream.outstanding:
                     raise RunFileError("prompts were submitted already; load a run before that")
+                _check_adapters(header.engine.groups, engine.options)
             elif engine.rank == 0 or header.engine is not None:
                 raise RunFileError(f"{self._path(directory)} was written by another rank than the one that reads it")
             if 0 < self._publisher.version >= header.version:
@@ -155,6 +169,11 @@ class Run:
                 engine.staleness.restore(published, header.engine.changes)
                 groups = _saved_groups(header.engine, arrays, shift_ns)
                 engine.stream.ledger.engines.restore(groups, header.engine.next_ids)
+                if num_open := sum(group.is_open for group in groups):
+                    logger.warning(
+                        "the run has %d group%s of episodes: grpo(episodes, …) or episodes.continue_saved() continues "
+                        "them; until then they stay unfinished", num_open, "s" * (num_open != 1),
+                    )  # fmt: skip
             self.progress = header.progress
             restore_random_state(random_arrays)
 
@@ -171,13 +190,38 @@ class Run:
         if ranks is None or not dist.is_initialized() or dist.get_world_size() < 2:
             yield
             return
-        group = RankGroup(ranks.check)
+        group = self._meet(ranks.check)
         try:
             with group.together():
                 group.largest(0)
                 yield
         finally:
             group.close()
+
+    def _meet(self, check: Callable[[], None]) -> RankGroup:
+        """Wait until all ranks have come here. Raises RankLostError if one is lost, and InflightError if one does not
+        come within `rank_timeout_s`."""
+        bound_s, wait = self._engine.options.rank_timeout_s, Wait()
+        met = Workers("ranks").start(partial(RankGroup, check, bound_s))  # It blocks, and cannot see a lost rank.
+        while True:
+            try:
+                return met.result(timeout=1.0)
+            except FutureTimeoutError:
+                wait.tick(_ALL_RANKS)
+                check()
+            except RuntimeError as error:
+                raise InflightError(f"{_ALL_RANKS}, and one has not within {bound_s:g} s: {error}") from error
+
+
+def _check_adapters(groups: Sequence[SavedGroup[RolloutHeader]], options: EngineOptions) -> None:
+    """Raise RunFileError if the engine lacks the adapter of an unfinished group."""
+    known = options.adapters if options.lora_rank else ()
+    for group in groups:
+        if (name := group.prompt.adapter) is not None and name not in known:
+            raise RunFileError(
+                f"group {group.ids.group_id} of the run is drawn with the adapter {name!r}, and the engine has "
+                f"{', '.join(map(repr, known)) or 'no adapters'}: launch with the lora_rank and the adapters of the run"
+            )
 
 
 def _describe(engine: Engine, version: int) -> tuple[_EngineState, list[Arrays]]:

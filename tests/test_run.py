@@ -6,9 +6,11 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,7 +22,13 @@ from waiting import PATIENCE_S, wait_until
 
 import inflight
 from inflight.core.clock import now_ns
-from inflight.core.errors import InvalidRequestError, LayoutMismatchError, RunFileError
+from inflight.core.errors import (
+    InflightError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    RankLostError,
+    RunFileError,
+)
 from inflight.core.messages import Prompt
 from inflight.core.rollout import Turn
 from inflight.core.sampling import SamplingParams
@@ -212,6 +220,57 @@ def test_progress_with_keys_that_are_not_strings_is_refused(tmp_path):
     run.progress = {"a": {5: 1}}
     run.save(tmp_path)
     assert _read(tmp_path / "run-rank1.inflight")[0].progress == {"a": {5: 1}}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [((None, 3), "engine is NoneType"), ((SimpleNamespace(rank=0), "p"), "publisher is str")],
+)
+def test_other_objects_than_an_engine_and_its_publisher_are_refused(given, named):
+    with pytest.raises(TypeError, match=named):
+        inflight.Run(*given)
+
+
+@pytest.mark.parametrize(("rank", "adapters"), [(0, ("default",)), (4, ("other", "third"))])
+def test_a_group_of_an_adapter_that_the_engine_lacks_is_refused_by_load(tmp_path, rank, adapters):
+    ledger = Ledger()
+    with ledger.table.lock:
+        for adapter in (None, "default"):
+            ledger.engines.begin(Prompt([1, 2], PARAMS, adapter=adapter), None)
+    ledger.expect([0, 1])
+    info = SimpleNamespace(layout=SimpleNamespace(fingerprint=""))
+    options = inflight.EngineOptions(model="tiny", lora_rank=rank, adapters=adapters)
+    history = SimpleNamespace(history=lambda version: ([], {}), unpublished_steps=0)
+    stream = SimpleNamespace(ledger=ledger, sharing=None, outstanding=[])
+    engine = SimpleNamespace(rank=0, info=info, options=options, staleness=history, stream=stream)
+    publisher = SimpleNamespace(version=0, continue_from=None)
+    run = inflight.Run(engine, publisher)  # type: ignore[arg-type]
+    run.save(tmp_path)
+    with pytest.raises(
+        RunFileError, match=r"drawn with the adapter 'default', and the engine has (no|'other', 'third')"
+    ):
+        run.load(tmp_path)
+
+
+def test_ranks_that_do_not_meet_raise_an_error(monkeypatch):
+    engine: Any = SimpleNamespace(rank=0, options=SimpleNamespace(rank_timeout_s=0.5))
+    run = inflight.Run(engine, SimpleNamespace(continue_from=None))  # type: ignore[arg-type]
+    over = threading.Event()
+
+    def late(check, timeout_s):
+        assert not over.wait(timeout_s)
+        raise RuntimeError("wait timeout")
+
+    def lost():
+        raise RankLostError("rank 1 has ended")
+
+    monkeypatch.setattr("inflight.run.RankGroup", late)
+    with pytest.raises(InflightError, match=r"all ranks call run\.save and run\.load, and one has not within 0\.5 s"):
+        run._meet(lambda: None)
+    engine.options.rank_timeout_s = PATIENCE_S
+    with pytest.raises(RankLostError):
+        run._meet(lost)
+    over.set()
 
 
 def test_samples_that_have_to_end_are_in_the_file(tmp_path):
