@@ -112,8 +112,8 @@ class Run:
         Call it between two steps or after the last one: yielded rollouts are recorded as trained on. With several ranks
         call it after `publish`: the weights are recorded as published. Save model and optimizer into the directory
         first: then the checkpoint is complete if this file exists. All ranks call it, and wait for each other for at
-        most `rank_timeout_s`. Raises RunFileError if it cannot be written, or InvalidRequestError for metadata or progress
-        that is not JSON-like or has keys that are not strings, on all ranks.
+        most `rank_timeout_s`. Raises RunFileError if it cannot be written, or InvalidRequestError for metadata or
+        progress that is not JSON-like or has keys that are not strings, on all ranks.
         """
         with self._together():
             for key in self.progress:

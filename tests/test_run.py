@@ -212,7 +212,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
 
 
 def test_progress_with_keys_that_are_not_strings_is_refused(tmp_path):
-    run = inflight.Run(SimpleNamespace(rank=1, stream=None), SimpleNamespace(version=0))
+    run = inflight.Run(SimpleNamespace(rank=1, stream=None), SimpleNamespace(version=0, continue_from=None))
     for progress in ({5: 1}, {"a": 1, None: 2}):
         run.progress = progress
         with pytest.raises(InvalidRequestError, match=r"keys of run.progress must be strings, got"):
