@@ -96,7 +96,7 @@ class Run:
 
     def __init__(self, engine: Engine, publisher: "Publisher | ShardSender | FollowingPublisher"):
         """Raises TypeError for other objects."""
-        for name, given, part in (("engine", engine, "rank"), ("publisher", publisher, "continue_from")):
+        for name, given, part in (("engine", engine, "rank"), ("publisher", publisher, "version")):
             if not hasattr(given, part):
                 raise TypeError(
                     f"{name} is {type(given).__name__}: pass inflight.Run(engine, publisher) the engine of launch() or "

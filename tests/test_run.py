@@ -212,7 +212,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
 
 
 def test_progress_with_keys_that_are_not_strings_is_refused(tmp_path):
-    run = inflight.Run(SimpleNamespace(rank=1, stream=None), SimpleNamespace(version=0, continue_from=None))
+    run = inflight.Run(SimpleNamespace(rank=1, stream=None), SimpleNamespace(version=0))
     for progress in ({5: 1}, {"a": 1, None: 2}):
         run.progress = progress
         with pytest.raises(InvalidRequestError, match=r"keys of run.progress must be strings, got"):
@@ -243,7 +243,7 @@ def test_a_group_of_an_adapter_that_the_engine_lacks_is_refused_by_load(tmp_path
     history = SimpleNamespace(history=lambda version: ([], {}), unpublished_steps=0)
     stream = SimpleNamespace(ledger=ledger, sharing=None, outstanding=[])
     engine = SimpleNamespace(rank=0, info=info, options=options, staleness=history, stream=stream)
-    publisher = SimpleNamespace(version=0, continue_from=None)
+    publisher = SimpleNamespace(version=0)
     run = inflight.Run(engine, publisher)  # type: ignore[arg-type]
     run.save(tmp_path)
     with pytest.raises(
@@ -254,7 +254,7 @@ def test_a_group_of_an_adapter_that_the_engine_lacks_is_refused_by_load(tmp_path
 
 def test_ranks_that_do_not_meet_raise_an_error(monkeypatch):
     engine: Any = SimpleNamespace(rank=0, options=SimpleNamespace(rank_timeout_s=0.5))
-    run = inflight.Run(engine, SimpleNamespace(continue_from=None))  # type: ignore[arg-type]
+    run = inflight.Run(engine, SimpleNamespace(version=0))  # type: ignore[arg-type]
     over = threading.Event()
 
     def late(check, timeout_s):

@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -29,11 +29,11 @@ def name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-async def without_exit(coroutine: Coroutine[Any, Any, Any], name: str) -> Any:
-    """Return the result of a coroutine. Raises RuntimeError instead of SystemExit and KeyboardInterrupt, which would
+async def without_exit(awaitable: Awaitable[Any], name: str) -> Any:
+    """Return the result of an awaitable. Raises RuntimeError instead of SystemExit and KeyboardInterrupt, which would
     end the event loop."""
     try:
-        return await coroutine
+        return await awaitable
     except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(f"{name} raised {error!r}") from error
 

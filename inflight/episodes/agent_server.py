@@ -123,6 +123,11 @@ class AgentServer:
         names: list[str] = []
 
         def accept(name: str) -> Sequence[Reply]:
+            if name in self._accepted:
+                raise ValueError(
+                    f"the id {name!r} is of another episode in progress: each episode needs an id of its own, such as "
+                    f'f"{{id}}-{{session.sample}}" for the episodes of a row'
+                )
             names.append(name)
             named = self._accepted[name] = replace(opened, replies=[])
             return named.replies

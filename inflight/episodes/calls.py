@@ -26,6 +26,7 @@ OnRestart = Literal["replay", "load", "drop"]
 """Treatment of an environment whose episode continues after a restart of the trainer, its attribute `on_restart`.
 "replay": all of its methods are called again. "load": saved results are returned, and before the first further call a
 new environment gets the last state. "drop": saved results are returned, and the first further call ends the episode."""
+_FUNCTION = "the call function"
 DROPPED = "dropped after a restart"
 """The reason of the end of an episode whose environment cannot continue."""
 _NOT_STORED = "calls not stored"
@@ -139,10 +140,15 @@ class Calls:
         return result
 
     def start(self, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> "asyncio.Future[Any]":
-        """Call a function as a task, or in a thread if it is not async."""
-        if is_async(function):
-            return asyncio.ensure_future(without_exit(function(*arguments, **keywords), "the call function"))
-        return asyncio.wrap_future(self._turns.workers.start(partial(function, *arguments, **keywords)))
+        """Call a function as a task, or in a thread if it is not async. An awaitable result is awaited."""
+        call = partial(function, *arguments, **keywords)
+        return asyncio.ensure_future(
+            self._in_thread(call) if not is_async(function) else without_exit(call(), _FUNCTION)
+        )
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        result = await asyncio.wrap_future(self._turns.workers.start(call))
+        return await without_exit(result, _FUNCTION) if inspect.isawaitable(result) else result
 
     async def _make(self, timeout_s: float, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
         """Call a function within a time, in s, and within its rate limit."""

@@ -163,9 +163,12 @@ class Player:
             return reason, None, None
         reason, is_served = session.ended or "completed", bool(session.at_close)
         session.close("closed")
-        if task.cancelled():
+        if task.cancelled() and reason != "completed":
             return "cancelled", None, None
-        failure = task.exception()
+        try:
+            failure = task.exception()
+        except asyncio.CancelledError as error:  # Nobody has cancelled the episode: a call has raised it.
+            failure = error
         if isinstance(failure, EpisodeEnd):
             return failure.reason, None, None
         if failure is None:
@@ -231,5 +234,7 @@ def finish_reason(session: Session, reason: str, reward: float | None) -> str:
         return "error"
     if reason != "completed":
         return "cancelled" if reward is None else "length"
-    last = [segment.drawn[-1].turn.finish_reason for segment in session.segments if segment.drawn]
-    return last[-1] if last else "stop"
+    if session.last is None:
+        return "stop"
+    segment, number = session.last
+    return segment.drawn[number].turn.finish_reason

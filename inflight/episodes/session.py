@@ -101,7 +101,7 @@ class Session:
         and InvalidRequestError for messages that do not fit the chat template.
         """
         self._check_open()
-        if isinstance(messages, str):
+        if isinstance(messages, (str, Mapping)) or not all(isinstance(message, Mapping) for message in messages):
             raise TypeError(
                 f'messages must be a list of messages such as {{"role": "user", "content": …}}, got {messages!r}'
             )
@@ -216,7 +216,9 @@ class Session:
         """Call the functions that a reply names, all at the same time, and return a tool message for each call. The
         exception of a call, or the unknown name of its function, becomes the content of the message. Raises
         EpisodeEnd."""
-        by_name = {function.__name__: function for function in tools}
+        if not all(map(callable, tools)):
+            raise TypeError("tools must be functions: use_tools calls them, and a schema cannot be called")
+        by_name = {name_of(function): function for function in tools}
 
         async def use(request: Mapping[str, Any]) -> dict[str, Any]:
             name, arguments = request["function"]["name"], request["function"]["arguments"]
@@ -227,12 +229,13 @@ class Session:
                 try:
                     keywords = json.loads(arguments) if isinstance(arguments, str) else arguments
                     content = await self.call(partial(by_name[name], **keywords))
+                    if not isinstance(content, str):
+                        content = json.dumps(content, ensure_ascii=False, default=str)
                 except EpisodeEnd:
                     raise
                 except Exception as error:
                     content = f"error: {type(error).__name__}: {error}"
-            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
-            return {"role": "tool", "name": name, "tool_call_id": request.get("id", ""), "content": text}
+            return {"role": "tool", "name": name, "tool_call_id": request.get("id", ""), "content": content}
 
         return list(await asyncio.gather(*map(use, reply.calls)))
 
@@ -288,7 +291,11 @@ class Session:
     # ---- helpers ------------------------------------------------------------------------------------------------
 
     def _most(self, max_tokens: int | None) -> int:
-        return min(max_tokens or self.params.max_tokens, self.params.max_tokens)
+        if max_tokens is None:
+            return self.params.max_tokens
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        return min(max_tokens, self.params.max_tokens)
 
     def _check_open(self) -> None:
         if self.ended is not None:
@@ -345,7 +352,8 @@ class Session:
             if most <= 0:
                 self._end("max_tokens")
         seed = sample_seed(self._seed, self.num_turns) & (2**63 - 1)
-        params = self.turns.params_of_turn(self.params, self.num_turns, seed, most)
+        least = self.params.min_tokens - (len(segment.token_ids) - request.num_prompt)  # A fork has some of them.
+        params = self.turns.params_of_turn(self.params, self.num_turns, seed, max(0, least), most)
         place = Place(self.group_id, self.sample, self.num_turns, segment.digest)
         self.num_turns += 1
         segment.is_busy, began_ns = True, now_ns()

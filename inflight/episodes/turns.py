@@ -111,13 +111,17 @@ class Turns:
         decode = partial(self._tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         return Continuation(decode, before[-_TAIL:]).text(token_ids.tolist())
 
-    def params_of_turn(self, params: SamplingParams, number: int, seed: int, max_tokens: int) -> SamplingParams:
-        """Return the parameters of a turn for the ones of the episode. number: 0 for its first turn."""
+    def params_of_turn(
+        self, params: SamplingParams, number: int, seed: int, min_tokens: int, max_tokens: int
+    ) -> SamplingParams:
+        """Return the parameters of a turn for the ones of the episode. number: 0 for its first turn. min_tokens: a
+        larger one than `max_tokens` counts as `max_tokens`."""
         across, protect_s = params.prefix_across_versions, params.protect_s
         return msgspec.structs.replace(
             params,
             n=1,
             seed=seed,
+            min_tokens=min(min_tokens, max_tokens),
             max_tokens=max_tokens,
             prefix_across_versions=self._across if across is None else across,
             protect_s=PROTECT_S if protect_s is None else protect_s,

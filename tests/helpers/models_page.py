@@ -17,7 +17,8 @@ _TEXT = """
 Qwen/Qwen3-8B Qwen/Qwen3-30B-A3B Qwen/Qwen2.5-7B-Instruct Qwen/Qwen3-Next-80B-A3B-Instruct Qwen/Qwen3.5-9B
 Qwen/Qwen3.5-35B-A3B meta-llama/Llama-3.1-8B-Instruct meta-llama/Llama-3.2-1B-Instruct
 meta-llama/Llama-4-Scout-17B-16E-Instruct mistralai/Mistral-7B-Instruct-v0.3 google/gemma-2-9b google/gemma-3-1b-it
-google/gemma-3-4b-it google/gemma-4-E2B-it google/gemma-4-31B-it google/gemma-4-26B-A4B-it arcee-ai/Trinity-Mini openai/gpt-oss-20b microsoft/phi-4
+google/gemma-3-4b-it google/gemma-4-E2B-it google/gemma-4-31B-it google/gemma-4-26B-A4B-it
+arcee-ai/Trinity-Mini openai/gpt-oss-20b microsoft/phi-4
 microsoft/Phi-4-mini-instruct deepseek-ai/DeepSeek-V3.1 deepseek-ai/DeepSeek-V3.2 deepseek-ai/DeepSeek-V4-Flash
 moonshotai/Moonlight-16B-A3B-Instruct zai-org/GLM-4-9B-0414 zai-org/GLM-4.5-Air zai-org/GLM-4.7-Flash zai-org/GLM-5
 MiniMaxAI/MiniMax-M2 nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 HuggingFaceTB/SmolLM2-135M-Instruct
