@@ -199,8 +199,8 @@ class Run:
             group.close()
 
     def _meet(self, check: Callable[[], None]) -> RankGroup:
-        """Wait until all ranks have come here. Raises RankLostError if one is lost, and InflightError if one does not
-        come within `rank_timeout_s`."""
+        """Wait until all ranks have called this. Raises RankLostError if one is lost, and InflightError if one does
+        not call it within `rank_timeout_s`."""
         bound_s, wait = self._engine.options.rank_timeout_s, Wait()
         met = Workers("ranks").start(partial(RankGroup, check, bound_s))  # It blocks, and cannot see a lost rank.
         while True:

@@ -358,7 +358,7 @@ def test_a_quantised_checkpoint_has_the_layout_of_a_trainer_in_bfloat16(tmp_path
         torch.manual_seed(0)
         expected = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
         for name, tensor in loaded.state_dict().items():
-            # Codes have 3 bits after the leading one, and blocks have scales of their own.
+            # Codes have 3 bits after the leading one, and each block has another scale.
             assert ((tensor - expected[name]).abs() <= 0.07 * expected[name].abs() + 1e-4).all()
 
 

@@ -1,4 +1,4 @@
-"""Dequantises fp8 weights whose shape is no multiple of their blocks, such as DeepSeek V3's `kv_a_proj_with_mqa`.
+"""Dequantises fp8 weights whose shape is not a multiple of the block size, such as DeepSeek V3's `kv_a_proj_with_mqa`.
 
 Transformers divides a tensor into as many equal blocks as it has scales: it refuses 576 rows with 5 scales for blocks
 of 128, and gives 200 rows with 2 scales blocks of 100.

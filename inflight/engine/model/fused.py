@@ -336,7 +336,8 @@ def _mixers(layer: nn.Module, rotations: Rotations, order: AttentionOrder) -> _M
     scales = [getattr(layer, name, None) for name in _SideBySide.SCALES]
     if len(with_state) > 1 or not isinstance(attention, nn.Module) or None in scales:
         raise UnknownPartError(f"{type(layer).__name__} has several parts that mix tokens")
-    return _SideBySide(*(_mixer(module, rotations, order) for module in (with_state[0], attention)), *scales)
+    state = _mixer(with_state[0], rotations, order)
+    return _SideBySide(state, _mixer(attention, rotations, order), *map(float, scales))
 
 
 def _mixer(module: nn.Module, rotations: Rotations, order: AttentionOrder) -> _Mixer:

@@ -61,7 +61,7 @@ def _cover(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     first, end = tensors[0], tensors[0].data_ptr()
     for tensor in tensors:
         if tensor.data_ptr() != end or not tensor.is_contiguous():
-            raise UnknownPartError("sibling projections do not lie side by side")
+            raise UnknownPartError("sibling projections are not adjacent in memory")
         end += tensor.nbytes
     shape = (sum(len(t) for t in tensors), *first.shape[1:])
     return first.detach().as_strided(shape, first.stride(), first.storage_offset())

@@ -182,8 +182,7 @@ class Submitter:
         return self.examples.submitted(num_submitted, in_flight, unsubmitted)
 
     def submitted_again(self, record: Submitted) -> dict[str, Any]:
-        """Return the fields of the last record in which the groups in flight, which have been dropped since, count as
-        not submitted."""
+        """Return the fields of the last record with its groups in flight as not submitted. They were dropped since."""
         with self._changed:
             known = [self._examples[group_id] for group_id in record.in_flight if group_id in self._examples]
         return {
