@@ -16,7 +16,7 @@ from harness import finish
 from model_kinds import DTYPES, PAIRS, compare, draw, load
 from transformers import AutoConfig
 
-DRAWN = (16, 128, 64)
+DRAWN = (16, 32, 64)
 """Sequences, prompt tokens and drawn tokens."""
 CHANGED: dict[str, dict[str, Any]] = {
     **{name: FAMILIES[name] for name in ("lfm2", "nemotron_h", "falcon_h1")},

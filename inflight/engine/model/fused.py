@@ -333,7 +333,7 @@ def _mixers(layer: nn.Module, rotations: Rotations, order: AttentionOrder) -> _M
         return _mixer(part_of(layer, "self_attn"), rotations, order)
     if attention in (None, with_state[0]) and len(with_state) == 1:
         return _mixer(with_state[0], rotations, order)
-    scales = [getattr(layer, name, None) for name in _SideBySide.SCALES]
+    scales: list[Any] = [getattr(layer, name, None) for name in _SideBySide.SCALES]
     if len(with_state) > 1 or not isinstance(attention, nn.Module) or None in scales:
         raise UnknownPartError(f"{type(layer).__name__} has several parts that mix tokens")
     state = _mixer(with_state[0], rotations, order)

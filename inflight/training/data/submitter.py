@@ -67,7 +67,9 @@ class Submitter:
         self.num_accepted = 0
         """Number of groups that were submitted here."""
         self._examples = _examples_in_flight(engine, submitted)
-        """Examples of the groups that were in flight when `submitted` was read last, and of later ones."""
+        """Examples of the groups in flight now, or when `submitted` was read last."""
+        self._recorded = set(submitted.in_flight)
+        """Groups in flight when `submitted` was read last."""
         self._taken_early: set[int] = set()
         """Groups that were taken before their submission returned."""
         self._changed = threading.Condition()
@@ -135,7 +137,8 @@ class Submitter:
         with self._submitting, self._changed:  # A submission in another thread might be in progress.
             # Nothing was left to take, so these were discarded by another caller (`engine.abandon`).
             if gone := self.in_flight.difference(self._engine.stream.ledger.outstanding):
-                self.in_flight -= gone
+                for group_id in gone:
+                    self._leave(group_id)
                 self.lead.withdraw(len(gone))
         if self.is_automatic:
             self.fill()
@@ -147,7 +150,7 @@ class Submitter:
         """Note that the trainer has taken a group, and still needs this number for its step."""
         with self._changing():
             if group_id in self.in_flight:
-                self.in_flight.discard(group_id)
+                self._leave(group_id)
                 self.lead.take(missing)
             else:
                 self._taken_early.add(group_id)
@@ -176,9 +179,8 @@ class Submitter:
         """The record from which another submitter continues."""
         with self._changed:
             num_submitted, in_flight, unsubmitted = self.num_submitted, sorted(self.in_flight), self.unsubmitted
-            self._examples = {
-                group_id: self._examples[group_id] for group_id in in_flight if group_id in self._examples
-            }
+            self._recorded = self.in_flight.copy()
+            self._examples = {each: self._examples[each] for each in in_flight if each in self._examples}
         return self.examples.submitted(num_submitted, in_flight, unsubmitted)
 
     def submitted_again(self, record: Submitted) -> dict[str, Any]:
@@ -229,6 +231,12 @@ class Submitter:
         finally:
             with self._changing():
                 self._is_paused = False
+
+    def _leave(self, group_id: int) -> None:
+        """Note that a group is not in flight any more. Holds `_changed`."""
+        self.in_flight.discard(group_id)
+        if group_id not in self._recorded:
+            self._examples.pop(group_id, None)
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
@@ -287,7 +295,7 @@ class Submitter:
                     self._examples |= accepted
                     self.num_accepted += len(accepted)
                     for group_id in self._taken_early.intersection(accepted):
-                        self.in_flight.discard(group_id)
+                        self._leave(group_id)
                         self.lead.take()
                     self._taken_early.clear()
             return len(accepted)
@@ -305,7 +313,8 @@ class Submitter:
 def _examples_in_flight(engine: PromptEngine, submitted: Submitted) -> dict[int, Example]:
     """Return the examples of the groups that a loaded run continues."""
     examples: dict[int, Example] = {}
-    for record in engine.stream.ledger.table.known(submitted.in_flight):
+    known = engine.stream.ledger.table.known(submitted.in_flight) if submitted.in_flight else ()
+    for record in known:
         if record.prompt is not None:
             metadata = record.prompt.metadata
             row = Example(metadata["row"], metadata["metadata"]) if PLAYER in metadata else None  # of Episodes

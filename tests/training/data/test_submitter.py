@@ -308,3 +308,14 @@ def test_a_prompt_that_the_engine_refuses_is_not_submitted_again(engine):
         next(engine.stream.batches(rollouts=2, score=score, prompts=prompts, params=SAMPLING, ahead="auto"))
     found = prompts_of(engine.stream.batches(rollouts=2, score=score, prompts=prompts, params=SAMPLING))
     assert found == [[1], [2], [4]]
+
+
+def test_examples_of_taken_groups_are_not_kept_without_a_run(engine):
+    submitter = Submitter(engine, ([i % 50, 3] for i in count()), SAMPLING, 2, ahead=0)
+    for _ in range(3):
+        submitter.fill()
+        assert len(submitter._examples) == 2
+        for group in engine.stream.groups():
+            submitter.took(group[0].group_id, 1)
+        submitter.begin()
+        assert not submitter._examples
