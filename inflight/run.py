@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -200,17 +199,19 @@ class Run:
 
     def _meet(self, check: Callable[[], None]) -> RankGroup:
         """Wait until all ranks have called this. Raises RankLostError if one is lost, and InflightError if one does
-        not call it within `rank_timeout_s`."""
+        not call it within `rank_timeout_s`. Ranks cannot meet again after that."""
         bound_s, wait = self._engine.options.rank_timeout_s, Wait()
-        met = Workers("ranks").start(partial(RankGroup, check, bound_s))  # It blocks, and cannot see a lost rank.
-        while True:
+        met = Workers("ranks").start(RankGroup, check)  # It blocks, and cannot see a lost rank.
+        while wait.waited_s < bound_s:
             try:
-                return met.result(timeout=1.0)
+                return met.result(timeout=min(1.0, bound_s))
             except FutureTimeoutError:
                 wait.tick(_ALL_RANKS)
                 check()
-            except RuntimeError as error:
-                raise InflightError(f"{_ALL_RANKS}, and one has not within {bound_s:g} s: {error}") from error
+        raise InflightError(
+            f"{_ALL_RANKS}, and one has not within {bound_s:g} s (launch with rank_timeout_s for another bound); "
+            "start the ranks again, from the last checkpoint"
+        )
 
 
 def _check_adapters(groups: Sequence[SavedGroup[RolloutHeader]], options: EngineOptions) -> None:

@@ -24,8 +24,8 @@ class Projections:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Names of the norms of a layer; None: the layer has no such norm. A layer matches if it has the last norm and no
-    other ones."""
+    """Names of the norms of a layer; None: the layer has no such norm. A layer matches if it has the last of these
+    norms and no other norm."""
 
     before_attention: str | None
     after_attention: str | None

@@ -125,7 +125,7 @@ class AgentServer:
         def accept(name: str) -> Sequence[Reply]:
             if name in self._accepted:
                 raise ValueError(
-                    f"the id {name!r} is of another episode in progress: each episode needs another id, such as "
+                    f"the id {name!r} was accepted already, for an episode in progress: choose another one, such as "
                     f'f"{{id}}-{{session.sample}}" for the episodes of a row'
                 )
             names.append(name)

@@ -130,7 +130,7 @@ def test_an_id_of_another_episode_is_refused(engine):
     _, counts = outcome(engine, play, n=2)
     assert counts["completed"] == 2, counts
     assert len(refused) == 1
-    assert "another episode in progress" in refused[0]
+    assert "was accepted already, for an episode in progress" in refused[0]
 
 
 def test_messages_that_are_no_list_are_refused(engine):

@@ -14,7 +14,7 @@ SAMPLE = {
     "llama": (FUSED, "packed without logits"),
     "granite": (FUSED, "packed without logits"),
     "deepseek_v3": (FUSED, "packed without logits"),
-    "afmoe": (UNFUSED, "packed without logits"),
+    "hunyuan_v1_dense": (UNFUSED, "packed without logits"),
     "qwen3_vl": (FUSED, "packed without logits"),
     "mistral3": (FUSED, "packed without logits"),
     "mamba": (REFUSED, "rows"),

@@ -65,9 +65,9 @@ def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> Pre
         )
     if adapter := find_adapter_config_file(model):
         raise ModelLoadError(
-            f"the checkpoint {model!r} has {Path(adapter).name} next to whole weights: Transformers would add this "
-            "adapter to them, also to weights into which it was merged. Remove the file; to draw with the adapter, "
-            "launch with lora_rank and publish it."
+            f"the checkpoint {model!r} has {Path(adapter).name}: Transformers would add this adapter to the weights, "
+            "also to weights into which it was merged. To draw with the adapter, launch its base model with lora_rank "
+            "and publish it. If the adapter was merged, remove its files."
         )
     with _ConversionErrors() as broken, whole_blocks() if method == "fp8" else nullcontext():
         try:

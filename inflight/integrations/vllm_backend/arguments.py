@@ -20,6 +20,8 @@ _BLOCK_TOKENS = 128
 """Maximum number of tokens of vLLM's blocks by default."""
 _WORKSPACE_BYTES = 2 << 30
 """Memory of a GPU for vLLM's CUDA context, its activations and its workspaces, in bytes."""
+_OF_STATES = {"out_proj", "w1", "w2", "w3", "w13"}
+"""Names of projections that vLLM would also give adapters inside layers with a state, or that it names otherwise."""
 _SAME = {
     "dtype": "dtype",
     "seed": "seed",
@@ -145,7 +147,7 @@ def arguments_of(
             "max_loras": places,
             "max_cpu_loras": places,
             "max_lora_rank": _rank_of_vllm(options.lora_rank),
-            "lora_target_modules": PROJECTIONS,
+            "lora_target_modules": [name for name in PROJECTIONS if name not in _OF_STATES],
         }
     return arguments | options.vllm
 

@@ -45,7 +45,7 @@ class Submitted(msgspec.Struct, frozen=True):
     unsubmitted: list[Example] = []
     """Examples that were read and not submitted."""
     num_read: int = 0
-    """Number of examples that were read, if it is larger than `num_submitted`."""
+    """Number of examples that were submitted, skipped or left in `unsubmitted`. 0: as `num_submitted`."""
 
 
 NOTHING_SUBMITTED = Submitted()
@@ -96,6 +96,11 @@ class Examples:
         """True if all were submitted or skipped."""
         return self._has_ended and not self.buffer
 
+    @property
+    def can_continue(self) -> bool:
+        """False if a loaded run begins again with the first example: they observe rewards and have no state."""
+        return self._observe is None or hasattr(self._source, "state_dict")
+
     def read(self, count: int) -> None:
         """Read examples until the buffer has this number."""
         while not self._has_ended and len(self.buffer) < count:
@@ -112,9 +117,9 @@ class Examples:
     def submitted(self, num_submitted: int, in_flight: list[int], unsubmitted: list[Any]) -> Submitted:
         """Return the record from which another run continues, JSON-like if the examples are. unsubmitted: a copy of the
         buffer."""
-        state = None
-        if self._observe is not None and hasattr(self._source, "state_dict"):
-            state = cast(Any, self._source).state_dict()
+        if not self.can_continue:
+            return Submitted(num_submitted, in_flight)
+        state = None if self._observe is None else cast(Any, self._source).state_dict()
         left = [plain_example(example) for example in unsubmitted]
         return Submitted(num_submitted, in_flight, state, left, num_submitted + len(left))
 
@@ -231,6 +236,10 @@ class FittingExamples:
 
 
 def plain_example(example: Any) -> Example:
-    """Return an example for a file, with token ids as a list."""
+    """Return an example for a file, with token ids as a list of integers."""
     prompt, metadata = as_example(example)
-    return Example(prompt.tolist() if hasattr(prompt, "tolist") else prompt, dict(metadata))
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    elif isinstance(prompt, (list, tuple)) and prompt and hasattr(prompt[0], "item"):
+        prompt = [int(token) for token in prompt]
+    return Example(prompt, dict(metadata))

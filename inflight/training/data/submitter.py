@@ -185,6 +185,8 @@ class Submitter:
 
     def submitted_again(self, record: Submitted) -> dict[str, Any]:
         """Return the fields of the last record with its groups in flight as not submitted. They were dropped since."""
+        if not self.examples.can_continue:
+            return {"in_flight": []}
         with self._changed:
             known = [self._examples[group_id] for group_id in record.in_flight if group_id in self._examples]
         return {

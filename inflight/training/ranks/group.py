@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from datetime import timedelta
 from time import sleep
 from typing import Any
 
@@ -37,14 +36,13 @@ class RankGroup:
     process groups (30 minutes by default).
     """
 
-    def __init__(self, check: Callable[[], None], timeout_s: float | None = None) -> None:
-        """check: raises RankLostError if a rank is known to be lost. timeout_s: replaces the timeout of process groups,
-        for the constructor, too."""
+    def __init__(self, check: Callable[[], None]) -> None:
+        """check: raises RankLostError if a rank is known to be lost."""
         self._check = check
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.agreed_error: Exception | None = None
         """The error that all ranks have raised together."""
-        self._group: Any = dist.new_group(timeout=timeout_s and timedelta(seconds=timeout_s), backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo")
 
     def close(self) -> None:
         """End the process group. Not collective."""
