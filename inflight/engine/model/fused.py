@@ -236,12 +236,13 @@ class FusedDecoder:
         self._memory = memory
         body = model.get_decoder()  # It can be inside a multimodal model.
         self._body = body
+        modules = part_of(body, "layers", nn.ModuleList)
         self._embed = body.get_input_embeddings()
         rotations = Rotations(
             next((getattr(body, name) for name in ROTATIONS if hasattr(body, name)), None), max_context
         )
         order = AttentionOrder()
-        self._layers = [_layer(module, rotations, order) for module in part_of(body, "layers", nn.ModuleList)]
+        self._layers = [_layer(module, rotations, order) for module in modules]
         self._norm = norm_of(part_of(body, next((name for name in LAST_NORMS if hasattr(body, name)), "norm")))
         self._head = product_of(part_of(model, "lm_head", nn.Linear))
         self._embed_scale = float(getattr(body, "embedding_multiplier", 1.0))
