@@ -48,10 +48,10 @@ MIXTURE_SIZES = ((1, 32, 48), (8, 32, 24), (32, 32, 16))
 HYBRID_SIZES = ((1, 128, 64), (16, 128, 64), (1, 2048, 32), (4, 2048, 32))
 
 
-def load(config: PretrainedConfig, dtype: str, sizes: tuple[tuple[int, int, int], ...], **options: Any) -> Engine:
+def load(config: PretrainedConfig, dtype: str, sizes: tuple[tuple[int, int, int], ...]) -> Engine:
     """An engine of a random model with room for the largest of these sizes."""
     torch.manual_seed(0)
-    options |= {"device": "cpu", "dtype": dtype, "prefix_caching": False, "slots": 1, "threads": 1}
+    options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "prefix_caching": False, "slots": 1, "threads": 1}
     options["max_sequences"] = max(count for count, _, _ in sizes)
     options["max_context"] = max(prompt + tokens for _, prompt, tokens in sizes)
     with tempfile.TemporaryDirectory() as directory:

@@ -114,8 +114,8 @@ class Turns:
     def params_of_turn(
         self, params: SamplingParams, number: int, seed: int, min_tokens: int, max_tokens: int
     ) -> SamplingParams:
-        """Return the parameters of a turn for the ones of the episode. number: 0 for its first turn. min_tokens: a
-        larger one than `max_tokens` counts as `max_tokens`."""
+        """Return the parameters of a turn for the ones of the episode. number: 0 for its first turn. min_tokens:
+        bounded by `max_tokens`."""
         across, protect_s = params.prefix_across_versions, params.protect_s
         return msgspec.structs.replace(
             params,

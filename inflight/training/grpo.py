@@ -396,7 +396,7 @@ class _Trainer:
 
 @contextmanager
 def _keeping_dropped_examples(run: HasProgress | None, admission: Admission) -> Iterator[None]:
-    """After the block, which drops the groups in flight, let a run that is saved later submit their examples again."""
+    """The block drops the groups in flight at its end. Record their examples as not submitted, for a later save."""
     try:
         yield
     finally:

@@ -5,6 +5,8 @@ import time
 from contextlib import nullcontext
 from itertools import chain, count
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from tiny_models import make_model
@@ -12,7 +14,7 @@ from waiting import PATIENCE_S, wait_until
 
 import inflight
 from inflight.core.errors import InvalidRequestError, ScoreError
-from inflight.training.data.examples import Example
+from inflight.training.data.examples import Example, plain_example
 from inflight.training.data.submitter import Submitter
 from inflight.training.grpo import grpo
 
@@ -319,3 +321,8 @@ def test_examples_of_taken_groups_are_not_kept_without_a_run(engine):
             submitter.took(group[0].group_id, 1)
         submitter.begin()
         assert not submitter._examples
+
+
+@pytest.mark.parametrize("prompt", [np.array([10, 3]), list(np.array([10, 3])), torch.tensor([10, 3]), [10, 3]])
+def test_token_ids_of_any_kind_can_be_saved(prompt):
+    assert msgspec.json.decode(msgspec.json.encode(plain_example(prompt))) == [[10, 3], {}]
