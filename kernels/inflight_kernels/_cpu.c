@@ -13,7 +13,8 @@
 #include <immintrin.h>
 #endif
 
-#define LANES 16
+#define BLOCK 16        // tokens in a block of the paged cache
+#define WIDE 16         // results of a tile of `linear`, channels that `short_convolution` takes together
 #define CHUNK 64        // context tokens whose scores are held at a time
 #define MAX_ROWS 8      // query rows that share one read of the keys
 #define MAX_HEAD 512
@@ -21,29 +22,27 @@
 #define MAX_HIDDEN 16384
 #define SAMPLE_BLOCK 1024
 
-typedef float vf __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t vi __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t vu __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t vh __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float wf __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t wi __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t bf16;
 
-// Vectors as wide as the registers, where wider ones would go through memory.
+// Vectors have LANES numbers and are as wide as the registers: GCC sends operations of wider ones through memory.
 #if defined(__AVX512F__)
-#define NATIVE 16
+#define LANES 16
 #elif defined(__AVX__)
-#define NATIVE 8
+#define LANES 8
 #else
-#define NATIVE 4
+#define LANES 4
 #endif
 
-typedef float nf __attribute__((vector_size(4 * NATIVE), aligned(4), may_alias));
-typedef uint32_t nu __attribute__((vector_size(4 * NATIVE), aligned(4), may_alias));
-typedef uint16_t nh __attribute__((vector_size(2 * NATIVE), aligned(2), may_alias));
-typedef int32_t ni __attribute__((vector_size(4 * NATIVE), aligned(4), may_alias));
+typedef float vf __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 #if !defined(__clang__) && __GNUC__ < 12
 #define __builtin_shufflevector(a, b, ...) \
-    __builtin_shuffle(a, b, __builtin_choose_expr(sizeof(a) == 64, (vi){__VA_ARGS__}, (ni){__VA_ARGS__}))
+    __builtin_shuffle(a, b, __builtin_choose_expr(sizeof(a) == 64, (wi){__VA_ARGS__}, (vi){__VA_ARGS__}))
 #endif
 
 static inline float load1(const void *base, int is_bf16, ptrdiff_t i) {
@@ -90,6 +89,16 @@ static inline void store(void *base, int is_bf16, ptrdiff_t i, vf x) {
     else *(vf *)((float *)base + i) = x;
 }
 
+static inline wf load_wide(const void *base, int is_bf16, ptrdiff_t i) {
+    wf x;
+    for (int part = 0; part < WIDE; part += LANES) ((vf *)&x)[part / LANES] = load(base, is_bf16, i + part);
+    return x;
+}
+
+static inline void store_wide(void *base, int is_bf16, ptrdiff_t i, wf x) {
+    for (int part = 0; part < WIDE; part += LANES) store(base, is_bf16, i + part, ((vf *)&x)[part / LANES]);
+}
+
 static inline vf splat(float x) { return x - (vf){0}; }
 
 static inline vf blend(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
@@ -123,7 +132,7 @@ static inline vf expv(vf x) {
 
 // ---- attention over a paged cache --------------------------------------------------------------------------------
 //
-// keys [blocks, Hk, D, LANES] (transposed, so that 16 scores are one vector), values [blocks, Hk, LANES, Dv].
+// keys [blocks, Hk, D, BLOCK] (transposed, so that BLOCK scores lie side by side), values [blocks, Hk, BLOCK, Dv].
 // queries [T, Hq, D] and out [T, Hq, Dv] are contiguous. Sequence s has the queries starts[s] .. starts[s+1], the last
 // of which sits at position contexts[s] - 1; its block numbers are tables[s, 0 ...].
 
@@ -143,14 +152,15 @@ static inline __attribute__((always_inline)) void weigh(const Attention *a, cons
     for (int r = 0; r < rows; r++) {
         if (a->softcap != 0)
             for (int t = 0; t < count; t++) weight[r][t] = a->softcap * tanhf(weight[r][t] / a->softcap);
-        for (int t = 0; t < CHUNK; t++) {
+        const int all_visible = start + CHUNK - 1 <= position[r] && !(a->window && start <= position[r] - a->window);
+        for (int t = 0; t < CHUNK && !all_visible; t++) {
             const int64_t key = start + t;
             const int hidden = key > position[r] || (a->window && key <= position[r] - a->window);
             weight[r][t] = hidden ? -INFINITY : weight[r][t];
         }
         vf top = splat(-INFINITY);
         for (int t = 0; t < CHUNK; t += LANES) top = maxv(top, *(vf *)&weight[r][t]);
-        float high = max1(top);
+        const float high = max1(top);
         if (!(high <= peak[r])) {  // higher, or NaN
             const float shrink = peak[r] == -INFINITY ? 0 : expf(peak[r] - high);
             total[r] *= shrink;
@@ -191,34 +201,36 @@ static inline __attribute__((always_inline)) void attend_rows(const Attention *a
     }
     const int64_t last = position[real_rows - 1];
     int64_t begin = a->window ? position[0] - a->window + 1 : 0;
-    begin = begin < 0 ? 0 : begin / LANES * LANES;
+    begin = begin < 0 ? 0 : begin / BLOCK * BLOCK;
 
     for (int64_t start = begin; start <= last; start += CHUNK) {
         const int count = last + 1 - start < CHUNK ? (int)(last + 1 - start) : CHUNK;
-        for (int b = 0; b < count; b += LANES) {
-            const int64_t block = table[(start + b) / LANES];
-            const ptrdiff_t base = (block * a->kv_heads + kv_head) * D * LANES;
-            vf score[MAX_ROWS];
-            for (int r = 0; r < rows; r++) score[r] = (vf){0};
+        for (int b = 0; b < count; b += BLOCK) {
+            const int64_t block = table[(start + b) / BLOCK];
+            const ptrdiff_t base = (block * a->kv_heads + kv_head) * D * BLOCK;
             // What comes next is fetched meanwhile: the values of this block, the keys of the one behind it.
-            const int64_t later = start + b + LANES <= last ? table[(start + b) / LANES + 1] : block;
-            const char *next_k = (const char *)a->k + (later * a->kv_heads + kv_head) * D * LANES * size;
-            const char *this_v = (const char *)a->v + (block * a->kv_heads + kv_head) * Dv * LANES * size;
-            for (int d = 0; d < D; d++) {
-                if (d * LANES * size % 64 == 0) {
-                    __builtin_prefetch(next_k + d * LANES * size);
-                    __builtin_prefetch(this_v + d * LANES * size);
+            const int64_t later = start + b + BLOCK <= last ? table[(start + b) / BLOCK + 1] : block;
+            const char *next_k = (const char *)a->k + (later * a->kv_heads + kv_head) * D * BLOCK * size;
+            const char *this_v = (const char *)a->v + (block * a->kv_heads + kv_head) * Dv * BLOCK * size;
+            for (int part = 0; part < BLOCK; part += LANES) {
+                vf score[MAX_ROWS];
+                for (int r = 0; r < rows; r++) score[r] = (vf){0};
+                for (int d = 0; d < D; d++) {
+                    if (!part && d * BLOCK * size % 64 == 0) {
+                        __builtin_prefetch(next_k + d * BLOCK * size);
+                        __builtin_prefetch(this_v + d * BLOCK * size);
+                    }
+                    const vf key = load(a->k, bf, base + (ptrdiff_t)d * BLOCK + part);
+                    for (int r = 0; r < rows; r++) score[r] += query[r][d] * key;
                 }
-                const vf key = load(a->k, bf, base + (ptrdiff_t)d * LANES);
-                for (int r = 0; r < rows; r++) score[r] += query[r][d] * key;
+                for (int r = 0; r < rows; r++) *(vf *)&weight[r][b + part] = score[r];
             }
-            for (int r = 0; r < rows; r++) *(vf *)&weight[r][b] = score[r];
         }
         weigh(a, rows, start, count, position, weight, peak, total, &acc[0][0], MAX_HEAD);
-        for (int b = 0; b < count; b += LANES) {
-            const int64_t block = table[(start + b) / LANES];
-            const ptrdiff_t base = (block * a->kv_heads + kv_head) * LANES * (ptrdiff_t)Dv;
-            const int here = count - b < LANES ? count - b : LANES;
+        for (int b = 0; b < count; b += BLOCK) {
+            const int64_t block = table[(start + b) / BLOCK];
+            const ptrdiff_t base = (block * a->kv_heads + kv_head) * BLOCK * (ptrdiff_t)Dv;
+            const int here = count - b < BLOCK ? count - b : BLOCK;
             for (int d = 0; d < Dv; d += LANES) {
                 vf mix[MAX_ROWS];
                 for (int r = 0; r < rows; r++) mix[r] = *(vf *)&acc[r][d];
@@ -281,6 +293,7 @@ int paged_attention(const void *q, const void *k, const void *v, void *out, int 
 #define DEPTH_BYTES 2048  // of a row at a time, so that they do
 #define GROUP_TOKENS 48   // rows of x that pass by together
 #define X_BYTES (1 << 20) // of x, all of which passes by one panel before the next
+#define SMALL_MATRIX (1 << 20)
 #define FEW_TOKENS 8      // rows of x for which w is fetched line by line
 #ifdef __AVX512F__
 #define MOST_FLOATS INT64_MAX
@@ -303,10 +316,10 @@ int paged_attention(const void *q, const void *k, const void *v, void *out, int 
 #define TILE_FUNCTION static inline __attribute__((always_inline))
 #define KEEP(x) __asm__("" : "+v"(x))  // in a register: GCC would load it again for each product
 
-static inline nu high_halves(nu x) { return x & 0xffff0000u; }
+static inline vu high_halves(vu x) { return x & 0xffff0000u; }
 
 // Lane i of the result is the sum over the lanes of acc[i]; within 128 bits first, as that is cheap.
-static inline vf sums_of(vf acc[16]) {
+static inline wf sums_of(wf acc[16]) {
     for (int i = 0; i < 8; i++)
         acc[i] = MERGE(acc[2 * i], acc[2 * i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
                  MERGE(acc[2 * i], acc[2 * i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
@@ -326,25 +339,25 @@ static inline vf sums_of(vf acc[16]) {
 #define TILE_FUNCTION static __attribute__((noinline))  // or what one keeps in registers is kept from the others
 #define KEEP(x) __asm__("" : "+x"(x))
 
-static inline nu high_halves(nu x) {
+static inline vu high_halves(vu x) {
 #define HIGH 0xffff0000u
-    static const nu mask = {HIGH, HIGH, HIGH, HIGH, HIGH, HIGH, HIGH, HIGH};
+    static const vu mask = {HIGH, HIGH, HIGH, HIGH, HIGH, HIGH, HIGH, HIGH};
     __asm__("vpand %1, %0, %0" : "+x"(x) : "m"(mask));  // no register is left for it
     return x;
 }
 
-static inline vf sums_of(nf acc[12]) {
-    float sums[LANES] __attribute__((aligned(64))) = {0};
+static inline wf sums_of(vf acc[12]) {
+    float sums[WIDE] __attribute__((aligned(64))) = {0};
     for (int i = 0; i < 12; i += 4) {
-        nf pair[2];
+        vf pair[2];
         for (int j = 0; j < 2; j++)
             pair[j] = MERGE(acc[i + 2 * j], acc[i + 2 * j + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
                       MERGE(acc[i + 2 * j], acc[i + 2 * j + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-        const nf halves = MERGE(pair[0], pair[1], 0, 1, 8, 9, 4, 5, 12, 13) +
+        const vf halves = MERGE(pair[0], pair[1], 0, 1, 8, 9, 4, 5, 12, 13) +
                           MERGE(pair[0], pair[1], 2, 3, 10, 11, 6, 7, 14, 15);
         for (int j = 0; j < 4; j++) sums[i + j] = halves[j] + halves[4 + j];
     }
-    return *(vf *)sums;
+    return *(wf *)sums;
 }
 
 #endif
@@ -358,30 +371,30 @@ static inline vf sums_of(nf acc[12]) {
 #define PASSES(bf) ((bf) ? 2 : 1)
 #endif
 
-static inline __attribute__((always_inline)) nf operand(const char *at, const int pass, const int bf) {
-    nu bits = *(const nu *)at;
+static inline __attribute__((always_inline)) vf operand(const char *at, const int pass, const int bf) {
+    vu bits = *(const vu *)at;
     if (PASSES(bf) == 2 && pass) bits = high_halves(bits);
     else if (PASSES(bf) == 2) bits <<= 16;
-    return (nf)bits;
+    return (vf)bits;
 }
 
-static inline __attribute__((always_inline)) nf multiply_add(nf sum, nf a, nf b, const int bf) {
+static inline __attribute__((always_inline)) vf multiply_add(vf sum, vf a, vf b, const int bf) {
 #ifdef __AVX512BF16__
-    if (bf) return (nf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    if (bf) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #endif
     return sum + a * b;
 }
 
 // acc[TILE i + j] += products of what x[i] and w[j] have at so many bytes
-static inline __attribute__((always_inline)) void multiply_vectors(nf acc[ROWS * TILE], const char *const *x,
+static inline __attribute__((always_inline)) void multiply_vectors(vf acc[ROWS * TILE], const char *const *x,
         const char *const *w, int at, const int pass, int64_t distance, const int bf) {
-    nf a[ROWS];
+    vf a[ROWS];
     for (int i = 0; i < ROWS; i++) {
         a[i] = operand(x[i] + at, pass, bf);
         KEEP(a[i]);
     }
     for (int j = 0; j < TILE; j++) {
-        nf b = operand(w[j] + at, pass, bf);
+        vf b = operand(w[j] + at, pass, bf);
         KEEP(b);
         if (distance) __builtin_prefetch(w[j] + at + distance, 0, 2);
         for (int i = 0; i < ROWS; i++) acc[TILE * i + j] = multiply_add(acc[TILE * i + j], a[i], b, bf);
@@ -389,13 +402,13 @@ static inline __attribute__((always_inline)) void multiply_vectors(nf acc[ROWS *
 }
 
 // Lane TILE i + j of the result is x[i] . w[j] over so many bytes. What lies so far behind w is fetched, if not 0.
-static inline __attribute__((always_inline)) vf multiply_tile(const char *const *x, const char *const *w, int bytes,
+static inline __attribute__((always_inline)) wf multiply_tile(const char *const *x, const char *const *w, int bytes,
         int64_t distance, const int bf) {
-    nf acc[ROWS * TILE];
-    for (int i = 0; i < ROWS * TILE; i++) acc[i] = (nf){0};
+    vf acc[ROWS * TILE];
+    for (int i = 0; i < ROWS * TILE; i++) acc[i] = (vf){0};
     for (int at = 0; at < bytes; at += 64)
 #pragma GCC unroll 2
-        for (int part = 0; part < 64; part += (int)sizeof(nf)) {
+        for (int part = 0; part < 64; part += (int)sizeof(vf)) {
             multiply_vectors(acc, x, w, at + part, 0, part ? 0 : distance, bf);
             if (PASSES(bf) == 2) multiply_vectors(acc, x, w, at + part, 1, 0, bf);
         }
@@ -403,10 +416,10 @@ static inline __attribute__((always_inline)) vf multiply_tile(const char *const 
 }
 
 #define TILE_FUNCTIONS(dtype, bf) \
-    TILE_FUNCTION vf tile_of_##dtype(const char *const *x, const char *const *w, int bytes) { \
+    TILE_FUNCTION wf tile_of_##dtype(const char *const *x, const char *const *w, int bytes) { \
         return multiply_tile(x, w, bytes, 0, bf); \
     } \
-    TILE_FUNCTION vf fetching_tile_of_##dtype(const char *const *x, const char *const *w, int bytes, int64_t distance) { \
+    TILE_FUNCTION wf fetching_tile_of_##dtype(const char *const *x, const char *const *w, int bytes, int64_t distance) { \
         return multiply_tile(x, w, bytes, distance, bf); \
     }
 TILE_FUNCTIONS(floats, 0)
@@ -414,7 +427,7 @@ TILE_FUNCTIONS(bf16, 1)
 
 // sums[i][j]: tile of the rows ROWS i ... of x and the rows TILE j ... of w.
 static inline __attribute__((always_inline)) void multiply_panel(const char *x, int64_t x_bytes, int64_t rows,
-        const char *w, int64_t columns, int64_t bytes, int fetch, vf (*sums)[PANEL / TILE], const int bf) {
+        const char *w, int64_t columns, int64_t bytes, int fetch, wf (*sums)[PANEL / TILE], const int bf) {
     const char *next = w + PANEL * bytes;
     const int64_t steps = ((bytes + DEPTH_BYTES - 1) / DEPTH_BYTES) * ((rows + ROWS - 1) / ROWS);
     const int line_by_line = rows <= FEW_TOKENS;
@@ -430,30 +443,30 @@ static inline __attribute__((always_inline)) void multiply_panel(const char *x, 
             for (int64_t n = 0; n < columns; n += TILE) {
                 const char *w_rows[TILE];
                 for (int j = 0; j < TILE; j++) w_rows[j] = w + (n + j < columns ? n + j : columns - 1) * bytes + from;
-                const vf tile = distance ? (bf ? fetching_tile_of_bf16 : fetching_tile_of_floats)(x_rows, w_rows, depth, distance)
+                const wf tile = distance ? (bf ? fetching_tile_of_bf16 : fetching_tile_of_floats)(x_rows, w_rows, depth, distance)
                                          : (bf ? tile_of_bf16 : tile_of_floats)(x_rows, w_rows, depth);
-                vf *sum = &sums[m / ROWS][n / TILE];
-                *sum = tile + (from ? *sum : (vf){0});
+                wf *sum = &sums[m / ROWS][n / TILE];
+                *sum = tile + (from ? *sum : (wf){0});
             }
         }
     }
 }
 
-static inline __attribute__((always_inline)) void store_panel(vf (*sums)[PANEL / TILE], int64_t rows, int64_t columns,
+static inline __attribute__((always_inline)) void store_panel(wf (*sums)[PANEL / TILE], int64_t rows, int64_t columns,
         const void *bias, ptrdiff_t first, void *y, int64_t y_stride, const int bf) {
     const int size = bf ? 2 : 4;
-    vf shifts[PANEL / TILE];
+    wf shifts[PANEL / TILE];
     for (int64_t n = 0; n < columns; n += TILE) {
-        vf shift = {0};
-        for (int i = 0; bias && i < LANES; i++)
+        wf shift = {0};
+        for (int i = 0; bias && i < WIDE; i++)
             shift[i] = n + i % TILE < columns ? load1(bias, bf, first + n + i % TILE) : 0;
         shifts[n / TILE] = shift;
     }
     for (int64_t m = 0; m < rows; m += ROWS)
         for (int64_t n = 0; n < columns; n += TILE) {
             const int64_t real = columns - n < TILE ? columns - n : TILE;
-            char tile[LANES * 4] __attribute__((aligned(64)));
-            store(tile, bf, 0, sums[m / ROWS][n / TILE] + shifts[n / TILE]);
+            char tile[WIDE * 4] __attribute__((aligned(64)));
+            store_wide(tile, bf, 0, sums[m / ROWS][n / TILE] + shifts[n / TILE]);
             for (int64_t i = 0; i < ROWS && m + i < rows; i++) {
                 char *to = (char *)y + ((m + i) * y_stride + first + n) * size;
                 if (real == TILE) memcpy(to, tile + i * TILE * size, TILE * size);
@@ -466,7 +479,7 @@ static inline __attribute__((always_inline)) void store_panel(vf (*sums)[PANEL /
 static void multiply_rows(const void *x, int64_t x_stride, int64_t rows, const void *w, const void *bias, int64_t n,
         void *y, int64_t outputs, int64_t inputs, int fetch, int bf) {
     const int64_t size = bf ? 2 : 4, bytes = inputs * size, columns = outputs - n < PANEL ? outputs - n : PANEL;
-    vf sums[GROUP_TOKENS / ROWS][PANEL / TILE] __attribute__((aligned(64)));
+    wf sums[GROUP_TOKENS / ROWS][PANEL / TILE] __attribute__((aligned(64)));
     const char *panel = (const char *)w + n * bytes;
     if (bf) {
         multiply_panel(x, x_stride * size, rows, panel, columns, bytes, fetch, sums, 1);
@@ -496,26 +509,29 @@ int linear(const void *x, int64_t x_stride, const void *w, const void *bias, voi
     return 0;
 }
 
+// Writes where runs of neighbouring rows of one group start, each of at most GROUP_TOKENS rows, and the end. Returns the
+// number of runs; 0 where another product is needed: many rows per group, no rows, or a group that is out of range.
+// numbers: of a matrix. With small ones, libraries are faster only from more rows on.
+static int64_t find_runs(const int64_t *groups, int64_t count, int64_t rows, int64_t numbers, int bf, int64_t *starts) {
+    const int64_t most = bf ? MOST_BF16 : MOST_FLOATS, compared = numbers > SMALL_MATRIX ? rows : rows / 4;
+    int64_t runs = 0, changes = 0;
+    for (int64_t t = 0; t < rows; t++) {
+        const int changed = t == 0 || groups[t] != groups[t - 1];
+        if (groups[t] < 0 || groups[t] >= count) return 0;
+        changes += changed;
+        if (changed || t - starts[runs - 1] == GROUP_TOKENS) starts[runs++] = t;
+    }
+    starts[runs] = rows;
+    return most < compared && compared > changes * most ? 0 : runs;
+}
+
 // y[t] = x[t] . w[groups[t]]^T with w [count, N, K]. Neighbouring rows of one group share a read of its matrix. Returns
-// 0, or 1 where another product is needed: for the reasons of `linear`, or because a group is out of range.
+// 0, or 1 where another product is needed: for the reasons of `linear` and of `find_runs`.
 int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count, void *y,
         int bf, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
     const int64_t size = bf ? 2 : 4, bytes = inputs * size, panels = (outputs + PANEL - 1) / PANEL;
-    if (bytes % 64) return 1;
-    int64_t *starts = malloc((rows + 1) * sizeof *starts), runs = 0, changes = 0;
-    if (!starts) return 1;
-    for (int64_t t = 0; t < rows; t++) {
-        const int changed = t == 0 || groups[t] != groups[t - 1];
-        changes += changed;
-        if (changed || t - starts[runs - 1] == GROUP_TOKENS) starts[runs++] = t;
-        if (groups[t] < 0 || groups[t] >= count) changes = -rows - 1;
-    }
-    starts[runs] = rows;
-    const int64_t most = bf ? MOST_BF16 : MOST_FLOATS;
-    if (changes < 0 || (most < rows && rows > changes * most)) {
-        free(starts);
-        return 1;
-    }
+    int64_t *starts = bytes % 64 ? NULL : malloc((rows + 1) * sizeof *starts);
+    const int64_t runs = starts ? find_runs(groups, count, rows, outputs * inputs, bf, starts) : 0;
 #pragma omp parallel for schedule(guided, 8) num_threads(threads)
     for (int64_t item = 0; item < runs * panels; item++) {
         const int64_t first = starts[item / panels];
@@ -524,7 +540,77 @@ int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t
                       (char *)y + first * outputs * size, outputs, inputs, 1, bf);
     }
     free(starts);
-    return 0;
+    return runs == 0;
+}
+
+#define STEP 4            // rows of a transposed matrix that are read side by side
+#define LEAST_COLUMNS 256  // of it that a thread takes: each of its rows is far from the next
+#define MOST_COLUMNS 2048
+
+// sums[i] += the products of STEP numbers of each row of x with as many rows of w, which are `columns` long.
+static inline __attribute__((always_inline)) void add_products(const float *const *x, const char *w, int64_t bytes,
+        int64_t columns, int fetch, float *const *sums, const int bf) {
+    const int size = bf ? 2 : 4;
+    vf a[ROWS][STEP];
+    for (int i = 0; i < ROWS; i++)
+        for (int q = 0; q < STEP; q++) {
+            a[i][q] = x[i][q] - (vf){0};
+            KEEP(a[i][q]);
+        }
+    for (int64_t n = 0; n < columns; n += LANES) {
+        vf sum[ROWS];
+        for (int i = 0; i < ROWS; i++) sum[i] = *(vf *)(sums[i] + n);
+        for (int q = 0; q < STEP; q++) {
+            vf b = load(w + q * bytes, bf, n);
+            KEEP(b);
+            if (fetch) __builtin_prefetch(w + (STEP + q) * bytes + n * size, 0, 2);
+            for (int i = 0; i < ROWS; i++) sum[i] += a[i][q] * b;
+        }
+        for (int i = 0; i < ROWS; i++) *(vf *)(sums[i] + n) = sum[i];
+    }
+}
+
+// Writes `columns` columns of x [rows, K] . w [K, N] to y [rows, N], rows <= GROUP_TOKENS.
+static void multiply_transposed(const float *x, int64_t x_stride, int64_t rows, const char *w, int64_t columns,
+        void *y, int64_t outputs, int64_t inputs, int bf) {
+    const int64_t bytes = outputs * (bf ? 2 : 4);
+    float sums[GROUP_TOKENS + ROWS][MOST_COLUMNS] __attribute__((aligned(64)));
+    for (int64_t m = 0; m < rows; m++) memset(sums[m], 0, columns * sizeof(float));
+    memset(sums[GROUP_TOKENS], 0, ROWS * sizeof(sums[0]));
+    for (int64_t k = 0; k < inputs; k += STEP, w += STEP * bytes)
+        for (int64_t m = 0; m < rows; m += ROWS) {
+            const float *x_rows[ROWS];
+            float *y_rows[ROWS];
+            for (int i = 0; i < ROWS; i++) {  // beyond the last one it is repeated, and its sums are not used
+                x_rows[i] = x + (m + i < rows ? m + i : rows - 1) * x_stride + k;
+                y_rows[i] = sums[m + i < rows ? m + i : GROUP_TOKENS + i];
+            }
+            if (bf) add_products(x_rows, w, bytes, columns, m == 0, y_rows, 1);
+            else add_products(x_rows, w, bytes, columns, m == 0, y_rows, 0);
+        }
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t n = 0; n < columns; n += LANES) store(y, bf, m * outputs + n, *(vf *)&sums[m][n]);
+}
+
+// The same with transposed matrices, w [count, K, N], and x of floats: y[t] = x[t] . w[groups[t]].
+int grouped_linear_transposed(const float *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count,
+        void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+    const int64_t size = bf ? 2 : 4;
+    int64_t *starts = outputs % LANES || inputs % STEP ? NULL : malloc((rows + 1) * sizeof *starts);
+    const int64_t runs = starts ? find_runs(groups, count, rows, outputs * inputs, bf, starts) : 0;
+    int64_t share = runs * outputs / (4 * threads) / LEAST_COLUMNS * LEAST_COLUMNS;
+    share = share < LEAST_COLUMNS ? LEAST_COLUMNS : share > MOST_COLUMNS ? MOST_COLUMNS : share;
+    const int64_t shares = (outputs + share - 1) / share;
+#pragma omp parallel for schedule(guided, 1) num_threads(threads)
+    for (int64_t item = 0; item < runs * shares; item++) {
+        const int64_t first = starts[item / shares], n = item % shares * share;
+        multiply_transposed(x + first * x_stride, x_stride, starts[item / shares + 1] - first,
+                            (const char *)w + (groups[first] * outputs * inputs + n) * size,
+                            outputs - n < share ? outputs - n : share, (char *)y + (first * outputs + n) * size,
+                            outputs, inputs, bf);
+    }
+    free(starts);
+    return runs == 0;
 }
 
 #else
@@ -536,6 +622,11 @@ int linear(const void *x, int64_t x_stride, const void *w, const void *bias, voi
 
 int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count, void *y,
         int bf, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+    return 1;
+}
+
+int grouped_linear_transposed(const float *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count,
+        void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
     return 1;
 }
 
@@ -559,10 +650,10 @@ int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t
 #define COLUMNS 64  // of a matrix, which stay in the first-level cache while all tokens of a chunk pass by
 #define MAX_KEY 256
 
-// The four numbers of each of LANES channels, as a vector for each number, and back.
-static inline void load_fours(const void *base, int bf, ptrdiff_t at, vf *by_number) {
-    vf x[4], pairs[4];
-    for (int i = 0; i < 4; i++) x[i] = load(base, bf, at + i * LANES);
+// The four numbers of each of WIDE channels, as a vector for each number, and back.
+static inline void load_fours(const void *base, int bf, ptrdiff_t at, wf *by_number) {
+    wf x[4], pairs[4];
+    for (int i = 0; i < 4; i++) x[i] = load_wide(base, bf, at + i * WIDE);
     for (int i = 0; i < 2; i++) pairs[i] = EVENS(x[2 * i], x[2 * i + 1]), pairs[2 + i] = ODDS(x[2 * i], x[2 * i + 1]);
     for (int i = 0; i < 2; i++) {
         by_number[i] = EVENS(pairs[2 * i], pairs[2 * i + 1]);
@@ -570,13 +661,40 @@ static inline void load_fours(const void *base, int bf, ptrdiff_t at, vf *by_num
     }
 }
 
-static inline void store_fours(void *base, int bf, ptrdiff_t at, const vf *by_number) {
+static inline void store_fours(void *base, int bf, ptrdiff_t at, const wf *by_number) {
     for (int half = 0; half < 2; half++) {
-        const vf even = half ? LAST(by_number[0], by_number[2]) : FIRST(by_number[0], by_number[2]);
-        const vf odd = half ? LAST(by_number[1], by_number[3]) : FIRST(by_number[1], by_number[3]);
-        store(base, bf, at + 2 * half * LANES, FIRST(even, odd));
-        store(base, bf, at + (2 * half + 1) * LANES, LAST(even, odd));
+        const wf even = half ? LAST(by_number[0], by_number[2]) : FIRST(by_number[0], by_number[2]);
+        const wf odd = half ? LAST(by_number[1], by_number[3]) : FIRST(by_number[1], by_number[3]);
+        store_wide(base, bf, at + 2 * half * WIDE, FIRST(even, odd));
+        store_wide(base, bf, at + (2 * half + 1) * WIDE, LAST(even, odd));
     }
+}
+
+// LANES channels of the convolution below, of which `count` exist, over the tokens of one sequence. last and factor: for
+// each of `width` places LANES numbers, WIDE apart.
+static inline __attribute__((always_inline)) void convolve(const void *x, int64_t x_stride, float *last,
+        const float *factor, const float *shift, void *y, int64_t channels, int64_t channel, int count, int bf,
+        int32_t from, int32_t to, const int width, int silu) {
+    vf past[WIDE], factors[WIDE];
+    for (int j = 0; j < width; j++) {
+        past[j] = *(vf *)(last + j * WIDE);
+        factors[j] = *(const vf *)(factor + j * WIDE);
+    }
+    for (int64_t t = from; t < to; t++) {
+        vf next = {0}, total = *(const vf *)shift;
+        if (count == LANES) next = load(x, bf, t * x_stride + channel);
+        else for (int i = 0; i < count; i++) next[i] = load1(x, bf, t * x_stride + channel + i);
+        for (int j = 0; j + 1 < width; j++) past[j] = past[j + 1];
+        past[width - 1] = next;
+        for (int j = 0; j < width; j++) total += past[j] * factors[j];
+        if (silu) {
+            if (bf) total = rounded(total);
+            total /= 1.0f + expv(-total);
+        }
+        if (count == LANES) store(y, bf, t * channels + channel, total);
+        else for (int i = 0; i < count; i++) store1(y, bf, t * channels + channel + i, total[i]);
+    }
+    for (int j = 0; j < width; j++) *(vf *)(last + j * WIDE) = past[j];
 }
 
 // Each channel's last `width` numbers, states [N, C, width], and its new ones, weighed by w [C, width]; then perhaps
@@ -584,20 +702,21 @@ static inline void store_fours(void *base, int bf, ptrdiff_t at, const vf *by_nu
 int short_convolution(const void *x, int64_t x_stride, const void *w, const void *bias, void *states, void *y, int bf,
         int64_t sequences, const int64_t *index, const int32_t *starts, int64_t channels, int width, int silu,
         int threads) {
-    if (width < 2 || width > LANES) return 1;
-    const int64_t blocks = (channels + LANES - 1) / LANES;
+    if (width < 2 || width > WIDE) return 1;
+    const int64_t blocks = (channels + WIDE - 1) / WIDE;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
     for (int64_t s = 0; s < sequences; s++)
         for (int64_t block = 0; block < blocks; block++) {
-            const int64_t c = block * LANES, count = channels - c < LANES ? channels - c : LANES;
+            const int64_t c = block * WIDE, count = channels - c < WIDE ? channels - c : WIDE;
             const ptrdiff_t state = (index[s] * channels + c) * width;
-            vf last[LANES + 1], factor[LANES], shift = {0};
-            const int by_fours = width == 4 && count == LANES;
+            wf last[WIDE], factor[WIDE];
+            float shift[WIDE] = {0};
+            const int by_fours = width == 4 && count == WIDE;
             if (by_fours) {
                 load_fours(states, bf, state, last);
                 load_fours(w, bf, c * width, factor);
             } else {
-                for (int j = 0; j < width; j++) last[j] = factor[j] = (vf){0};
+                for (int j = 0; j < width; j++) last[j] = factor[j] = (wf){0};
                 for (int i = 0; i < count; i++)
                     for (int j = 0; j < width; j++) {
                         last[j][i] = load1(states, bf, state + i * width + j);
@@ -605,19 +724,13 @@ int short_convolution(const void *x, int64_t x_stride, const void *w, const void
                     }
             }
             for (int i = 0; bias && i < count; i++) shift[i] = load1(bias, bf, c + i);
-            for (int64_t t = starts[s]; t < starts[s + 1]; t++) {
-                vf next = {0}, total = shift;
-                if (count == LANES) next = load(x, bf, t * x_stride + c);
-                else for (int i = 0; i < count; i++) next[i] = load1(x, bf, t * x_stride + c + i);
-                for (int j = 0; j + 1 < width; j++) last[j] = last[j + 1];
-                last[width - 1] = next;
-                for (int j = 0; j < width; j++) total += last[j] * factor[j];
-                if (silu) {
-                    if (bf) total = rounded(total);
-                    total /= 1.0f + expv(-total);
-                }
-                if (count == LANES) store(y, bf, t * channels + c, total);
-                else for (int i = 0; i < count; i++) store1(y, bf, t * channels + c + i, total[i]);
+            for (int part = 0; part < count; part += LANES) {
+                const int here = count - part < LANES ? (int)(count - part) : LANES;
+                float *past = (float *)last + part, *factors = (float *)factor + part;
+                if (by_fours) convolve(x, x_stride, past, factors, shift + part, y, channels, c + part, LANES, bf,
+                                       starts[s], starts[s + 1], 4, silu);
+                else convolve(x, x_stride, past, factors, shift + part, y, channels, c + part, here, bf, starts[s],
+                              starts[s + 1], width, silu);
             }
             if (by_fours) store_fours(states, bf, state, last);
             for (int i = 0; !by_fours && i < count; i++)
@@ -727,6 +840,8 @@ int gated_rms_norm(const float *x, const void *gate, int64_t gate_stride, const 
     return 0;
 }
 
+#define SCAN_ROWS 4  // of a state, so that their sums stay in registers
+
 // Mamba-2 (Dao and Gu 2024): S = exp(dt A) S + (dt x) B^T; y = S C + D x, with a state S [P, N] per head, x [T, H, P],
 // dt [T, H], B and C [T, G, N], and one number of A and of D per head. y [T, H, P] is contiguous.
 int selective_scan(const float *x, int64_t x_stride, const float *dt, const float *a, const float *b, int64_t b_stride,
@@ -742,20 +857,31 @@ int selective_scan(const float *x, int64_t x_stride, const float *dt, const floa
                 const float *writes = b + t * b_stride + head / (heads / groups) * state_dim;
                 const float *reads = c + t * c_stride + head / (heads / groups) * state_dim;
                 float *row = states + (index[s] * heads + head) * dim * state_dim;
-                for (int p = 0; p < dim; p++, row += state_dim) {
-                    vf total = {0};
-                    float rest = d[head] * from[p];
-                    int n = 0;
-                    for (; n + LANES <= state_dim; n += LANES) {
-                        vf *at = (vf *)(row + n);
-                        *at = decay * *at + step * from[p] * *(const vf *)(writes + n);
-                        total += *at * *(const vf *)(reads + n);
+                int p = 0;
+                for (; p + SCAN_ROWS <= dim && state_dim % LANES == 0; p += SCAN_ROWS, row += SCAN_ROWS * state_dim) {
+                    vf totals[SCAN_ROWS], written[SCAN_ROWS];
+                    for (int i = 0; i < SCAN_ROWS; i++) {
+                        totals[i] = (vf){0};
+                        written[i] = step * from[p + i] - (vf){0};
                     }
-                    for (; n < state_dim; n++) {
+                    for (int n = 0; n < state_dim; n += LANES) {
+                        const vf write = *(const vf *)(writes + n), read = *(const vf *)(reads + n);
+                        for (int i = 0; i < SCAN_ROWS; i++) {
+                            vf *at = (vf *)(row + i * state_dim + n), value = decay * *at + written[i] * write;
+                            *at = value;
+                            totals[i] += value * read;
+                        }
+                    }
+                    for (int i = 0; i < SCAN_ROWS; i++)
+                        y[(t * heads + head) * dim + p + i] = d[head] * from[p + i] + sum(totals[i]);
+                }
+                for (; p < dim; p++, row += state_dim) {
+                    float total = d[head] * from[p];
+                    for (int n = 0; n < state_dim; n++) {
                         row[n] = decay * row[n] + step * from[p] * writes[n];
-                        rest += row[n] * reads[n];
+                        total += row[n] * reads[n];
                     }
-                    y[(t * heads + head) * dim + p] = sum(total) + rest;
+                    y[(t * heads + head) * dim + p] = total;
                 }
             }
     return 0;
@@ -789,41 +915,36 @@ typedef struct {
 #define SIDE 2
 #endif
 
-static inline nf load_native(const void *base, int is_bf16, ptrdiff_t i) {
-    if (!is_bf16) return *(const nf *)((const float *)base + i);
-    return (nf)(__builtin_convertvector(*(const nh *)((const bf16 *)base + i), nu) << 16);
-}
-
 #ifdef __AVX512F__
 
-static inline void add_lanes(nf acc[SIDE * SIDE], float *sums) { *(nf *)sums = sums_of(acc); }
+static inline void add_lanes(vf acc[SIDE * SIDE], float *sums) { *(vf *)sums = sums_of(acc); }
 
 // to[j][i] = from[i stride + j], in four perfect shuffles.
 static inline void transpose(const float *from, ptrdiff_t stride, float (*to)[WIDTH]) {
-    vf row[LANES], mixed[LANES];
-    for (int i = 0; i < LANES; i++) row[i] = *(const vf *)(from + i * stride);
+    wf row[WIDE], mixed[WIDE];
+    for (int i = 0; i < WIDE; i++) row[i] = *(const wf *)(from + i * stride);
     for (int step = 0; step < 4; step++) {
         for (int i = 0; i < 8; i++) {
             mixed[2 * i] = MERGE(row[i], row[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
             mixed[2 * i + 1] = MERGE(row[i], row[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
         }
-        for (int i = 0; i < LANES; i++) row[i] = mixed[i];
+        for (int i = 0; i < WIDE; i++) row[i] = mixed[i];
     }
-    for (int j = 0; j < LANES; j++) *(vf *)to[j] = row[j];
+    for (int j = 0; j < WIDE; j++) *(wf *)to[j] = row[j];
 }
 
 #else
 
-static inline void add_lanes(nf acc[SIDE * SIDE], float *sums) {
+static inline void add_lanes(vf acc[SIDE * SIDE], float *sums) {
     for (int i = 0; i < SIDE * SIDE; i++) {
         sums[i] = 0;
-        for (int lane = 0; lane < NATIVE; lane++) sums[i] += acc[i][lane];
+        for (int lane = 0; lane < LANES; lane++) sums[i] += acc[i][lane];
     }
 }
 
 static inline void transpose(const float *from, ptrdiff_t stride, float (*to)[WIDTH]) {
-    for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < LANES; j++) to[j][i] = from[i * stride + j];
+    for (int i = 0; i < WIDE; i++)
+        for (int j = 0; j < WIDE; j++) to[j][i] = from[i * stride + j];
 }
 
 #endif
@@ -831,17 +952,17 @@ static inline void transpose(const float *from, ptrdiff_t stride, float (*to)[WI
 // sums[SIDE i + j] = x[x_at[i] ...] . a[a_at[j] ...]
 static inline __attribute__((always_inline)) void dot_tile(const void *x, const ptrdiff_t *x_at, const void *a,
         const ptrdiff_t *a_at, int64_t inputs, const int bf, float *sums) {
-    nf acc[SIDE * SIDE];
-    for (int i = 0; i < SIDE * SIDE; i++) acc[i] = (nf){0};
+    vf acc[SIDE * SIDE];
+    for (int i = 0; i < SIDE * SIDE; i++) acc[i] = (vf){0};
     int64_t k = 0;
-    for (; k + NATIVE <= inputs; k += NATIVE) {
-        nf left[SIDE];
+    for (; k + LANES <= inputs; k += LANES) {
+        vf left[SIDE];
         for (int i = 0; i < SIDE; i++) {
-            left[i] = load_native(x, bf, x_at[i] + k);
+            left[i] = load(x, bf, x_at[i] + k);
             KEEP(left[i]);
         }
         for (int j = 0; j < SIDE; j++) {
-            nf right = load_native(a, bf, a_at[j] + k);
+            vf right = load(a, bf, a_at[j] + k);
             KEEP(right);
             for (int i = 0; i < SIDE; i++) acc[SIDE * i + j] += left[i] * right;
         }
@@ -854,17 +975,17 @@ static inline __attribute__((always_inline)) void dot_tile(const void *x, const 
 
 // out[i] = left[i] . right, summed over `rank` rows of it.
 static inline void mix_tile(const float *const *left, float (*right)[WIDTH], int rank, float (*out)[WIDTH]) {
-    nf acc[SIDE][WIDTH / NATIVE];
+    vf acc[SIDE][WIDTH / LANES];
     for (int i = 0; i < SIDE; i++)
-        for (int c = 0; c < WIDTH / NATIVE; c++) acc[i][c] = (nf){0};
+        for (int c = 0; c < WIDTH / LANES; c++) acc[i][c] = (vf){0};
     for (int r = 0; r < rank; r++)
-        for (int c = 0; c < WIDTH / NATIVE; c++) {
-            nf weights = *(nf *)&right[r][c * NATIVE];
+        for (int c = 0; c < WIDTH / LANES; c++) {
+            vf weights = *(vf *)&right[r][c * LANES];
             KEEP(weights);
             for (int i = 0; i < SIDE; i++) acc[i][c] += left[i][r] * weights;
         }
     for (int i = 0; i < SIDE; i++)
-        for (int c = 0; c < WIDTH / NATIVE; c++) *(nf *)&out[i][c * NATIVE] = acc[i][c];
+        for (int c = 0; c < WIDTH / LANES; c++) *(vf *)&out[i][c * LANES] = acc[i][c];
 }
 
 // Sorts the rows that have an adapter into groups; returns how many there are.
@@ -910,11 +1031,11 @@ static inline __attribute__((always_inline)) void expand(const Adapters *l, cons
         int columns, const int bf) {
     const int rank = l->rank;
     const ptrdiff_t b_at = group->adapter * l->b_stride + n * rank;
-    float straight[WIDTH * MAX_RANK + LANES] __attribute__((aligned(64)));
+    float straight[WIDTH * MAX_RANK + WIDE] __attribute__((aligned(64)));
     float turned[MAX_RANK][WIDTH] __attribute__((aligned(64)));
     for (int i = 0; i < columns * rank; i++) straight[i] = load1(l->b, bf, b_at + i);
-    for (int c = 0; c < columns; c += LANES)
-        for (int r = 0; r < rank; r += LANES) transpose(&straight[c * rank + r], rank, (float (*)[WIDTH])&turned[r][c]);
+    for (int c = 0; c < columns; c += WIDE)
+        for (int r = 0; r < rank; r += WIDE) transpose(&straight[c * rank + r], rank, (float (*)[WIDTH])&turned[r][c]);
     for (int m = 0; m < group->count; m += SIDE) {
         const int rows = group->count - m < SIDE ? group->count - m : SIDE;
         const float *shrunk[SIDE];
@@ -969,7 +1090,7 @@ int add_lora(void *y, int64_t y_stride, const void *x, int64_t x_stride, const v
 
 // ---- attention over latents --------------------------------------------------------------------------------------
 //
-// latents [blocks, LANES, D]: a row is the key of all H heads, and its first Dv numbers are their value. queries
+// latents [blocks, BLOCK, D]: a row is the key of all H heads, and its first Dv numbers are their value. queries
 // [T, H, D] and out [T, H, Dv] are contiguous; tables, starts and contexts are those of paged_attention.
 
 // `rows` query rows (tokens x heads) of one sequence, from the row `first` on. Row r is token r / H of its chunk.
@@ -992,24 +1113,24 @@ static inline __attribute__((always_inline)) void attend_latents(const Attention
     }
     const int64_t last = position[real_rows - 1];
     int64_t begin = a->window ? position[0] - a->window + 1 : 0;
-    begin = begin < 0 ? 0 : begin / LANES * LANES;
+    begin = begin < 0 ? 0 : begin / BLOCK * BLOCK;
     for (int64_t start = begin; start <= last; start += CHUNK) {
         const int count = last + 1 - start < CHUNK ? (int)(last + 1 - start) : CHUNK;
-        for (int b = 0; b < count; b += LANES) {
-            const ptrdiff_t base = (ptrdiff_t)table[(start + b) / LANES] * LANES * D;
-            for (int t = 0; t < LANES; t += SIDE)
+        for (int b = 0; b < count; b += BLOCK) {
+            const ptrdiff_t base = (ptrdiff_t)table[(start + b) / BLOCK] * BLOCK * D;
+            for (int t = 0; t < BLOCK; t += SIDE)
                 for (int r = 0; r < rows; r += SIDE) {
-                    nf products[SIDE * SIDE];
+                    vf products[SIDE * SIDE];
                     float sums[SIDE * SIDE] __attribute__((aligned(64)));
-                    for (int i = 0; i < SIDE * SIDE; i++) products[i] = (nf){0};
-                    for (int d = 0; d < D; d += NATIVE) {
-                        nf left[SIDE];
+                    for (int i = 0; i < SIDE * SIDE; i++) products[i] = (vf){0};
+                    for (int d = 0; d < D; d += LANES) {
+                        vf left[SIDE];
                         for (int i = 0; i < SIDE; i++) {
-                            left[i] = *(const nf *)&query[r + i][d];
+                            left[i] = *(const vf *)&query[r + i][d];
                             KEEP(left[i]);
                         }
                         for (int j = 0; j < SIDE; j++) {
-                            nf right = load_native(a->k, bf, base + (ptrdiff_t)(t + j) * D + d);
+                            vf right = load(a->k, bf, base + (ptrdiff_t)(t + j) * D + d);
                             KEEP(right);
                             for (int i = 0; i < SIDE; i++) products[SIDE * i + j] += left[i] * right;
                         }
@@ -1019,9 +1140,9 @@ static inline __attribute__((always_inline)) void attend_latents(const Attention
                 }
         }
         weigh(a, rows, start, count, position, weight, peak, total, &acc[0][0], MAX_LATENT);
-        for (int b = 0; b < count; b += LANES) {
-            const ptrdiff_t base = (ptrdiff_t)table[(start + b) / LANES] * LANES * D;
-            const int here = count - b < LANES ? count - b : LANES;
+        for (int b = 0; b < count; b += BLOCK) {
+            const ptrdiff_t base = (ptrdiff_t)table[(start + b) / BLOCK] * BLOCK * D;
+            const int here = count - b < BLOCK ? count - b : BLOCK;
             for (int d = 0; d < Dv; d += LANES) {
                 vf mix[MAX_ROWS];
                 for (int r = 0; r < rows; r++) mix[r] = *(vf *)&acc[r][d];
@@ -1140,10 +1261,10 @@ int rope_and_cache(const void *qkv, int64_t stride, void *q, int bf, void *keys,
 #pragma omp parallel for schedule(static) num_threads(tokens * stride > 8192 ? threads : 1)
     for (int64_t t = 0; t < tokens; t++) {
         const float *cosine = cosines + positions[t] * rotary, *sine = sines + positions[t] * rotary;
-        const int64_t place = cache_index[t], block = place / LANES, at = place % LANES;
+        const int64_t place = cache_index[t], block = place / BLOCK, at = place % BLOCK;
         float row[MAX_HEAD] __attribute__((aligned(64))), turned[MAX_HEAD] __attribute__((aligned(64)));
         // A key goes to one line of the cache per dimension: they are fetched while the queries are computed.
-        const int64_t key_bytes = (int64_t)kv_heads * dim * LANES * (bf ? 2 : 4);
+        const int64_t key_bytes = (int64_t)kv_heads * dim * BLOCK * (bf ? 2 : 4);
         const int64_t share = place < 0 ? 0 : (key_bytes / 64 + q_heads - 1) / q_heads;
         const char *line = (const char *)keys + block * key_bytes;
         for (int h = 0; h < q_heads + kv_heads; h++) {
@@ -1183,10 +1304,10 @@ int rope_and_cache(const void *qkv, int64_t stride, void *q, int bf, void *keys,
                     store(q, bf, (t * q_heads + h) * (ptrdiff_t)dim + d, *(vf *)&turned[d]);
             } else if (place >= 0) {
                 const ptrdiff_t head = block * kv_heads + (h - q_heads);
-                for (int d = 0; d < dim; d++) store1(keys, bf, (head * dim + d) * LANES + at, turned[d]);
+                for (int d = 0; d < dim; d++) store1(keys, bf, (head * dim + d) * BLOCK + at, turned[d]);
                 const ptrdiff_t value = t * stride + (ptrdiff_t)(kv_heads + h) * dim;
                 for (int d = 0; d < dim; d += LANES)
-                    store(values, bf, (head * LANES + at) * dim + d, load(qkv, bf, value + d));
+                    store(values, bf, (head * BLOCK + at) * dim + d, load(qkv, bf, value + d));
             }
         }
     }

@@ -39,6 +39,7 @@ _SIGNATURES = {
     "latent_attention": [_P, _P, _P, _I, _P, _L, _P, _P, _L, _I, _I, _I, _F, _I, _I],
     "linear": [_P, _L, _P, _P, _P, _I, _L, _L, _L, _I],
     "grouped_linear": [_P, _L, _P, _P, _L, _P, _I, _L, _L, _L, _I],
+    "grouped_linear_transposed": [_P, _L, _P, _P, _L, _P, _I, _L, _L, _L, _I],
     "short_convolution": [_P, _L, _P, _P, _P, _P, _I, _L, _P, _P, _L, _I, _I, _I],
     "delta_gates": [_P, _L, _P, _L, _P, _P, _P, _P, _I, _L, _I, _I],
     "gated_rms_norm": [_P, _P, _L, _P, _P, _I, _L, _I, _I, _F, _I],

@@ -45,15 +45,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """Multiply each row of x [S, K] by the matrix of its group in weight [E, N, K] → [S, N], on a CPU. groups: i64[S],
-    rising, so that the rows of a group share a read of its matrix. Raises IndexError for a group beyond E.
+    rising, so that the rows of a group share a read of its matrix. The matrices, or their transposes, are contiguous
+    for speed. Raises IndexError for a group beyond E.
 
-    Few rows per group are computed by the kernel of `linear`, with its promise: a row does not depend on other rows.
+    Few rows per group are computed by a kernel with the promise of `linear`: a row does not depend on other rows.
     """
     fits = x.shape[1] == weight.shape[2] and groups.dtype == torch.int64 and groups.is_contiguous()
-    if fits and weight.is_contiguous() and _cpu.takes(x, weight):
+    transposed = not weight.is_contiguous()
+    stored = weight.transpose(1, 2) if transposed else weight
+    if fits and stored.is_contiguous() and _cpu.takes(x, stored):
         out, is_bf16 = x.new_empty(len(x), weight.shape[1]), x.dtype == torch.bfloat16
         sizes = (len(x), weight.shape[1], weight.shape[2])
-        if _cpu.call("grouped_linear", x, x.stride(0), weight, groups, len(weight), out, is_bf16, *sizes):
+        kernel, x_read = ("grouped_linear_transposed", x.float()) if transposed else ("grouped_linear", x)
+        if _cpu.call(kernel, x_read, x_read.stride(0), stored, groups, len(weight), out, is_bf16, *sizes):
             return out
     return grouped_linear_reference(x, weight, groups)
 

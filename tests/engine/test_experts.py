@@ -33,8 +33,9 @@ SPREADS = {
 def experts_of(kind: str) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": 48}
-    if kind == "gated":
-        module = Qwen3MoeExperts(Qwen3MoeConfig(num_experts=NUM_EXPERTS, **sizes))
+    if kind in ("gated", "gated by GELU"):
+        activation = "gelu" if kind == "gated by GELU" else "silu"
+        module = Qwen3MoeExperts(Qwen3MoeConfig(num_experts=NUM_EXPERTS, hidden_act=activation, **sizes))
     elif kind == "transposed, with biases":
         sizes = {"hidden_size": HIDDEN, "intermediate_size": 48}
         module = GptOssExperts(GptOssConfig(num_local_experts=NUM_EXPERTS, **sizes))
@@ -46,7 +47,7 @@ def experts_of(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("kind", ["gated", "without gate", "transposed, with biases"])
+@pytest.mark.parametrize("kind", ["gated", "gated by GELU", "without gate", "transposed, with biases"])
 @pytest.mark.parametrize(
     ("dtype", "gates"),
     [

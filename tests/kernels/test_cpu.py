@@ -126,14 +126,17 @@ def test_the_kernel_is_not_given_what_does_not_fit(dtype, inner, biases, monkeyp
 @given(
     dtype=DTYPES,
     counts=st.lists(st.one_of(st.just(0), st.integers(1, 9), st.sampled_from([48, 49, 150])), min_size=1, max_size=9),
-    outputs=st.integers(1, 70),
+    outputs=st.one_of(st.integers(1, 70), st.sampled_from([64, 128, 320])),
     inputs=st.sampled_from([16, 32, 512, 544, 30]),
+    transposed=st.booleans(),
 )
-def test_a_grouped_product_equals_that_of_float64(dtype, counts, outputs, inputs):
+def test_a_grouped_product_equals_that_of_float64(dtype, counts, outputs, inputs, transposed):
     torch.manual_seed(sum(counts) + outputs)
     groups = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     x, weight = torch.randn(len(groups), inputs).to(dtype), torch.randn(len(counts), outputs, inputs).to(dtype)
     expected = (weight.double()[groups] @ x.double()[..., None])[..., 0]
+    if transposed:
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
     result = grouped_linear(x, weight, groups)
     assert result.dtype == dtype
     assert result.shape == expected.shape
@@ -152,6 +155,20 @@ def test_a_row_of_a_grouped_product_is_that_of_the_product(dtype):
     result = grouped_linear(x, weight, groups)
     for row in (0, 7, 8, 20, 39):
         assert torch.equal(result[row : row + 1], linear(x[row : row + 1], weight[groups[row]]))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
+def test_a_row_of_a_grouped_product_with_transposed_matrices_is_alone_the_same(dtype, monkeypatch):
+    x, stored = torch.randn(40, 512).to(dtype), torch.randn(6, 512, 128).to(dtype)
+    weight, groups = stored.transpose(1, 2), torch.tensor([0] * 8 + [2] + [3] * 30 + [5])
+    called, call = [], _cpu.call
+    monkeypatch.setattr(_cpu, "call", lambda name, *rest: called.append((name, call(name, *rest))) or called[-1][1])
+    result = grouped_linear(x, weight, groups)
+    if called == [("grouped_linear_transposed", False)]:
+        pytest.skip("a processor without AVX2 leaves products to oneDNN")
+    for row in range(40):
+        assert torch.equal(result[row : row + 1], grouped_linear(x[row : row + 1], weight, groups[row : row + 1]))
+    assert called == [("grouped_linear_transposed", True)] * 41
 
 
 def test_a_group_without_a_matrix_is_refused():

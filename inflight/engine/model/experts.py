@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from inflight_kernels import grouped_linear
+from inflight_kernels import gated_activation, grouped_linear
+from torch import nn
+from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 EXPERTS_NAME = "inflight"
@@ -24,10 +26,12 @@ def compute_experts(
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     experts, order = top_k_index.flatten().sort()
     x = hidden_states.index_select(0, order // top_k_index.shape[1])
-    if module.has_gate:
-        x = module._apply_gate(_product(module, "gate_up_proj", x, experts))
-    else:
+    if not module.has_gate:
         x = module.act_fn(_product(module, "up_proj", x, experts))
+    elif _has_plain_gate(module):
+        x = gated_activation(_product(module, "gate_up_proj", x, experts), "silu")
+    else:
+        x = module._apply_gate(_product(module, "gate_up_proj", x, experts))
     x = _product(module, "down_proj", x, experts)
     rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).view(top_k_index.shape)
     dtype = torch.result_type(x, top_k_weights)
@@ -35,11 +39,17 @@ def compute_experts(
     return out.to(hidden_states.dtype)
 
 
+def _has_plain_gate(module: Any) -> bool:
+    """Return whether the gate is Transformers' default one, with SiLU."""
+    is_default = type(module)._apply_gate.__module__ == ExpertsInterface.__module__
+    return is_default and isinstance(module.act_fn, (SiLUActivation, nn.SiLU))
+
+
 def _product(module: Any, name: str, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Multiply each row by its expert's matrix, and add its bias. For transposed matrices each expert is one call."""
+    """Multiply each row by its expert's matrix, and add its bias."""
     weight = getattr(module, name)
     out = grouped_linear(x, weight.transpose(1, 2) if module.is_transposed else weight, experts)
-    return out.add_(getattr(module, f"{name}_bias")[experts]) if module.has_bias else out
+    return out.add_(getattr(module, f"{name}_bias").index_select(0, experts)) if module.has_bias else out
 
 
 ExpertsInterface.register(EXPERTS_NAME, compute_experts)
