@@ -16,9 +16,10 @@ from inflight.chat.readers import Read, ReplyReaders
 from inflight.chat.rendering import Message, Renderer, Tools, with_arguments
 from inflight.chat.reply_templates import known_calls, thinking_marks
 from inflight.chat.suffixes import Suffixes, calls_of
-from inflight.chat.text import TextDecoder
+from inflight.chat.text import SampleText, TextDecoder
 from inflight.core.continuation import Continuation
 from inflight.core.errors import InvalidRequestError
+from inflight.core.sampling import SamplingParams
 
 _STOPS = ("<|return|>", "<|call|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 """Names of tokens that end an answer, in addition to the tokenizer's own."""
@@ -87,13 +88,24 @@ class Conversation:
         ids = self._encoder.encode(suffix.text, mark, inside=True)
         return ids[self._num_drawn(token_ids[-1], ids, suffix.close) :]
 
-    def read(self, prompt_ids: Sequence[int], drawn_ids: Sequence[int], tools: Tools | None = None) -> dict[str, Any]:
+    def read(
+        self,
+        prompt_ids: Sequence[int],
+        drawn_ids: Sequence[int],
+        tools: Tools | None = None,
+        stopped_by: SamplingParams | None = None,
+    ) -> dict[str, Any]:
         """Return the drawn tokens as a message: role and content; reasoning_content and tool_calls if there are some.
-        It raises for no tokens. prompt_ids: the tokens before them."""
+        It raises for no tokens. prompt_ids: the tokens before them. stopped_by: the parameters of a sample with the
+        finish_reason "stop". The stop string or stop token that ended it is not in the message, as in the API of
+        OpenAI."""
         prompt, ids = list(prompt_ids[-_TAIL:]), list(drawn_ids)
-        if ids and (ids[-1] in self._stops or self._encoder.is_control(ids[-1], in_answers=True)):
-            ids.pop()
-        text = Continuation(partial(self._decoder.decode, skip_special_tokens=False), prompt).text(ids)
+        if stopped_by is not None:
+            text = SampleText(self._decoder, stopped_by, prompt, skip_special_tokens=False).push(ids, "stop")
+        else:
+            if ids and (ids[-1] in self._stops or self._encoder.is_control(ids[-1], in_answers=True)):
+                ids.pop()
+            text = Continuation(partial(self._decoder.decode, skip_special_tokens=False), prompt).text(ids)
         read = self._parts(prompt, text, tools or ())
         message: dict[str, Any] = {"role": "assistant", "content": read.content}
         if read.reasoning:

@@ -316,6 +316,8 @@ def _check(fields: ChatRequest, params: SamplingParams) -> None:
         raise ApiError(400, "n must be 1; requests with the same messages draw further replies", param="n")
     if fields.continue_final_message:
         raise ApiError(400, "an episode continues no message of the client", param="continue_final_message")
+    if fields.add_generation_prompt is False:
+        raise ApiError(400, "a turn needs the beginning of an answer; leave this out", param="add_generation_prompt")
     if fields.tool_choice not in (None, "auto") and (fields.tools or fields.tool_choice != "none"):
         raise ApiError(400, 'tool_choice must be "auto"; leave the tools out instead of "none"', param="tool_choice")
 

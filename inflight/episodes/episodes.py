@@ -164,9 +164,9 @@ class Episodes(ClosedAtEnd):
     ) -> list[int]:
         """Start `params.n` episodes for each row. Returns the ids of their groups, as `Engine.submit` does.
 
-        prompts: rows, passed to the rollout function as they are. params: of every turn; max_tokens is of one turn.
-        metadata: one mapping per row; its rollouts carry it. train: as in `Engine.submit`. Raises ValueError for
-        `version`: each token of an episode is drawn by the newest weights.
+        prompts: rows. Each episode gets copies of the dicts and lists in its row. params: of every turn; max_tokens is
+        of one turn. metadata: one mapping per row; its rollouts carry it. train: as in `Engine.submit`. Raises
+        ValueError for `version`: each token of an episode is drawn by the newest weights.
         """
         if version is not None:
             raise ValueError(

@@ -125,7 +125,7 @@ class Player:
                 )
                 self.num_running += 1
                 try:
-                    reason, value, error = await self._attempt(session, group.row)
+                    reason, value, error = await self._attempt(session, copied(group.row))
                 finally:
                     self.num_running -= 1
                     self._turns.end(group.id, sample)
@@ -193,6 +193,14 @@ class Player:
             )
         elif not task.cancelled():
             task.exception()  # else asyncio logs that nobody has read it
+
+
+def copied(value: Any) -> Any:
+    """Return a row with copies of its dicts and lists, so that an episode can change them without changing the rows of
+    other episodes and attempts. Other objects in it are shared."""
+    if type(value) is dict:
+        return {key: copied(each) for key, each in value.items()}
+    return [copied(each) for each in value] if type(value) is list else value
 
 
 def settle(

@@ -1,5 +1,6 @@
 """A token sequence of an episode that grows turn by turn."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -34,12 +35,19 @@ def _comparable_call(call: Any) -> Any:
 def digests_of(messages: Sequence[Message], setup: Any) -> list[bytes]:
     """Return a digest of each beginning of a conversation. messages: as `comparable` returns them. setup: everything
     else that its first prompt depends on, or the digest of the messages before these."""
-    key = setup if isinstance(setup, bytes) else msgspec.json.encode(setup, enc_hook=repr)
+    key = setup if isinstance(setup, bytes) else _encoded(setup)
     digests = []
     for message in messages:
-        key = blake2b(key + msgspec.json.encode(message, order="deterministic"), digest_size=16).digest()
+        key = blake2b(key + _encoded(message), digest_size=16).digest()
         digests.append(key)
     return digests
+
+
+def _encoded(value: Any) -> bytes:
+    try:
+        return msgspec.json.encode(value, order="deterministic", enc_hook=repr)
+    except UnicodeEncodeError:  # Arguments of drawn calls can have halves of surrogate pairs, as escapes.
+        return json.dumps(value, sort_keys=True, default=repr).encode()
 
 
 def num_common(ours: list[int], theirs: list[int]) -> int:

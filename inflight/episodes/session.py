@@ -394,7 +394,8 @@ class Session:
         message: dict[str, Any] = {}
         if digest is not None:
             began = perf_counter()
-            message = self.turns.conversation.read(before, token_ids, schemas)
+            stopped_by = self.params if turn.finish_reason == "stop" else None
+            message = self.turns.conversation.read(before, token_ids, schemas, stopped_by)
             [replied] = digests_of(comparable([message]), digest)
             self.seconds["rendering"] += perf_counter() - began
             self.conversations.note(replied, segment, message)

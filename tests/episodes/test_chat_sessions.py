@@ -109,6 +109,55 @@ def test_engine_server_and_episodes_make_the_same_prompt_of_messages(chat_engine
     server.close()
 
 
+def test_a_stop_string_is_in_the_tokens_and_not_in_the_message(chat_engine):
+    """As in the API of OpenAI. The conversation continues all drawn tokens."""
+    token = chat_engine.tokenizer.convert_tokens_to_ids("X")
+    params = inflight.SamplingParams(n=1, max_tokens=9, min_tokens=4, logit_bias={token: 100.0}, stop=("XX",))
+
+    async def talk(session, row):
+        first = await session.chat([USER])
+        assert (first.token_ids, first.text, first.content) == ([token] * 4, "XXXX", "XX")
+        second = await session.chat([USER, {"role": "assistant", "content": "XX"}, USER])
+        assert second.content == "XX"
+        return 1.0
+
+    [[rollout]], episodes = collect(chat_engine, talk, params=params)
+    assert episodes.counts["conversations rendered again"] == 0
+    drawn = [rollout.token_ids[turn.begin : turn.end].tolist() for turn in rollout.turns if turn.drawn]
+    assert drawn == [[token] * 4] * 2
+
+
+def test_halves_of_surrogate_pairs_become_question_marks(chat_engine):
+    def names() -> str:
+        """Return the name of a file."""
+        return "a\udcffb"
+
+    async def talk(session, row):
+        call = {"id": "1", "function": {"name": "names", "arguments": '{"\\ud800": 1}'}}
+        reply = Reply({"role": "assistant", "tool_calls": [call]}, "", [], "stop", None, None, 0)
+        [error] = await session.use_tools(reply, [names])
+        call["function"]["arguments"] = "{}"
+        [found] = await session.use_tools(reply, [names])
+        await session.chat([USER, reply.message, error, found, {"role": "user", "content": "\ud83d"}])
+        return 1.0
+
+    [[rollout]], _ = collect(chat_engine, talk, params=inflight.SamplingParams(n=1, max_tokens=2, ignore_eos=True))
+    assert "a?b" in rollout.prompt
+    assert "user\n?" in rollout.prompt
+
+
+def test_an_episode_changes_its_own_row_alone(chat_engine):
+    async def play(session, row):
+        row["tags"].append(session.sample)
+        await session.complete([1, 2])
+        return float(len(row["tags"]))
+
+    rows = [{"tags": []}]
+    [group], _ = collect(chat_engine, play, rows=rows)
+    assert [rollout.reward for rollout in group] == [1.0, 1.0]
+    assert rows == [{"tags": []}]
+
+
 def test_a_rewritten_history_begins_a_counted_sequence(chat_engine):
     async def forgets(session, row):
         reply = await session.chat([USER])
