@@ -50,8 +50,8 @@ class Encoder:
         return guarded, _changed(others, _marking(self.control, mark)), mark
 
     def encode(self, text: str, mark: str, *, inside: bool) -> list[int]:
-        """Return the token ids of rendered text. inside: the text continues other text. Halves of surrogate pairs, as in
-        some names of files, become "?"."""
+        """Return the token ids of rendered text. inside: the text continues other text. Halves of surrogate pairs (some
+        names of files have them) become "?"."""
         text = text.encode(errors="replace").decode()
         parts = re.split(f"{mark}|{re.escape(_escaped(mark))}", text) if mark else [text]
         ids: list[int] = []

@@ -31,11 +31,13 @@ def make_prompts(
     encoded = encode_prompts(prompts, tokenizer, model=model)
     if metadata is not None and len(metadata) != len(encoded):
         raise InvalidRequestError(f"{len(encoded)} prompts need as many metadata, got {len(metadata)}")
-    params = params or SamplingParams()
-    return [
-        Prompt(ids, params, columns | dict(metadata[index] if metadata else {}), version, adapter)
-        for index, (ids, columns) in enumerate(encoded)
-    ]
+    params, made = params or SamplingParams(), []
+    for index, (ids, columns) in enumerate(encoded):
+        fields = columns | dict(metadata[index] if metadata else {})
+        if other := [name for name in fields if not isinstance(name, str)]:
+            raise InvalidRequestError(f"metadata of prompt {index} must have strings as keys, got {other[0]!r}")
+        made.append(Prompt(ids, params, fields, version, adapter))
+    return made
 
 
 def encode_prompts(

@@ -130,6 +130,13 @@ static inline vf expv(vf x) {
     return blend(tiny, splat(0), p * power);
 }
 
+// By e^2x; near 0, where that loses digits, by a series.
+static inline vf tanhv(vf x) {
+    const vf square = x * x, far = 1.0f - 2.0f / (expv(2.0f * x) + 1.0f);
+    const vf near = x * (1.0f - square * (0.333333333f - square * (0.133333333f - square * 0.0539682540f)));
+    return blend((vi)(square < 0.0625f), near, far);
+}
+
 // ---- attention over a paged cache --------------------------------------------------------------------------------
 //
 // keys [blocks, Hk, D, BLOCK] (transposed, so that BLOCK scores lie side by side), values [blocks, Hk, BLOCK, Dv].
@@ -147,11 +154,12 @@ typedef struct {
 } Attention;
 
 // Turns the scores of CHUNK keys from `start` on into weights, for each of `rows` rows, whose sums so far it scales.
-static inline __attribute__((always_inline)) void weigh(const Attention *a, const int rows, int64_t start, int count,
+static inline __attribute__((always_inline)) void weigh(const Attention *a, const int rows, int64_t start,
         const int64_t *position, float (*weight)[CHUNK], float *peak, float *total, float *acc, int acc_stride) {
     for (int r = 0; r < rows; r++) {
         if (a->softcap != 0)
-            for (int t = 0; t < count; t++) weight[r][t] = a->softcap * tanhf(weight[r][t] / a->softcap);
+            for (int t = 0; t < CHUNK; t += LANES)
+                *(vf *)&weight[r][t] = a->softcap * tanhv(*(vf *)&weight[r][t] / a->softcap);
         const int all_visible = start + CHUNK - 1 <= position[r] && !(a->window && start <= position[r] - a->window);
         for (int t = 0; t < CHUNK && !all_visible; t++) {
             const int64_t key = start + t;
@@ -226,7 +234,7 @@ static inline __attribute__((always_inline)) void attend_rows(const Attention *a
                 for (int r = 0; r < rows; r++) *(vf *)&weight[r][b + part] = score[r];
             }
         }
-        weigh(a, rows, start, count, position, weight, peak, total, &acc[0][0], MAX_HEAD);
+        weigh(a, rows, start, position, weight, peak, total, &acc[0][0], MAX_HEAD);
         for (int b = 0; b < count; b += BLOCK) {
             const int64_t block = table[(start + b) / BLOCK];
             const ptrdiff_t base = (block * a->kv_heads + kv_head) * BLOCK * (ptrdiff_t)Dv;
@@ -1139,7 +1147,7 @@ static inline __attribute__((always_inline)) void attend_latents(const Attention
                     for (int i = 0; i < SIDE * SIDE; i++) weight[r + i / SIDE][b + t + i % SIDE] = sums[i];
                 }
         }
-        weigh(a, rows, start, count, position, weight, peak, total, &acc[0][0], MAX_LATENT);
+        weigh(a, rows, start, position, weight, peak, total, &acc[0][0], MAX_LATENT);
         for (int b = 0; b < count; b += BLOCK) {
             const ptrdiff_t base = (ptrdiff_t)table[(start + b) / BLOCK] * BLOCK * D;
             const int here = count - b < BLOCK ? count - b : BLOCK;

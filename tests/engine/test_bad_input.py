@@ -166,6 +166,11 @@ def test_metadata_that_no_message_can_hold_is_named(engine):
         engine.submit([[1]], metadata=[{"model": torch.nn.Linear(1, 1)}])
 
 
+def test_metadata_needs_strings_as_keys(engine):
+    with pytest.raises(InvalidRequestError, match="metadata of prompt 1 must have strings as keys, got 5"):
+        engine.submit([[1], [2]], metadata=[{"5": {6: 7}}, {5: "x"}])
+
+
 def test_too_many_samples_in_one_call(engine):
     with pytest.raises(InvalidRequestError, match="1048576 samples in one call; submit at most 65536"):
         engine.submit([[1]] * 16, SamplingParams(n=65536))

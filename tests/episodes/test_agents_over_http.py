@@ -188,6 +188,7 @@ def test_tool_calls_come_back_as_clients_write_them(chat_engine, text, stream):
         ({"logprobs": True}, "logprobs is not supported here"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
         ({"tool_choice": "required"}, 'tool_choice must be "auto"'),
+        ({"add_generation_prompt": False}, "a turn needs the beginning of an answer"),
         ({"messages": []}, "messages must end with a message of a user"),
         ({"messages": [USER, {"role": "assistant", "content": "3"}]}, "messages must end with"),
         ({"messages": [{"content": "3"}]}, r"messages\[0\] has no role"),
