@@ -16,6 +16,7 @@ import numpy as np
 import pretend_gpu
 import pytest
 import torch
+from hybrids import OF_EACH_KIND, model_of
 from inflight_kernels import _sampling_triton, unrounded_linear
 from made_batches import make_batch
 from run_with_gpu import run_with_gpu
@@ -366,6 +367,43 @@ def experts_of(device: str) -> list[Rollout]:
     return sorted(rollouts, key=lambda rollout: rollout.request_id)
 
 
+def states_in_graphs_are_those_of_the_cpu() -> None:
+    """With padding rows, next to a prompt, after sleep, a swap and a fork."""
+    for family in OF_EACH_KIND:
+        model_of(family).save_pretrained(family)
+        expected, of_graphs = (rollouts_of_hybrid(family, device) for device in ("cpu", "cuda"))
+        assert len(expected) == 7
+        assert_same(of_graphs, expected)
+
+
+def rollouts_of_hybrid(family: str, device: str) -> list[Rollout]:
+    options = EngineOptions(
+        model=family, device=device, dtype="float32", max_sequences=6, max_context=128, max_prefill_tokens=24,
+        attention="torch",
+    )  # fmt: skip
+    engine, rollouts, assembler = Engine(options, overlap=True), [], Assembler()
+    assert (engine.runner.num_graphs > 0) == (device == "cuda"), engine.runner.unfused_reason
+    arrivals = {0: 3, 2: 40, 4: 5, 5: 50, 9: 1, 11: 2}  # tokens of the prompt at each step
+    for step in itertools.count():
+        if step in arrivals:
+            prompt = [(7 * step + 5 * i) % 96 for i in range(arrivals[step])]
+            params = SamplingParams(max_tokens=14, seed=step, ignore_eos=True)
+            engine.requests.submit([Prompt(prompt, params)])
+        if step == 5:
+            engine.sleep()
+            engine.wake()
+        if step == 7:
+            publish(engine, model_of(family, 1).to(engine.device))
+        if step == 8:
+            engine.requests.fork(next(iter(engine.requests.unfinished)), params=SamplingParams(max_tokens=9, seed=60))
+        frame = engine.step()
+        rollouts += [rollout for group in assembler.add(frame) for rollout in group] if frame is not None else []
+        if not engine.has_work and step > max(arrivals):
+            break
+    engine.close()
+    return sorted(rollouts, key=lambda rollout: rollout.request_id)
+
+
 def stall_of_a_swap_has_the_time_of_the_device() -> None:
     for num_operations in (0, 3):
         stall_ms = stall_of_a_swap_with(num_operations)
@@ -436,6 +474,11 @@ def test_pretended_gpu_is_as_strict_as_one(tmp_path):
 @pytest.mark.slow
 def test_experts_recorded_by_graphs_are_those_of_the_cpu(tmp_path):
     run_with_gpu(tmp_path, experts_recorded_by_graphs_are_those_of_the_cpu)
+
+
+@pytest.mark.medium
+def test_states_in_graphs_are_those_of_the_cpu(tmp_path):
+    run_with_gpu(tmp_path, states_in_graphs_are_those_of_the_cpu)
 
 
 @pytest.mark.medium

@@ -75,6 +75,9 @@ class CudaTensor(torch.Tensor):
             memo[id(self)]._is_param = isinstance(self, torch.nn.Parameter)
         return memo[id(self)]
 
+    def untyped_storage(self):
+        return self.host.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(cls, func, _, args=(), kwargs=None):
         return _dispatch(func, args, kwargs or {})
@@ -336,6 +339,7 @@ def install():
         "current_stream": lambda *_: _now.stream,
         "set_stream": lambda stream: setattr(_now, "stream", stream),
         "stream": _use_stream,
+        "synchronize": lambda *_: _now.stream.synchronize(),
         "get_sync_debug_mode": lambda: _now.sync_debug_mode,
         "set_sync_debug_mode": lambda mode: setattr(_now, "sync_debug_mode", mode),
         "Stream": Stream,
@@ -343,7 +347,8 @@ def install():
         "CUDAGraph": Graph,
         "graph": Graph.recorded,
     }
-    cuda |= dict.fromkeys(("_lazy_init", "set_device", "empty_cache", "graph_pool_handle"), lambda *_: None)
+    nothing = ("_lazy_init", "set_device", "empty_cache", "ipc_collect", "graph_pool_handle")
+    cuda |= dict.fromkeys(nothing, lambda *_: None)
     for name, value in cuda.items():
         setattr(torch.cuda, name, value)
     _replace_kernels()

@@ -2,7 +2,8 @@
 
 Every row of such a pass is one token, with its own position and its own blocks: the last token of a sequence, or one of
 the few prompt tokens that are left after a prefix from the cache. Each layer writes the keys and values of all rows
-before any row attends, so several tokens of one prompt can be rows of the same pass.
+before any row attends, so several tokens of one prompt can be rows of the same pass. In models with layers that keep a
+state per sequence, rows are last tokens only: such a layer cannot compute several tokens of a sequence as rows.
 
 A graph holds addresses, so there is one for each slot's weights and each number of rows, rounded up. All graphs
 share one pool of memory, because only one runs at a time. The last product, with the vocabulary, is outside the graphs:
@@ -101,7 +102,7 @@ def _waiting_forbidden() -> Iterator[None]:
 class DecodeGraphs:
     """Passes over single tokens and a few prompt tokens, recorded once and replayed.
 
-    Padding rows of a batch compute tokens in block 0 of the cache. This block belongs to no sequence.
+    Padding rows of a batch compute tokens in block 0 of the cache, from state 0. These belong to no sequence.
     """
 
     def __init__(
@@ -121,12 +122,14 @@ class DecodeGraphs:
         self._memory, self._backend, self._routed_experts = memory, backend, routed_experts
         device = memory.device
         self._sizes = graph_sizes(max_rows)
-        self._inputs = torch.zeros((2 + len(memory.groups)) * (max_rows + 1), dtype=torch.int64, device=device)
-        """Batch rows, positions, and the cache index of each group, one after another for a pass of any size."""
+        self._num_inputs = 2 + len(memory.groups) + bool(memory.states)
+        self._inputs = torch.zeros(self._num_inputs * (max_rows + 1), dtype=torch.int64, device=device)
+        """Batch rows, positions, the cache index of each group, and the states of sequences if layers keep some, one
+        after another for a pass of any size."""
         self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._batches: dict[int, tuple[torch.Tensor, torch.Tensor, ForwardBatch]] = {}
-        """Maps sizes to their part of the inputs, [2 + groups, size or one more], its batch rows [size], and the batch
-        that reads it."""
+        """Maps sizes to their part of the inputs, [inputs, size or one more], its batch rows [size], and the batch that
+        reads it."""
         self._graphs: dict[tuple[int, int], tuple[Callable[[], None], tuple[torch.Tensor, torch.Tensor | None]]] = {}
         """Maps (slot, size) to the function that replays a graph, and the graph's results: the input of the head, and
         the experts if they are recorded."""
@@ -154,14 +157,16 @@ class DecodeGraphs:
         batch_rows: np.ndarray,
         places: Places,
         prompts: np.ndarray | None = None,
+        states: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Return hidden states [T, H] for the head, valid until the next pass, of a pass over the tokens that were
-        drawn last in these batch rows i64[T]. prompts: i64[P], token ids of the last P rows instead."""
+        drawn last in these batch rows i64[T]. prompts: i64[P], token ids of the last P rows instead. states: i64[T], in
+        models with layers that keep one per sequence. Each row is then of another sequence, and not its first token."""
         count = len(batch_rows)
         size = self._sizes[bisect_left(self._sizes, count)]
         inputs, rows, batch = self._batches[size]
         host = np.zeros(inputs.shape, np.int64)
-        host[:, :count] = (batch_rows, places.positions, *places.cache_index)
+        host[:, :count] = (batch_rows, places.positions, *places.cache_index, *(() if states is None else (states,)))
         inputs.copy_(reachable(torch.from_numpy(host), inputs.device), non_blocking=True)
         torch.index_select(last_tokens, 0, rows, out=batch.token_ids)
         if prompts is not None:
@@ -179,16 +184,18 @@ class DecodeGraphs:
     def _make_batch(self, size: int) -> ForwardBatch:
         """Return the batch at the addresses that graphs of `size` rows read, without tables and contexts."""
         width = size + size % 2  # Triton compiles a kernel once more for pointers that are not multiples of 16 bytes
-        inputs = self._inputs[: (2 + len(self._memory.groups)) * width].view(-1, width)
+        inputs = self._inputs[: self._num_inputs * width].view(-1, width)
+        num_groups = len(self._memory.groups)
         batch = ForwardBatch(
             token_ids=self._token_ids[:size],
             positions=inputs[1, :size],
-            cache_index=list(inputs[2:, :size]),
-            tables=[np.full((size, 1), NO_BLOCK, np.int32) for _ in self._memory.groups],
+            cache_index=list(inputs[2 : 2 + num_groups, :size]),
+            tables=[np.full((size, 1), NO_BLOCK, np.int32)] * num_groups,
             starts=np.arange(size + 1, dtype=np.int32),
             contexts=np.ones(size, np.int32),
             rows=torch.arange(size, device=inputs.device),
             num_single=size,
+            states=inputs[-1, :size] if self._memory.states else None,
         )
         self._batches[size] = inputs, inputs[0, :size], batch
         return batch

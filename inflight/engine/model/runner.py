@@ -81,11 +81,10 @@ class ModelRunner:
         backend = self._memory.backend
         if not self._wants_graphs or not self._decoders or not isinstance(backend, GraphBackend):
             return
-        if self._memory.states:  # The numbers of states, which differ in each pass, would be part of a graph.
-            return
         if self._adapters is not None:
             self._adapters.num_tokens = 0
-        num_rows = self._options.max_sequences + min(PROMPT_ROWS, self._options.max_prefill_tokens)
+        prompt_rows = 0 if self._memory.states else min(PROMPT_ROWS, self._options.max_prefill_tokens)
+        num_rows = self._options.max_sequences + prompt_rows
         try:
             self._graphs = DecodeGraphs(
                 self._decoders, self._memory, backend, num_rows, self._routed_experts, proven=self._recorded_before
@@ -109,7 +108,7 @@ class ModelRunner:
             rows = np.arange(single)
             return self._compute(schedule, 0, rows, slot) if graphs is None else self._replay(graphs, schedule, slot)
         rows, row_of_each = np.unique(_rows_with_logits(schedule), return_inverse=True)  # samples share a prompt's row
-        if graphs is not None and _fits_graph(schedule, self._weights_as_tokens):
+        if graphs is not None and not self._memory.states and _fits_graph(schedule, self._weights_as_tokens):
             logits = self._replay(graphs, schedule, slot, rows)
         elif graphs is not None and single:
             parts = [
@@ -138,7 +137,8 @@ class ModelRunner:
             prompts = np.zeros(len(begins) - schedule.num_single, np.int64)
             _copy_prompts(schedule, prompts)
         places = Places.of(self._rows.tables, self._memory.block_size, batch_rows, begins, begins + 1)
-        hidden = graphs.run(slot, self.last_tokens, batch_rows, places, prompts)
+        states = self._rows.states[batch_rows] if self._memory.states else None
+        hidden = graphs.run(slot, self.last_tokens, batch_rows, places, prompts, states)
         if rows is not None:
             hidden = hidden[to_device(torch.from_numpy(rows), hidden.device)]
         return self._decoders[slot].logits(hidden)
@@ -235,8 +235,7 @@ def _use_kernels(modules: Seq[PreTrainedModel], compute: Callable[[], torch.Tens
 def _fits_graph(schedule: Schedule, weights_as_tokens: int) -> bool:
     """Return True if all prompt tokens of a pass can be rows of its graph. Another pass for them would read all weights
     again. But each row reads the keys and values before it, so rows are used only while they at most double the memory
-    that the pass reads. Models whose layers keep a state have no graphs: such a layer cannot compute several tokens of
-    a sequence as rows."""
+    that the pass reads."""
     single = schedule.num_single
     positions = places_of(schedule.begins[single:], schedule.counts[single:])
     others = weights_as_tokens + int(schedule.begins[:single].sum())
