@@ -93,15 +93,15 @@ class Conversation:
         prompt_ids: Sequence[int],
         drawn_ids: Sequence[int],
         tools: Tools | None = None,
-        stopped_by: SamplingParams | None = None,
+        sample: SampleText | None = None,
     ) -> dict[str, Any]:
         """Return the drawn tokens as a message: role and content; reasoning_content and tool_calls if there are some.
-        It raises for no tokens. prompt_ids: the tokens before them. stopped_by: the parameters of a sample with the
+        It raises for no tokens. prompt_ids: the tokens before them. sample: of `sample_text`, for a sample with the
         finish_reason "stop". The stop string or stop token that ended it is not in the message, as in the API of
-        OpenAI."""
+        OpenAI, and becomes its `stop_reason`."""
         prompt, ids = list(prompt_ids[-_TAIL:]), list(drawn_ids)
-        if stopped_by is not None:
-            text = SampleText(self._decoder, stopped_by, prompt, skip_special_tokens=False).push(ids, "stop")
+        if sample is not None:
+            text = sample.push(ids, "stop")
         else:
             if ids and (ids[-1] in self._stops or self._encoder.is_control(ids[-1], in_answers=True)):
                 ids.pop()
@@ -113,6 +113,10 @@ class Conversation:
         if read.calls:
             message["tool_calls"] = read.calls
         return message
+
+    def sample_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> SampleText:
+        """Return a new text of a sample after a prompt, for `read`."""
+        return SampleText(self._decoder, params, prompt_ids[-_TAIL:], skip_special_tokens=False)
 
     def _parts(self, prompt: list[int], text: str, tools: Tools) -> Read:
         reader = self._readers.of(prompt, None, tools)

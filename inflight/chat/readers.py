@@ -199,6 +199,8 @@ def _calls_of(value: Any) -> list[dict[str, Any]]:
         raise TypeError(f"the name of a tool is {name!r}")
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise TypeError(f"the arguments of a tool call are {arguments!r}")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     (name + text).encode()  # A lone surrogate cannot be sent.
     called = {"name": name, "arguments": text}

@@ -89,7 +89,9 @@ class SampleText:
         """Take tokens, and return the text for the client. finish_reason: not "" with the last ones."""
         self._ids += ids
         if finish_reason:
-            text = self._whole(finish_reason)
+            given, text = self._text[: self._given], self._whole(finish_reason)
+            if not text.startswith(given):
+                text = self._continued(ids, text)
             new, self._text = text[self._given :], text
         else:
             self._append(ids)
@@ -119,6 +121,16 @@ class SampleText:
             self._text += new
             self._window = self._window[self._read :]
             self._read = len(self._window)
+
+    def _continued(self, ids: Sequence[int], text: str) -> str:
+        """Return the text of the whole sample as a continuation of the text that was given. Decoders of single bytes
+        (ByteFallback) decode a run of bytes in another way after a later byte breaks it. ids: the last tokens. text: of
+        the whole sample, up to its stop string."""
+        num_cut = len(self._continuation.text(self._ids)) - len(text)
+        self._window += ids
+        rest = self._continuation.after(self._decode(self._window[: self._read]), self._window)
+        whole = self._text + rest
+        return whole[: max(self._given, len(whole) - num_cut)]
 
     def _whole(self, finish_reason: str) -> str:
         params, ids = self._params, self._ids

@@ -48,7 +48,10 @@ _FIXED = (
     *("min_tokens", "ignore_eos", "stop", "stop_token_ids"),
 )
 """Fields that must have the values of the session."""
-_RECORDED = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_weight_versions")
+_RECORDED = (
+    *("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_weight_versions"),
+    "include_stop_str_in_output",
+)
 _MODEL = "inflight"
 _EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -211,16 +214,19 @@ class AgentServer:
 async def chat(opened: _Open, request: Request) -> Response:
     """Answer /sessions/ID/v1/chat/completions."""
     fields = await read_chat(request, _MOST_BYTES)
-    parts, end, usage = await _draw(opened, request, fields)
+    parts, end, stop_reason, usage = await _draw(opened, request, fields)
     model = fields.model or _MODEL
     head: dict[str, Any] = {"id": answers.new_id("chatcmpl", None), "created": int(time.time()), "model": model}
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": end}
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": end, "stop_reason": stop_reason}
     if not fields.stream:
         choice["message"] = answers.chat_message(*parts)
         return answer(head | {"object": "chat.completion", "choices": [choice], "usage": usage})
     head["object"] = "chat.completion.chunk"
     delta = {"role": "assistant", "content": ""} | answers.chat_delta(*parts)
-    chunks = [{"choices": [choice | {"delta": delta, "finish_reason": None}]}, {"choices": [choice | {"delta": {}}]}]
+    chunks = [
+        {"choices": [choice | {"delta": delta, "finish_reason": None, "stop_reason": None}]},
+        {"choices": [choice | {"delta": {}}]},
+    ]
     if fields.stream_options is not None and fields.stream_options.include_usage:
         chunks.append({"choices": [], "usage": usage})
     events = [*(event(head | chunk) for chunk in chunks), DONE]
@@ -230,8 +236,9 @@ async def chat(opened: _Open, request: Request) -> Response:
 async def messages(opened: _Open, request: Request) -> Response:
     """Answer /sessions/ID/v1/messages."""
     fields = await read_request(request, MessagesRequest, _MOST_BYTES)
-    parts, end, usage = await _draw(opened, request, fields.chat())
-    whole = whole_message(*parts, model=fields.model or _MODEL, finish_reason=end, usage=usage)
+    parts, end, stop_reason, usage = await _draw(opened, request, fields.chat())
+    model = fields.model or _MODEL
+    whole = whole_message(*parts, model=model, finish_reason=end, usage=usage, stop_reason=stop_reason)
     if not fields.stream:
         return answer(whole)
     return Response(stream_events(whole), headers=_EVENTS, media_type="text/event-stream")
@@ -274,9 +281,11 @@ async def end(opened: _Open, request: Request) -> Response:
     return Response(status_code=204)
 
 
-async def _draw(opened: _Open, request: Request, fields: ChatRequest) -> tuple[_Parts, str | None, dict[str, Any]]:
-    """Draw a turn. Returns its parts, its finish reason and its usage. Raises ApiError, also if the episode has ended,
-    and ClientDisconnect."""
+async def _draw(
+    opened: _Open, request: Request, fields: ChatRequest
+) -> tuple[_Parts, str | None, str | int | None, dict[str, Any]]:
+    """Draw a turn. Returns its parts, its finish reason, its stop reason and its usage. Raises ApiError, also if the
+    episode has ended, and ClientDisconnect."""
     session = opened.session
     _check(fields, session.params)
     plain, variables = plain_messages(fields.messages), template_kwargs(fields)
@@ -294,7 +303,7 @@ async def _draw(opened: _Open, request: Request, fields: ChatRequest) -> tuple[_
     opened.replies.append(reply)
     parts = reply.content, reply.message.get("reasoning_content", ""), reply.calls
     usage = answers.usage(reply.prompt_tokens, len(reply.token_ids), reply.prefix_tokens)
-    return parts, answers.chat_finish_reason(reply.finish_reason, reply.calls), usage
+    return parts, answers.chat_finish_reason(reply.finish_reason, reply.calls), reply.stop_reason, usage
 
 
 def _check(fields: ChatRequest, params: SamplingParams) -> None:
@@ -318,6 +327,8 @@ def _check(fields: ChatRequest, params: SamplingParams) -> None:
         raise ApiError(400, "an episode continues no message of the client", param="continue_final_message")
     if fields.add_generation_prompt is False:
         raise ApiError(400, "a turn needs the beginning of an answer; leave this out", param="add_generation_prompt")
+    if fields.parallel_tool_calls is False:
+        raise ApiError(400, "a turn can have several tool calls; leave this out", param="parallel_tool_calls")
     if fields.tool_choice not in (None, "auto") and (fields.tools or fields.tool_choice != "none"):
         raise ApiError(400, 'tool_choice must be "auto"; leave the tools out instead of "none"', param="tool_choice")
 

@@ -38,6 +38,9 @@ class Reply:
     request: Request = field(repr=False)
     prefix_tokens: int = 0
     """Number of tokens before the turn whose keys and values were reused."""
+    stop_reason: str | int | None = None
+    """The stop string, or the one of `SamplingParams.stop_token_ids`, that ended a reply of `chat`. It is in the tokens
+    and the text, and not in the message."""
     forks: Sequence["Reply"] = ()
     """Other continuations of its first tokens, which the `Feedback` of `watch` asked for."""
 

@@ -19,17 +19,19 @@ Message = Mapping[str, Any]
 
 def comparable(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return copies of messages without empty fields, which clients leave out or add. Tool calls have their arguments
-    as values, since clients write JSON in different ways."""
+    as values, since clients write JSON in different ways, and no fields that clients add."""
     plain: list[dict[str, Any]] = msgspec.to_builtins(list(messages))
     for message in plain:
         if isinstance(calls := message.get("tool_calls"), list):
             message["tool_calls"] = [_comparable_call(call) for call in calls]
-    return tuple({key: value for key, value in message.items() if value not in (None, "", [])} for message in plain)
+    return tuple({key: value for key, value in message.items() if value not in (None, "", [], {})} for message in plain)
 
 
 def _comparable_call(call: Any) -> Any:
     call = with_arguments(call)
-    return {key: call.get(key) for key in ("id", "function")} if isinstance(call, dict) else call
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        return call
+    return {"id": call.get("id"), "function": {key: function.get(key) for key in ("name", "arguments")}}
 
 
 def digests_of(messages: Sequence[Message], setup: Any) -> list[bytes]:

@@ -143,7 +143,8 @@ class Session:
         self, reply: Reply, at: int, n: int = 1, *, watch: Watch | None = None, every: Every = 32
     ) -> list[Reply]:
         """Draw n other continuations of the first `at` tokens of a reply, at the same time. Each is a branch. With the
-        shared tokens it has at most as many tokens as the reply could have. The other arguments are as in `chat`.
+        shared tokens it has at most as many tokens as the reply could have. A stop string that begins in the shared
+        tokens does not end it. The other arguments are as in `chat`.
         Raises EpisodeEnd, and ValueError if `at` or n is out of range."""
         self._check_open()
         most = min(len(reply.token_ids) - (reply.finish_reason == "stop"), reply.request.max_tokens - 1)
@@ -392,11 +393,13 @@ class Session:
         is_fork = len(token_ids) > len(turn.token_ids)
         text = self.turns.text(np.array(token_ids), self.params, before) if is_fork else turn.text
         message: dict[str, Any] = {}
+        stop_reason = None
         if digest is not None:
-            began = perf_counter()
-            stopped_by = self.params if turn.finish_reason == "stop" else None
-            message = self.turns.conversation.read(before, token_ids, schemas, stopped_by)
+            began, conversation = perf_counter(), self.turns.conversation
+            sample = conversation.sample_text(before, self.params) if turn.finish_reason == "stop" else None
+            message = conversation.read(before, token_ids, schemas, sample)
+            stop_reason = None if sample is None else sample.stop_reason
             [replied] = digests_of(comparable([message]), digest)
             self.seconds["rendering"] += perf_counter() - began
             self.conversations.note(replied, segment, message)
-        return Reply(message, text, token_ids, turn.finish_reason, place, request, turn.prefix_tokens)
+        return Reply(message, text, token_ids, turn.finish_reason, place, request, turn.prefix_tokens, stop_reason)

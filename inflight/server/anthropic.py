@@ -56,8 +56,10 @@ def whole_message(
     model: str,
     finish_reason: str | None,
     usage: Mapping[str, Any],
+    stop_reason: str | int | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON of a reply. finish_reason and usage: of the chat reply."""
+    """Return the JSON of a reply. finish_reason, usage and stop_reason: of the chat reply."""
+    stop_sequence = stop_reason if isinstance(stop_reason, str) and not calls else None
     blocks: list[dict[str, Any]] = []
     if reasoning:
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
@@ -75,8 +77,8 @@ def whole_message(
         "role": "assistant",
         "model": model,
         "content": blocks,
-        "stop_reason": _STOP_REASONS.get(finish_reason or "", "end_turn"),
-        "stop_sequence": None,
+        "stop_reason": "stop_sequence" if stop_sequence else _STOP_REASONS.get(finish_reason or "", "end_turn"),
+        "stop_sequence": stop_sequence,
         "usage": {
             "input_tokens": usage["prompt_tokens"] - cached,
             "cache_read_input_tokens": cached,

@@ -63,7 +63,9 @@ def chat_prompt(
 
 def template_kwargs(fields: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Return the variables of the chat template. Raises ApiError for a name that has another meaning."""
-    kwargs = fields.chat_template_kwargs or {}
+    kwargs = dict(fields.chat_template_kwargs or {})
+    if (effort := getattr(fields, "reasoning_effort", None)) is not None:
+        kwargs.setdefault("reasoning_effort", effort)
     if taken := _OURS.intersection(kwargs):
         raise ApiError(400, f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", param="chat_template_kwargs")
     return kwargs

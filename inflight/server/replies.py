@@ -18,7 +18,7 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.server import answers
 from inflight.server.generation import Generation
-from inflight.server.requests import GenerateRequest, OpenAIFields, StreamOptions
+from inflight.server.requests import ChatRequest, GenerateRequest, OpenAIFields, StreamOptions
 from inflight.server.responses import DONE, ApiError, as_api_error, event
 from inflight.server.served import Served
 
@@ -255,9 +255,10 @@ class ChatReply(Reply):
         """reader: makes a reader for each choice; None if the text of a choice is its content."""
         super().__init__(*args, **kwargs)
         self.reader, self.skip_special_tokens = reader, self.skip_special_tokens and reader is None
+        self._only_first_call = isinstance(self.request, ChatRequest) and self.request.parallel_tool_calls is False
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        return self._json(choice, "message", answers.chat_message(*_parts(choice.read)))
+        return self._json(choice, "message", answers.chat_message(*self._parts(choice.read)))
 
     def beginning(self) -> Iterator[dict[str, Any]]:
         for index in range(self.params.n):
@@ -266,7 +267,7 @@ class ChatReply(Reply):
             yield {"choices": [choice]} | self.prompt_ids
 
     def delta(self, choice: Choice) -> dict[str, Any] | None:
-        delta = answers.chat_delta(*_parts(choice.read))
+        delta = answers.chat_delta(*self._parts(choice.read))
         if not delta and choice.finish_reason is None and not self.with_logprobs and not self.with_ids:
             return None
         return self._json(choice, "delta", delta)
@@ -275,9 +276,8 @@ class ChatReply(Reply):
         json = {"index": choice.index, name: message, "logprobs": choice.chat_logprobs(self)} | choice.fields(self)
         return json | {"finish_reason": answers.chat_finish_reason(choice.finish_reason, choice.read.calls)}
 
-
-def _parts(read: Read) -> tuple[str, str, list[dict[str, Any]]]:
-    return read.content, read.reasoning, read.calls
+    def _parts(self, read: Read) -> tuple[str, str, list[dict[str, Any]]]:
+        return read.content, read.reasoning, read.calls[:1] if self._only_first_call else read.calls
 
 
 class TokenReply(Reply):

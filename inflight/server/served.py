@@ -154,8 +154,10 @@ class Served:
         return len(self.running) + self._num_submitting + len(self._waiting)
 
     async def drain(self) -> None:
-        """Pause the engine when it has drawn all requests in progress, read or not. New requests wait. Raises ApiError
-        if that takes too long; then nothing is paused."""
+        """Pause the engine when it has drawn all requests in progress, read or not. New requests wait. An engine
+        that a client has paused stays as it is. Raises ApiError if that takes too long; then nothing is paused."""
+        if self.paused and (await asyncio.to_thread(self.engine.status)).paused:
+            return
         self._draining = True
         try:
             wait = Wait()

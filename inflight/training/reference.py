@@ -1,8 +1,8 @@
 """The reference policy of a KL penalty: a separate model, or a model with adapters without them; and the penalty if it
 is part of the reward."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import fsum
@@ -20,6 +20,7 @@ from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.model.forward import bf16_on_gpu, token_logprobs
 from inflight.training.objective.objective import Objective
 from inflight.weights.tensors import is_peft, unwrap
+from inflight.weights.trainer.lora import KEEP_THE_BASE
 
 ReferenceScorer = Callable[[PackedBatch], torch.Tensor]
 """A function that computes the log-probabilities f32[n] of a batch's drawn tokens, without gradient."""
@@ -37,8 +38,8 @@ def reference_scorer(
     penalty.
 
     reference: put into evaluation mode and never changed. None: the base of a PEFT model; its adapters are switched off
-    for a forward pass. autocast: as `GRPOConfig.autocast`. Raises ValueError if a penalty has no reference policy, or a
-    reference is given without a penalty.
+    for a forward pass. autocast: as `GRPOConfig.autocast`. Raises ValueError if a penalty has no reference policy, also
+    because the base of a PEFT model is changed or trained, or if a reference is given without a penalty.
     """
     if not objective.kl_weight and not reward_kl_weight:
         if reference is not None:
@@ -56,7 +57,12 @@ def reference_scorer(
         return partial(_score, reference.eval(), nullcontext, autocast)
     if is_peft(model):
         peft_model: Any = unwrap(model)
-        return partial(_score, model, peft_model.disable_adapter, autocast)
+        if change := _change_of_base(peft_model):
+            raise ValueError(
+                f"the reference would be the model without its adapters, but {change}, so that this is not the initial "
+                "policy: give reference=copy.deepcopy(model), made before training"
+            )
+        return partial(_score, model, partial(_without_adapters, peft_model), autocast)
     name, weight = ("kl_weight", objective.kl_weight) if objective.kl_weight else ("reward_kl_weight", reward_kl_weight)
     raise ValueError(
         f"{name}={weight} asks for a KL penalty to a reference policy, but there is none: "
@@ -65,12 +71,37 @@ def reference_scorer(
     )
 
 
+def _change_of_base(model: Any) -> str:
+    """Return why the base of a PEFT model is not the policy before training, or ""."""
+    for init in (str(getattr(config, "init_lora_weights", None)) for config in model.peft_config.values()):
+        if init.lower() not in KEEP_THE_BASE:
+            return f"init_lora_weights={init!r} has changed its weights"
+    own = (getattr(model.base_model, "prefix", ""), "modules_to_save.", "token_adapter.", "trainable_tokens_")
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if own[0] and (base := [name for name in trained if not any(part in name for part in own)]):
+        return f"{base[0]} of it is trained"
+    return ""
+
+
+@contextmanager
+def _without_adapters(model: Any) -> Iterator[None]:
+    """Switch the adapters off. PEFT lets all of them require gradients afterwards, also the ones that were frozen."""
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for parameter, requires_grad in required:
+            parameter.requires_grad_(requires_grad)
+
+
 @torch.no_grad()
 def _score(
     policy: nn.Module, context: Callable[[], AbstractContextManager[Any]], autocast: bool, batch: PackedBatch
 ) -> torch.Tensor:
+    # The recorded experts are those of the policy that drew.
     with context(), bf16_on_gpu(policy, autocast):
-        return token_logprobs(policy, batch)
+        return token_logprobs(policy, replace(batch, routed_experts=None))
 
 
 def charge_kl(scored: ScoredGroups, score_reference: ReferenceScorer, config: GRPOConfig) -> tuple[ScoredGroups, float]:

@@ -39,8 +39,9 @@ def with_teacher(teacher: nn.Module, batch: PackedBatch, *, top_k: int = 0, auto
     """Return the batch with the columns of a teacher, for an objective with a `teacher_weight`. The teacher is scored
     at the temperature of each token, and over its sampling mask. top_k: the `teacher_top_k` of the objective. autocast:
     as `GRPOConfig.autocast`. Raises ValueError for a token outside of the teacher's vocabulary."""
+    scored = replace(batch, routed_experts=None)  # The teacher chooses its own experts.
     with bf16_on_gpu(teacher, autocast):
-        scores = score_tokens(teacher, batch, at=top_k) if top_k else score_tokens(teacher, batch)
+        scores = score_tokens(teacher, scored, at=top_k) if top_k else score_tokens(teacher, scored)
     columns = {LOGPROBS: scores.logprobs, TOP_IDS: scores.ids, TOP_LOGPROBS: scores.at}
     added = {name: batch.laid_out(values) for name, values in columns.items() if values is not None}
     return replace(batch, columns=batch.columns | added)

@@ -104,6 +104,12 @@ def test_a_call_with_a_number_that_json_does_not_have_is_text(number):
     assert both(reading("<tool_call>"), text) == ("", text, [])
 
 
+@pytest.mark.parametrize("arguments", ["[1, 2]", "5", '"[1]"', "true"])
+def test_a_call_with_arguments_without_names_is_text(arguments):
+    text = f'<tool_call>{{"name": "find", "arguments": {arguments}}}</tool_call>'
+    assert both(reading("<tool_call>"), text) == ("", text, [])
+
+
 CALL = '<tool_call>{"name": "find", "arguments": {"zip": "75001", "count": 3}}</tool_call>'
 THOUGHTS = {
     "a mark": "I end with <tool_call>.",

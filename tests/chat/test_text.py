@@ -130,6 +130,19 @@ def test_parts_add_up_if_the_last_character_is_unfinished(kind, seed):
         assert "".join(found) == SampleText(decoder, SamplingParams()).push(ids[:cut], "length")
 
 
+@pytest.mark.parametrize("broken", ["€€".encode() + b"\xe2\x82", "🌶".encode() + b"\xf0\x9f", b"\n\xe2\x82"])
+@pytest.mark.parametrize("stop", [(), ("capital",)])
+def test_a_broken_character_neither_removes_nor_repeats_later_text(broken, stop):
+    """The decoder of single bytes changes the characters before a broken one."""
+    tokenizer = TOKENIZERS["sentencepiece_like"]()
+    ids = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in broken]
+    ids += tokenizer("Paris is the capital", add_special_tokens=False)["input_ids"]
+    text = SampleText(TextDecoder(tokenizer), SamplingParams(stop=stop))
+    parts = [text.push([token]) for token in ids[:-1]]
+    whole = "".join([*parts, text.push(ids[-1:], "stop" if stop else "length")])
+    assert whole.endswith("� Paris is the " if stop else "� Paris is the capital")
+
+
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("seed", range(5))
 def test_special_tokens_inside_a_stop_string_do_not_hide_it(kind, seed):

@@ -164,7 +164,9 @@ def test_tool_calls_come_back_as_clients_write_them(chat_engine, text, stream):
             message = choice.message.model_dump()
             message["content"] = message["content"] or None
             message["tool_calls"][0] |= {"index": 0}
-            message["tool_calls"][0]["function"] = {"name": "add", "arguments": '{"b": 2, "a": 1}'}
+            function = {"name": "add", "arguments": '{"b": 2, "a": 1}', "parsed_arguments": {"a": 1, "b": 2}}
+            message |= {"provider_specific_fields": {}}
+            message["tool_calls"][0]["function"] = function
             result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "3"}]}
             answer = await client.chat.completions.create(messages=[USER, message, result], **asked)
             assert answer.choices[0].message.content == "It is 3."
@@ -189,6 +191,8 @@ def test_tool_calls_come_back_as_clients_write_them(chat_engine, text, stream):
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
         ({"tool_choice": "required"}, 'tool_choice must be "auto"'),
         ({"add_generation_prompt": False}, "a turn needs the beginning of an answer"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output is not supported here"),
+        ({"parallel_tool_calls": False}, "a turn can have several tool calls"),
         ({"messages": []}, "messages must end with a message of a user"),
         ({"messages": [USER, {"role": "assistant", "content": "3"}]}, "messages must end with"),
         ({"messages": [{"content": "3"}]}, r"messages\[0\] has no role"),
@@ -197,8 +201,9 @@ def test_tool_calls_come_back_as_clients_write_them(chat_engine, text, stream):
 def test_fields_that_the_trainer_does_not_know_are_refused(chat_engine, field, why):
     async def other(session, row):
         async with client_of(await session.endpoint()) as client:
+            messages = field.get("messages", [USER])
             with pytest.raises(openai.BadRequestError, match=why) as caught:
-                await client.chat.completions.create(**{"model": "any", "messages": [USER]} | field)
+                await client.chat.completions.create(model="any", messages=messages, extra_body=field)
             assert caught.value.param.partition("[")[0] == next(iter(field))
             same = {"temperature": 1, "top_p": 1, "n": 1, "stop": [], "seed": 3, "frequency_penalty": 0}
             await client.chat.completions.create(model="any", messages=[USER], **same)
@@ -420,6 +425,26 @@ def test_messages_of_anthropic_draw_the_same_tokens(chat_engine):
     assert episodes.counts["conversations rendered again"] == 0
     assert captured[0].token_ids.tolist() == expected[0].token_ids.tolist()
     np.testing.assert_allclose(captured[0].logprobs, expected[0].logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_string_that_ended_a_turn_is_named(chat_engine, stream):
+    token = chat_engine.tokenizer.convert_tokens_to_ids("X")
+    params = inflight.SamplingParams(n=1, max_tokens=9, min_tokens=4, logit_bias={token: 100.0}, stop=("XX",))
+
+    async def talk(session, row):
+        endpoint = await session.endpoint()
+        asked = {"messages": [USER], "stop_sequences": ["XX"], "stream": stream}
+        _, answer = await session.call(ask_messages, endpoint, asked)
+        found = data_of(answer)[-2]["delta"] if stream else answer
+        assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "XX")
+        async with client_of(endpoint) as client:
+            answer = await client.chat.completions.create(model="any", messages=[USER])
+        assert answer.choices[0].to_dict()["stop_reason"] == "XX"
+        assert answer.choices[0].message.content == "XX"
+        return 1.0
+
+    collect(chat_engine, talk, params=params)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -248,6 +248,20 @@ def test_a_pause_that_aborts_gives_clients_what_was_drawn(truth):
     assert not engine.status().paused
 
 
+def test_a_pause_of_a_paused_engine_does_not_wait_for_requests_that_wait(truth):
+    engine, server, _ = truth
+    assert call(server, "POST", "/pause?mode=abort")[0] == 200
+    answers = []
+    later = threading.Thread(target=lambda: answers.append(draw(server, 4)))
+    later.start()
+    wait_until(lambda: engine.status().num_waiting == 1)
+    assert call(server, "POST", "/pause?mode=wait")[0] == 200
+    assert not answers
+    assert call(server, "POST", "/resume")[0] == 200
+    later.join()
+    assert answers[0]["finish_reason"] == "length"
+
+
 def test_a_pause_that_waits_lets_answers_end_and_later_ones_wait(truth):
     engine, server, _ = truth
     answers = []

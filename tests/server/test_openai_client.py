@@ -9,7 +9,11 @@ import pytest
 from http_calls import call
 from scripted_model import ANSWER, CALL
 
+from inflight.chat.readers import Read
 from inflight.engine.model.shapes import EOS_TOKEN, EOS_TOKEN_ID
+from inflight.server.prompts import template_kwargs
+from inflight.server.replies import ChatReply
+from inflight.server.requests import ChatRequest
 
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -202,6 +206,21 @@ def test_parts_of_text_and_template_arguments_reach_the_template(served):
     )
     prompt = served.engine.tokenizer.decode(answer.to_dict()["prompt_token_ids"])
     assert prompt == "user: a\nb;SHOUT<answer>"
+
+
+def test_reasoning_effort_is_a_variable_of_the_template():
+    request = ChatRequest(messages=[], reasoning_effort="high")
+    assert template_kwargs(request) == {"reasoning_effort": "high"}
+    request.chat_template_kwargs = {"reasoning_effort": "low"}
+    assert template_kwargs(request) == {"reasoning_effort": "low"}
+
+
+def test_the_first_of_several_calls_is_the_only_one_if_asked():
+    read = Read(calls=[{"id": "a"}, {"id": "b"}])
+    for parallel, count in ((None, 2), (True, 2), (False, 1)):
+        reply = object.__new__(ChatReply)
+        reply._only_first_call = parallel is False
+        assert len(reply._parts(read)[2]) == count
 
 
 def test_a_last_message_is_continued(served):

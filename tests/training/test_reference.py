@@ -17,9 +17,11 @@ from inflight.training.data.batch import pack
 from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.grpo import GRPOConfig
 from inflight.training.model.forward import token_logprobs
+from inflight.training.objective.distillation import LOGPROBS
 from inflight.training.objective.kl import kl_estimate
 from inflight.training.objective.objective import Objective
 from inflight.training.reference import charge_kl, reference_scorer
+from inflight.training.teacher import with_teacher
 
 KL = Objective(kl_weight=0.5)
 
@@ -40,6 +42,57 @@ def test_the_base_of_a_peft_model_is_its_reference():
     config = GRPOConfig(objective=KL, sampling=inflight.SamplingParams(n=2))
     update = train_step(model, torch.optim.SGD(trained, lr=0.1), batch, config, score_reference=score)
     assert update.stats.reference_kl > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' has changed its weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' has changed its weights"),
+        ({"bias": "all"}, r"q_proj.base_layer.bias of it is trained"),
+    ],
+)
+def test_a_base_that_is_not_the_initial_policy_is_no_reference(options, message):
+    model = get_peft_model(make_model("qwen2"), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **options))
+    with pytest.raises(ValueError, match=message):
+        reference_scorer(KL, model, None)
+    assert reference_scorer(KL, model, make_model("qwen2")) is not None
+
+
+def test_trained_parts_that_are_switched_off_with_the_adapters_are_no_change_of_the_base():
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], trainable_token_indices=[3, 4])
+    expected = make_model("llama")
+    model = get_peft_model(copy.deepcopy(expected), config)
+    batch = pack(make_rollouts(), [0.0] * 6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora" not in name:
+                parameter.add_(0.5)
+    score = reference_scorer(KL, model, None)
+    torch.testing.assert_close(score(batch), token_logprobs(expected, batch).detach())
+
+
+def test_scoring_the_base_leaves_frozen_adapters_frozen():
+    model = get_peft_model(make_model("qwen3"), LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    reference_scorer(KL, model, None)(pack(make_rollouts(), [0.0] * 6))
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
+
+
+def test_a_reference_chooses_its_own_experts():
+    model, reference = make_model("qwen3-moe"), make_model("qwen3-moe", seed=5)
+    batch = pack(make_rollouts(), [0.0] * 6)
+    expected = token_logprobs(reference, batch).detach()
+    experts = torch.zeros(len(batch.input_ids), 3, 2, dtype=torch.int16)
+    experts[..., 1] = 1
+    routed = replace(batch, routed_experts=experts)
+    assert not torch.allclose(token_logprobs(reference, routed), expected, atol=1e-2)
+    torch.testing.assert_close(reference_scorer(KL, model, reference)(routed), expected)
+    torch.testing.assert_close(with_teacher(reference, routed).columns[LOGPROBS][batch.drawn], expected)
+    reference_scorer(KL, model, make_model("qwen3"))(routed)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [0, 25])

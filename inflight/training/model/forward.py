@@ -23,7 +23,7 @@ from inflight.training.model.head import check_at, plain_head, scoring_head
 from inflight.training.model.packing import has_states, is_packable, pack_input, packed_attention
 from inflight.training.model.replay import end_failed_backward, replay_routed_experts
 from inflight.training.model.sampling_mask import is_banned
-from inflight.weights.tensors import unwrap
+from inflight.weights.tensors import is_peft, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ def score_tokens(
     left of those that the engine draws, with the experts that it used. The batch can be on the CPU. Sequences are
     packed if packing gives the same results as scoring each alone; otherwise they are padded or fed one by one
     (`scoring_way`). Raises the errors of `replay_routed_experts`, UnsupportedModelError for a model whose tokens attend
-    to later positions or that needs other inputs in train mode, and ValueError for a drawn token outside of the
+    to later positions or that needs other inputs in train mode, and for PEFT methods that add virtual tokens or begin
+    at a token (aLoRA), and ValueError for a drawn token outside of the
     vocabulary, for `at` with a sampling mask, and for a k beyond the vocabulary.
     """
     if at is not None and batch.sampling_mask is not None:
@@ -66,6 +67,7 @@ def score_tokens(
             "top_p and min_p, or without a sampling mask"
         )
     model = getattr(model, "_orig_mod", model)  # A model compiled for another head would be recompiled at each call.
+    check_adapters(model)
     inner = transformers_model(model)
     check_vocabulary(inner, batch)
     _warn_of_dropout(inner)
@@ -82,6 +84,18 @@ def score_tokens(
         raise UnsupportedModelError(
             f"{type(inner).__name__} cannot be scored in train mode ({first_line(error)}); call model.eval()"
         ) from error
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for methods of PEFT that treat a row of tokens as one sequence."""
+    peft_model: Any = unwrap(model)
+    for config in peft_model.peft_config.values() if is_peft(model) else ():
+        is_prompt = getattr(config, "is_prompt_learning", False)
+        if is_prompt or getattr(config, "alora_invocation_tokens", None):
+            method = getattr(config.peft_type, "value", config.peft_type) if is_prompt else "aLoRA"
+            raise UnsupportedModelError(
+                f"a model with {method} cannot be scored: PEFT applies it once per row, and sequences are packed"
+            )
 
 
 def bf16_on_gpu(model: nn.Module, wanted: bool = True) -> AbstractContextManager[object]:

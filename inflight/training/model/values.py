@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from inflight.training.data.batch import PackedBatch
-from inflight.training.model.forward import check_vocabulary, transformers_model, try_way
+from inflight.training.model.forward import check_adapters, check_vocabulary, transformers_model, try_way
 from inflight.training.model.forward_mode import scoring_way
 from inflight.training.model.packing import has_states, pack_input, packed_attention
 from inflight.weights.tensors import is_peft, unwrap
@@ -49,6 +49,7 @@ def token_values(module: nn.Module, batch: PackedBatch) -> torch.Tensor:
     positions, and ValueError for a token outside of its vocabulary, and for an output of another shape.
     """
     module = getattr(module, "_orig_mod", module)
+    check_adapters(module)
     inner = transformers_model(module)
     check_vocabulary(inner, batch)
     way, device = scoring_way(inner, batch, try_way), next(module.parameters()).device

@@ -66,10 +66,13 @@ class VersionProbe:
         batch = batch.to(next(self._model.parameters()).device)
         drawn = batch.drawn
         versions, behavior = batch.weight_versions[drawn], batch.behavior_logprobs[drawn]
-        training = self._model.training
+        training = [module for module in self._model.modules() if module.training]
         self._model.eval()  # Dropout would add to the mismatch.
-        current = token_logprobs(self._model, batch)
-        self._model.train(training)
+        try:
+            current = token_logprobs(self._model, batch)
+        finally:
+            for module in training:
+                module.training = True
         own = torch.full_like(current, torch.nan)
         for version in versions.unique().tolist():
             if version in self._remembered:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from made_batches import make_group
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny_models import VOCABULARY
+from tiny_models import make_model as tiny_model
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -20,12 +21,15 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+import inflight
+from inflight.core.errors import UnsupportedModelError
 from inflight.core.rollout import Rollout, SamplingMask
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.model import forward
 from inflight.training.model.forward import TokenScores, score_tokens
 from inflight.training.model.head import PlainHead, plain_head
 from inflight.training.model.packing import is_packable
+from inflight.training.model.values import token_values
 
 SHAPE = {
     "hidden_size": 32,
@@ -196,3 +200,18 @@ def test_a_module_that_only_takes_tokens_and_gives_logits_is_scored_in_rows():
     torch.testing.assert_close(
         score_tokens(model, batch).logprobs, expected.gather(1, batch.input_ids[batch.drawn][:, None])[:, 0]
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING"),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PROMPT_TUNING"),
+        (LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6]), "aLoRA"),
+    ],
+)
+def test_adapters_that_depend_on_the_row_are_refused(config, method):
+    model = get_peft_model(tiny_model("llama"), config)
+    for score in (inflight.token_logprobs, token_values):
+        with pytest.raises(UnsupportedModelError, match=f"a model with {method} cannot be scored"):
+            score(model, make_batch(make_rollouts(masked=False)))

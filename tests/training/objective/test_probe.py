@@ -87,7 +87,11 @@ def test_a_probe_forgets_what_is_too_old_and_touches_neither_model_nor_batch():
     for version in (2, 3, 4):
         probe.remember(version)
     assert probe.versions == [3, 4]
+    model.train()
+    model.model.layers[0].eval()
     causes = probe.causes(batch)
+    assert model.model.layers[1].training
+    assert not model.model.layers[0].training
     known = np.isin(batch.weight_versions[batch.loss_mask].numpy(), (3, 4)).sum()
     assert causes.total.num_tokens == known
     assert causes.staleness.logprob_diff == 0  # the weights did not move
