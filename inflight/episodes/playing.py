@@ -118,7 +118,7 @@ class Player:
                     self._turns,
                     group.params,
                     self._limits,
-                    metadata=group.metadata,
+                    metadata=copied(group.metadata),
                     group_id=group.id,
                     sample=sample,
                     seed=sample_seed(group.params.seed or 0, sample),
@@ -200,7 +200,7 @@ def copied(value: Any) -> Any:
     other episodes and attempts. Other objects in it are shared."""
     if type(value) is dict:
         return {key: copied(each) for key, each in value.items()}
-    return [copied(each) for each in value] if type(value) is list else value
+    return type(value)(copied(each) for each in value) if type(value) in (list, tuple) else value
 
 
 def settle(

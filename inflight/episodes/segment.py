@@ -46,10 +46,11 @@ def digests_of(messages: Sequence[Message], setup: Any) -> list[bytes]:
 
 
 def _encoded(value: Any) -> bytes:
+    value = msgspec.to_builtins(value, str_keys=True, enc_hook=repr)
     try:
-        return msgspec.json.encode(value, order="deterministic", enc_hook=repr)
+        return msgspec.json.encode(value, order="deterministic")
     except UnicodeEncodeError:  # Arguments of drawn calls can have halves of surrogate pairs, as escapes.
-        return json.dumps(value, sort_keys=True, default=repr).encode()
+        return json.dumps(value, sort_keys=True).encode()
 
 
 def num_common(ours: list[int], theirs: list[int]) -> int:

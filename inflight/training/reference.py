@@ -26,6 +26,11 @@ ReferenceScorer = Callable[[PackedBatch], torch.Tensor]
 """A function that computes the log-probabilities f32[n] of a batch's drawn tokens, without gradient."""
 
 
+_SWITCHED_OFF = ("modules_to_save.", "token_adapter.", "trainable_tokens_")
+_MIXED = ("lora_", "lokr_", "hada_", "oft_", "shira_", *_SWITCHED_OFF)
+"""Parts of names of parameters that PEFT switches off with the adapters: of any model, and of mixed ones."""
+
+
 def reference_scorer(
     objective: Objective,
     model: nn.Module,
@@ -76,11 +81,11 @@ def _change_of_base(model: Any) -> str:
     for init in (str(getattr(config, "init_lora_weights", None)) for config in model.peft_config.values()):
         if init.lower() not in KEEP_THE_BASE:
             return f"init_lora_weights={init!r} has changed its weights"
-    own = (getattr(model.base_model, "prefix", ""), "modules_to_save.", "token_adapter.", "trainable_tokens_")
+    prefix = getattr(model.base_model, "prefix", "")
+    own = _MIXED if type(model).__name__ == "PeftMixedModel" else (prefix, *_SWITCHED_OFF)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if own[0] and (base := [name for name in trained if not any(part in name for part in own)]):
-        return f"{base[0]} of it is trained"
-    return ""
+    base = [name for name in trained if not any(part in name for part in own)]
+    return f"{base[0]} of it is trained" if base else ""
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 // for the machine at hand and calls it through ctypes.
 //
 // Tensors are float32 or bfloat16; arithmetic is float32. Work is spread with OpenMP over `threads` threads of the
-// runtime that PyTorch has loaded. Vectors are GCC's, 16 floats wide, which any target lowers to what it has.
+// runtime that PyTorch has loaded. Vectors are GCC's.
 
 #include <math.h>
 #include <stddef.h>

@@ -25,7 +25,7 @@ import torch
 logger = logging.getLogger("inflight.kernels")
 
 SOURCE = Path(__file__).with_name("_cpu.c")
-LANES = 16
+BLOCK = 16
 """Tokens in a block of the paged cache that the attention kernel reads."""
 _PLAIN = frozenset({int, bool, float, type(None)})
 """Classes of most arguments of a kernel. Finding a class here takes less time than `isinstance(…, Tensor)`."""

@@ -109,9 +109,9 @@ def empty_cache_for_cpu(
     blocks: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (k_cache, v_cache) in the layout of the C kernel: keys of a block and head are stored as [D, 16], so that
-    the scores of 16 tokens are one vector."""
-    keys = in_huge_pages(blocks, kv_heads, key_dim, _cpu.LANES, dtype=dtype).permute(0, 3, 1, 2)
-    values = in_huge_pages(blocks, kv_heads, _cpu.LANES, value_dim, dtype=dtype).transpose(1, 2)
+    the scores of 16 tokens lie side by side."""
+    keys = in_huge_pages(blocks, kv_heads, key_dim, _cpu.BLOCK, dtype=dtype).permute(0, 3, 1, 2)
+    values = in_huge_pages(blocks, kv_heads, _cpu.BLOCK, value_dim, dtype=dtype).transpose(1, 2)
     return keys, values
 
 
@@ -129,5 +129,5 @@ def in_huge_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def is_layout_for_cpu(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Return whether two caches have the layout of `empty_cache_for_cpu`."""
-    is_transposed = k_cache.shape[1] == _cpu.LANES and k_cache.permute(0, 2, 3, 1).is_contiguous()
+    is_transposed = k_cache.shape[1] == _cpu.BLOCK and k_cache.permute(0, 2, 3, 1).is_contiguous()
     return is_transposed and v_cache.transpose(1, 2).is_contiguous()

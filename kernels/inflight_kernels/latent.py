@@ -33,9 +33,9 @@ def latent_attention(
     queries included), both on the CPU. window: a query sees the last `window` tokens, itself included. Sequences with
     one query are computed together, the others one by one. Raises ValueError if the shapes do not fit.
 
-    The C kernel computes it for contiguous caches with blocks of 16 tokens, and D and value_dim that are multiples of
-    16. A row of its result is the same, bit for bit, whatever the other sequences are. PyTorch computes all other
-    cases.
+    The C kernel computes it for contiguous caches with blocks of 16 tokens, if its vectors (16 numbers or fewer) divide
+    D and value_dim. A row of its result is the same, bit for bit, whatever the other sequences are. PyTorch computes
+    all other cases.
     """
     if query.ndim != 3 or cache.ndim != 3 or query.shape[2] != cache.shape[2] or value_dim > cache.shape[2]:
         raise ValueError(
@@ -43,7 +43,7 @@ def latent_attention(
             f"{list(query.shape)} and {list(cache.shape)}"
         )
     out = query.new_empty(*query.shape[:2], value_dim)
-    if cache.shape[1] == _cpu.LANES and cache.is_contiguous() and _cpu.takes(query, cache):
+    if cache.shape[1] == _cpu.BLOCK and cache.is_contiguous() and _cpu.takes(query, cache):
         query = query.contiguous()
         ran = _cpu.call(
             "latent_attention", query, cache, out, query.dtype == torch.bfloat16, tables, tables.stride(0), starts,
@@ -76,7 +76,7 @@ def latent_attention(
 
 def empty_latents_for_cpu(blocks: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a cache [blocks, 16, dim] for the C kernel."""
-    return in_huge_pages(blocks, _cpu.LANES, dim, dtype=dtype)
+    return in_huge_pages(blocks, _cpu.BLOCK, dim, dtype=dtype)
 
 
 def _gather(cache: torch.Tensor, table_SB: torch.Tensor, firsts: list[int], lengths: list[int]) -> torch.Tensor:

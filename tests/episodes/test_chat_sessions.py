@@ -149,13 +149,26 @@ def test_halves_of_surrogate_pairs_become_question_marks(chat_engine):
 def test_an_episode_changes_its_own_row_alone(chat_engine):
     async def play(session, row):
         row["tags"].append(session.sample)
+        row["pair"][1].append(session.sample)
         await session.complete([1, 2])
-        return float(len(row["tags"]))
+        return float(len(row["tags"]) * len(row["pair"][1]))
 
-    rows = [{"tags": []}]
+    rows = [{"tags": [], "pair": (0, [])}]
     [group], _ = collect(chat_engine, play, rows=rows)
     assert [rollout.reward for rollout in group] == [1.0, 1.0]
-    assert rows == [{"tags": []}]
+    assert rows == [{"tags": [], "pair": (0, [])}]
+
+
+def test_variables_of_a_template_can_have_numbers_as_keys(chat_engine):
+    async def talk(session, row):
+        messages = [USER]
+        for _ in range(2):
+            reply = await session.chat(messages, labels={1: "a", "b": None})
+            messages += [reply.message, USER]
+        return 1.0
+
+    _, episodes = collect(chat_engine, talk)
+    assert episodes.counts["conversations rendered again"] == 0
 
 
 def test_a_rewritten_history_begins_a_counted_sequence(chat_engine):

@@ -13,13 +13,15 @@ CALL = '{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}'
 ANSWER = ("<answer>", "Hello", ", wor", "ld", ". Grüße")
 ANSWER_WITH_TOOLS = ("<answer with tools>", "Let me see.", "\n<tool", "_call>\n", CALL, "\n</tool_call>")
 ANSWER_THINKING = ("<answer thinking>", "<think>", "\nIs 1 <", " 2?\n</th", "ink>\n\nYes, it is.")
+TWO_CALLS = ("<two calls>", f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>")
 TEMPLATE = (
     "{#- calls are written as <tool_call>…</tool_call> -#}"
     "{%- for message in messages -%}{{ message.role }}: {{ message.reasoning_content }}{{ message.content }};"
     "{%- for call in message.tool_calls or [] -%}{{ call.function.arguments | tojson }}{%- endfor -%}{%- endfor -%}"
     "{%- if shout -%}SHOUT{%- endif -%}"
     "{%- if add_generation_prompt -%}"
-    "{{ '<answer with tools>' if tools else '<answer thinking>' if think else '<answer>' }}"
+    "{{ '<two calls>' if calls == 2 else '<answer with tools>' if tools else"
+    " '<answer thinking>' if think else '<answer>' }}"
     "{{ '<think>' if think == 'opened' }}{%- endif -%}"
 )
 _HIDDEN, _VOCABULARY = 64, 512
@@ -27,7 +29,7 @@ _HIDDEN, _VOCABULARY = 64, 512
 
 def save_scripted_model(directory: Path) -> str:
     """Write the model and its tokenizer there, and return the path."""
-    words = list(dict.fromkeys([*ANSWER, *ANSWER_WITH_TOOLS, *ANSWER_THINKING]))
+    words = list(dict.fromkeys([*ANSWER, *ANSWER_WITH_TOOLS, *ANSWER_THINKING, *TWO_CALLS]))
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(words)
     tokenizer.chat_template = TEMPLATE
@@ -51,7 +53,7 @@ def save_scripted_model(directory: Path) -> str:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     for weight in (embedding, head, *(w for layer in model.model.layers for w in layer.parameters() if w.ndim > 1)):
         weight.zero_()
-    for script in (ANSWER, ANSWER_WITH_TOOLS, ANSWER_THINKING):
+    for script in (ANSWER, ANSWER_WITH_TOOLS, ANSWER_THINKING, TWO_CALLS):
         for place, (word, following) in enumerate(pairwise([*script, None])):
             index = words.index(word)
             embedding[ids[word], index] = 1.0

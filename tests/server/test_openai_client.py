@@ -9,10 +9,8 @@ import pytest
 from http_calls import call
 from scripted_model import ANSWER, CALL
 
-from inflight.chat.readers import Read
 from inflight.engine.model.shapes import EOS_TOKEN, EOS_TOKEN_ID
 from inflight.server.prompts import template_kwargs
-from inflight.server.replies import ChatReply
 from inflight.server.requests import ChatRequest
 
 USER = [{"role": "user", "content": "hi"}]
@@ -215,12 +213,14 @@ def test_reasoning_effort_is_a_variable_of_the_template():
     assert template_kwargs(request) == {"reasoning_effort": "low"}
 
 
-def test_the_first_of_several_calls_is_the_only_one_if_asked():
-    read = Read(calls=[{"id": "a"}, {"id": "b"}])
-    for parallel, count in ((None, 2), (True, 2), (False, 1)):
-        reply = object.__new__(ChatReply)
-        reply._only_first_call = parallel is False
-        assert len(reply._parts(read)[2]) == count
+@pytest.mark.parametrize(("parallel", "count"), [(None, 2), (True, 2), (False, 1)])
+def test_the_first_of_several_calls_is_the_only_one_if_asked(served, parallel, count):
+    body = {"parallel_tool_calls": parallel, "chat_template_kwargs": {"calls": 2}}
+    asked = {"model": "policy", "messages": USER, "tools": TOOLS, "extra_body": body}
+    [choice] = served.client.chat.completions.create(**asked).choices
+    assert len(choice.message.tool_calls) == count
+    parts = served.client.chat.completions.create(**asked, stream=True)
+    assert len([call for part in parts for call in part.choices[0].delta.tool_calls or []]) == count
 
 
 def test_a_last_message_is_continued(served):

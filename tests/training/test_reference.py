@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,14 @@ def test_a_base_that_is_not_the_initial_policy_is_no_reference(options, message)
     with pytest.raises(ValueError, match=message):
         reference_scorer(KL, model, None)
     assert reference_scorer(KL, model, make_model("qwen2")) is not None
+
+
+def test_a_mixed_model_with_a_trained_base_has_no_reference():
+    for bias, refused in (("none", False), ("all", True)):
+        config = LoraConfig(r=2, target_modules=["q_proj"], bias=bias)
+        model = get_peft_model(make_model("qwen2"), config, mixed=True)
+        with pytest.raises(ValueError, match="bias of it is trained") if refused else nullcontext():
+            reference_scorer(KL, model, None)
 
 
 def test_trained_parts_that_are_switched_off_with_the_adapters_are_no_change_of_the_base():

@@ -89,7 +89,10 @@ def score_tokens(
 def check_adapters(model: nn.Module) -> None:
     """Raise UnsupportedModelError for methods of PEFT that treat a row of tokens as one sequence."""
     peft_model: Any = unwrap(model)
-    for config in peft_model.peft_config.values() if is_peft(model) else ():
+    if not is_peft(model):
+        return
+    active = peft_model.active_adapter
+    for config in (peft_model.peft_config[name] for name in ([active] if isinstance(active, str) else active)):
         is_prompt = getattr(config, "is_prompt_learning", False)
         if is_prompt or getattr(config, "alora_invocation_tokens", None):
             method = getattr(config.peft_type, "value", config.peft_type) if is_prompt else "aLoRA"

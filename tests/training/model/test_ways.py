@@ -212,6 +212,11 @@ def test_a_module_that_only_takes_tokens_and_gives_logits_is_scored_in_rows():
 )
 def test_adapters_that_depend_on_the_row_are_refused(config, method):
     model = get_peft_model(tiny_model("llama"), config)
+    batch = make_batch(make_rollouts(masked=False))
     for score in (inflight.token_logprobs, token_values):
         with pytest.raises(UnsupportedModelError, match=f"a model with {method} cannot be scored"):
-            score(model, make_batch(make_rollouts(masked=False)))
+            score(model, batch)
+    if method == "aLoRA":
+        model.add_adapter("plain", LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+        model.set_adapter("plain")
+        inflight.token_logprobs(model, batch)
