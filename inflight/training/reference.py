@@ -104,7 +104,7 @@ def _without_adapters(model: Any) -> Iterator[None]:
 def _score(
     policy: nn.Module, context: Callable[[], AbstractContextManager[Any]], autocast: bool, batch: PackedBatch
 ) -> torch.Tensor:
-    # The recorded experts are those of the policy that drew.
+    # The drawing policy has chosen the recorded experts.
     with context(), bf16_on_gpu(policy, autocast):
         return token_logprobs(policy, replace(batch, routed_experts=None))
 
