@@ -80,7 +80,7 @@ def test_frames_arrive_once_and_in_order_over_connections_that_break(writer, mon
             reconnect(reader, writer.endpoint)
             breaks += 1
     assert arrived == list(range(count))
-    assert breaks > 3
+    assert breaks
     assert most_in_files
     until(lambda: reader.receive(0) or writer.kept.oldest == count, writer)
     assert writer.kept.bytes_in_memory == writer.kept.bytes_in_files == 0
