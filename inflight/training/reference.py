@@ -81,7 +81,7 @@ def _change_of_base(model: Any) -> str:
     for init in (str(getattr(config, "init_lora_weights", None)) for config in model.peft_config.values()):
         if init.lower() not in KEEP_THE_BASE:
             return f"init_lora_weights={init!r} has changed its weights"
-    prefix = getattr(model.base_model, "prefix", "")
+    prefix = getattr(model.base_model, "prefix", "")  # Without one, as in X-LoRA, every name contains "".
     own = _MIXED if type(model).__name__ == "PeftMixedModel" else (prefix, *_SWITCHED_OFF)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     base = [name for name in trained if not any(part in name for part in own)]

@@ -301,7 +301,7 @@ int paged_attention(const void *q, const void *k, const void *v, void *out, int 
 #define DEPTH_BYTES 2048  // of a row at a time, so that they do
 #define GROUP_TOKENS 48   // rows of x that pass by together
 #define X_BYTES (1 << 20) // of x, all of which passes by one panel before the next
-#define SMALL_MATRIX (1 << 20)
+#define SMALL_MATRIX (1 << 20)  // numbers of an expert's matrix
 #define FEW_TOKENS 8      // rows of x for which w is fetched line by line
 #ifdef __AVX512F__
 #define MOST_FLOATS INT64_MAX
@@ -551,9 +551,9 @@ int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t
     return runs == 0;
 }
 
-#define STEP 4            // rows of a transposed matrix that are read side by side
-#define LEAST_COLUMNS 256  // of it that a thread takes: each of its rows is far from the next
-#define MOST_COLUMNS 2048
+#define STEP 4             // rows of a transposed matrix that are multiplied together
+#define LEAST_COLUMNS 256  // that a thread takes: fewer are short, separate pieces of memory
+#define MOST_COLUMNS 2048  // whose sums stay in the second-level cache
 
 // sums[i] += the products of STEP numbers of each row of x with as many rows of w, which are `columns` long.
 static inline __attribute__((always_inline)) void add_products(const float *const *x, const char *w, int64_t bytes,

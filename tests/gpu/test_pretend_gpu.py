@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pretend_gpu
 import pytest
@@ -344,21 +345,25 @@ def experts_recorded_by_graphs_are_those_of_the_cpu() -> None:
 
 
 def experts_of(device: str) -> list[Rollout]:
-    options = EngineOptions(
-        model="qwen3-moe", device=device, dtype="float32", max_sequences=6, max_context=128, max_prefill_tokens=60,
-        attention="torch", record_routed_experts=True,
-    )  # fmt: skip
+    options = EngineOptions(model="qwen3-moe", device=device, max_prefill_tokens=60, record_routed_experts=True)
+    arrivals, events = {0: 3, 2: 40, 4: 5, 5: 50, 9: 12, 11: 2}, {7: lambda engine: (engine.sleep(), engine.wake())}
+    return draw_with(options, arrivals, events, top_k=20, return_sampling_mask=True)
+
+
+def draw_with(
+    options: EngineOptions, arrivals: dict[int, int], events: dict[int, Callable[[Engine], object]], **params: object
+) -> list[Rollout]:
+    """The rollouts of an engine with graphs. arrivals: lengths of prompts by step. events: functions by step."""
+    options = msgspec.structs.replace(options, dtype="float32", max_sequences=6, max_context=128, attention="torch")
     engine, rollouts, assembler = Engine(options, overlap=True), [], Assembler()
-    assert (engine.runner.num_graphs > 0) == (device == "cuda")
-    arrivals = {0: 3, 2: 40, 4: 5, 5: 50, 9: 12, 11: 2}  # tokens of the prompt at each step
+    assert (engine.runner.num_graphs > 0) == (options.device == "cuda"), engine.runner.unfused_reason
     for step in itertools.count():
         if step in arrivals:
-            prompt = [(7 * step + 5 * i) % VOCABULARY for i in range(arrivals[step])]
-            params = SamplingParams(max_tokens=14, seed=step, ignore_eos=True, top_k=20, return_sampling_mask=True)
-            engine.requests.submit([Prompt(prompt, params)])
-        if step == 7:
-            engine.sleep()
-            engine.wake()
+            prompt = [(7 * step + 5 * i) % 96 for i in range(arrivals[step])]
+            sampling = SamplingParams(max_tokens=14, seed=step, ignore_eos=True, **params)
+            engine.requests.submit([Prompt(prompt, sampling)])
+        if step in events:
+            events[step](engine)
         frame = engine.step()
         rollouts += [rollout for group in assembler.add(frame) for rollout in group] if frame is not None else []
         if not engine.has_work and step > max(arrivals):
@@ -377,31 +382,14 @@ def states_in_graphs_are_those_of_the_cpu() -> None:
 
 
 def rollouts_of_hybrid(family: str, device: str) -> list[Rollout]:
-    options = EngineOptions(
-        model=family, device=device, dtype="float32", max_sequences=6, max_context=128, max_prefill_tokens=24,
-        attention="torch",
-    )  # fmt: skip
-    engine, rollouts, assembler = Engine(options, overlap=True), [], Assembler()
-    assert (engine.runner.num_graphs > 0) == (device == "cuda"), engine.runner.unfused_reason
-    arrivals = {0: 3, 2: 40, 4: 5, 5: 50, 9: 1, 11: 2}  # tokens of the prompt at each step
-    for step in itertools.count():
-        if step in arrivals:
-            prompt = [(7 * step + 5 * i) % 96 for i in range(arrivals[step])]
-            params = SamplingParams(max_tokens=14, seed=step, ignore_eos=True)
-            engine.requests.submit([Prompt(prompt, params)])
-        if step == 5:
-            engine.sleep()
-            engine.wake()
-        if step == 7:
-            publish(engine, model_of(family, 1).to(engine.device))
-        if step == 8:
-            engine.requests.fork(next(iter(engine.requests.unfinished)), params=SamplingParams(max_tokens=9, seed=60))
-        frame = engine.step()
-        rollouts += [rollout for group in assembler.add(frame) for rollout in group] if frame is not None else []
-        if not engine.has_work and step > max(arrivals):
-            break
-    engine.close()
-    return sorted(rollouts, key=lambda rollout: rollout.request_id)
+    options = EngineOptions(model=family, device=device, max_prefill_tokens=24)
+    forked = SamplingParams(max_tokens=9, seed=60)
+    events = {
+        5: lambda engine: (engine.sleep(), engine.wake()),
+        7: lambda engine: publish(engine, model_of(family, 1).to(engine.device)),
+        8: lambda engine: engine.requests.fork(next(iter(engine.requests.unfinished)), params=forked),
+    }
+    return draw_with(options, {0: 3, 2: 40, 4: 5, 5: 50, 9: 1, 11: 2}, events)
 
 
 def stall_of_a_swap_has_the_time_of_the_device() -> None:

@@ -2,8 +2,9 @@
 
 Every row of such a pass is one token, with its own position and its own blocks: the last token of a sequence, or one of
 the few prompt tokens that are left after a prefix from the cache. Each layer writes the keys and values of all rows
-before any row attends, so several tokens of one prompt can be rows of the same pass. In models with layers that keep a
-state per sequence, rows are last tokens only: such a layer cannot compute several tokens of a sequence as rows.
+before any row attends, so several tokens of one prompt can be rows of the same pass. A layer that
+keeps a state per sequence computes its tokens one after another. In models with such layers each row is therefore the
+last token of another sequence.
 
 A graph holds addresses, so there is one for each slot's weights and each number of rows, rounded up. All graphs
 share one pool of memory, because only one runs at a time. The last product, with the vocabulary, is outside the graphs:

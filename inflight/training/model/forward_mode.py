@@ -5,7 +5,8 @@ windows, once per model.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -65,6 +66,18 @@ def _find(model: nn.Module, try_way: TryWay) -> Way:
     return _ways[twin.plain]
 
 
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode inside the block. Each of its modules has its own mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _not_causal(model: nn.Module) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{transformers_class(model).__name__} is no causal decoder: its tokens see later ones, so that "
@@ -79,10 +92,9 @@ def _check_itself(model: nn.Module) -> None:
     positions. In 16 bits the size of a difference distinguishes attention to later positions from rounding."""
     name, weight = transformers_class(model).__name__, next(model.parameters())
     ids = torch.arange(12, device=weight.device)[None]
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
-        whole, part = (model(input_ids=ids[:, :length], use_cache=False).logits[0] for length in (12, 8))
+        with in_eval_mode(model):
+            whole, part = (model(input_ids=ids[:, :length], use_cache=False).logits[0] for length in (12, 8))
         if len(whole) != 12 or len(part) != 8:
             raise ValueError(f"12 tokens give {len(whole)} rows of logits, 8 give {len(part)}")
     except torch.OutOfMemoryError:
@@ -91,9 +103,6 @@ def _check_itself(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{name} cannot be scored: it does not run on tokens alone ({type(error).__name__}: {first_line(error)})"
         ) from error
-    finally:
-        for module in training:
-            module.training = True
     difference = (whole[:8].float() - part.float()).norm(dim=-1) / part.float().norm(dim=-1).clamp(min=1e-12)
     if difference.median() > (1e-2 if weight.dtype in (torch.float32, torch.float64) else 0.2):
         raise _not_causal(model)

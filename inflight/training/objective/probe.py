@@ -15,6 +15,7 @@ from torch import nn
 from inflight.core.arguments import named
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import token_logprobs
+from inflight.training.model.forward_mode import in_eval_mode
 from inflight.training.objective.statistics import RatioStats
 from inflight.weights.tensors import unwrap
 
@@ -66,13 +67,8 @@ class VersionProbe:
         batch = batch.to(next(self._model.parameters()).device)
         drawn = batch.drawn
         versions, behavior = batch.weight_versions[drawn], batch.behavior_logprobs[drawn]
-        training = [module for module in self._model.modules() if module.training]
-        self._model.eval()  # Dropout would add to the mismatch.
-        try:
+        with in_eval_mode(self._model):  # Dropout would add to the mismatch.
             current = token_logprobs(self._model, batch)
-        finally:
-            for module in training:
-                module.training = True
         own = torch.full_like(current, torch.nan)
         for version in versions.unique().tolist():
             if version in self._remembered:
