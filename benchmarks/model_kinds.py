@@ -48,10 +48,11 @@ MIXTURE_SIZES = ((1, 32, 48), (8, 32, 24), (32, 32, 16))
 HYBRID_SIZES = ((1, 128, 64), (16, 128, 64), (1, 2048, 32), (4, 2048, 32))
 
 
-def load(config: PretrainedConfig, dtype: str, sizes: tuple[tuple[int, int, int], ...]) -> Engine:
-    """An engine of a random model with room for the largest of these sizes."""
+def load(config: PretrainedConfig, dtype: str, sizes: tuple[tuple[int, int, int], ...], **changes: Any) -> Engine:
+    """An engine of a random model with room for the largest of these sizes. changes: options of the engine."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "prefix_caching": False, "slots": 1, "threads": 1}
+    options |= changes
     options["max_sequences"] = max(count for count, _, _ in sizes)
     options["max_context"] = max(prompt + tokens for _, prompt, tokens in sizes)
     with tempfile.TemporaryDirectory() as directory:
@@ -63,7 +64,7 @@ def draw(engine: Engine, size: tuple[int, int, int], seed: int) -> dict[str, flo
     """Seconds until all tokens are drawn, and of one pass in which every sequence draws."""
     count, prompt, tokens = size
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed)
-    ids = torch.randint(300, SMALL.vocab_size, (count, prompt), generator=torch.Generator().manual_seed(seed)).tolist()
+    ids = torch.randint(300, 500, (count, prompt), generator=torch.Generator().manual_seed(seed)).tolist()
     engine.requests.submit([Prompt(row, params) for row in ids])
     times = [time.process_time()]
     whole = []
@@ -101,7 +102,7 @@ def with_experts(
 
 def measure_mixtures(dtype: str) -> list[dict[str, Any]]:
     points = []
-    with load(MIXTURE, dtype, MIXTURE_SIZES) as engine:
+    with load(MIXTURE, dtype, MIXTURE_SIZES, cuda_graphs=False) as engine:  # a recording would keep its experts
         for size in MIXTURE_SIZES:
             sides: dict[str, Callable[[int], dict[str, float]]] = {
                 name: lambda seed, size=size, function=function: with_experts(function, engine, size, seed)

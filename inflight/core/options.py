@@ -110,7 +110,7 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     "path/to/file.py:object" (docs/extending.md#a-layer-with-state). The engine process imports them. A model with a
     layer of another kind is refused."""
     cuda_graphs: bool = True
-    """Replay decoding passes as CUDA graphs (on a GPU with FlashInfer)."""
+    """Replay decoding passes: as CUDA graphs on a GPU with FlashInfer, as recorded calls of kernels on a CPU."""
     fused: bool = True
     """Run known architectures with fused kernels. Other architectures always run in the code of Transformers."""
     record_routed_experts: bool = False

@@ -20,7 +20,9 @@ from inflight_kernels.tokenwise import (
     gated_activation,
     grouped_linear,
     linear,
+    mix_experts,
     rms_norm,
+    sort_choices,
     unrounded_linear,
 )
 
@@ -42,12 +44,14 @@ __all__ = [
     "linear_logprobs",
     "linear_logprobs_reference",
     "list_pages",
+    "mix_experts",
     "paged_attention",
     "penalize",
     "rms_norm",
     "rope_and_cache",
     "selective_logprobs",
     "selective_logprobs_reference",
+    "sort_choices",
     "uniforms",
     "unrounded_linear",
 ]

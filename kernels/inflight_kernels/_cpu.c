@@ -518,9 +518,10 @@ int linear(const void *x, int64_t x_stride, const void *w, const void *bias, voi
 }
 
 // Writes where runs of neighbouring rows of one group start, each of at most GROUP_TOKENS rows, and the end. Returns the
-// number of runs; 0 where another product is needed: many rows per group, no rows, or a group that is out of range.
-// numbers: of a matrix. With small ones, libraries are faster only from more rows on.
-static int64_t find_runs(const int64_t *groups, int64_t count, int64_t rows, int64_t numbers, int bf, int64_t *starts) {
+// number of runs; 0 where another product is needed: many rows per group unless `any_rows`, no rows, or a group that is
+// out of range. numbers: of a matrix. With small ones, libraries are faster only from more rows on.
+static int64_t find_runs(const int64_t *groups, int64_t count, int64_t rows, int64_t numbers, int bf, int any_rows,
+        int64_t *starts) {
     const int64_t most = bf ? MOST_BF16 : MOST_FLOATS, compared = numbers > SMALL_MATRIX ? rows : rows / 4;
     int64_t runs = 0, changes = 0;
     for (int64_t t = 0; t < rows; t++) {
@@ -530,16 +531,16 @@ static int64_t find_runs(const int64_t *groups, int64_t count, int64_t rows, int
         if (changed || t - starts[runs - 1] == GROUP_TOKENS) starts[runs++] = t;
     }
     starts[runs] = rows;
-    return most < compared && compared > changes * most ? 0 : runs;
+    return !any_rows && most < compared && compared > changes * most ? 0 : runs;
 }
 
 // y[t] = x[t] . w[groups[t]]^T with w [count, N, K]. Neighbouring rows of one group share a read of its matrix. Returns
 // 0, or 1 where another product is needed: for the reasons of `linear` and of `find_runs`.
 int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count, void *y,
-        int bf, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+        int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
     const int64_t size = bf ? 2 : 4, bytes = inputs * size, panels = (outputs + PANEL - 1) / PANEL;
     int64_t *starts = bytes % 64 ? NULL : malloc((rows + 1) * sizeof *starts);
-    const int64_t runs = starts ? find_runs(groups, count, rows, outputs * inputs, bf, starts) : 0;
+    const int64_t runs = starts ? find_runs(groups, count, rows, outputs * inputs, bf, any_rows, starts) : 0;
 #pragma omp parallel for schedule(guided, 8) num_threads(threads)
     for (int64_t item = 0; item < runs * panels; item++) {
         const int64_t first = starts[item / panels];
@@ -602,10 +603,10 @@ static void multiply_transposed(const float *x, int64_t x_stride, int64_t rows, 
 
 // The same with transposed matrices, w [count, K, N], and x of floats: y[t] = x[t] . w[groups[t]].
 int grouped_linear_transposed(const float *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count,
-        void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+        void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
     const int64_t size = bf ? 2 : 4;
     int64_t *starts = outputs % LANES || inputs % STEP ? NULL : malloc((rows + 1) * sizeof *starts);
-    const int64_t runs = starts ? find_runs(groups, count, rows, outputs * inputs, bf, starts) : 0;
+    const int64_t runs = starts ? find_runs(groups, count, rows, outputs * inputs, bf, any_rows, starts) : 0;
     int64_t share = runs * outputs / (4 * threads) / LEAST_COLUMNS * LEAST_COLUMNS;
     share = share < LEAST_COLUMNS ? LEAST_COLUMNS : share > MOST_COLUMNS ? MOST_COLUMNS : share;
     const int64_t shares = (outputs + share - 1) / share;
@@ -629,12 +630,12 @@ int linear(const void *x, int64_t x_stride, const void *w, const void *bias, voi
 }
 
 int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count, void *y,
-        int bf, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+        int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
     return 1;
 }
 
 int grouped_linear_transposed(const float *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count,
-        void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+        void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
     return 1;
 }
 
@@ -643,6 +644,39 @@ int grouped_linear_transposed(const float *x, int64_t x_stride, const void *w, c
 #ifndef KEEP
 #define KEEP(x)
 #endif
+
+// Sorts the choices of experts [count], `each` per token in turn, by expert. Choices of one expert keep their order.
+// sorted: the experts, rising; tokens: the token of each; places: the place of each choice in that order. Returns 1 if an
+// expert is out of range.
+int sort_choices(const int64_t *choices, int64_t count, int64_t each, int64_t experts, int64_t *sorted, int64_t *tokens,
+        int64_t *places, int threads) {
+    for (int64_t i = 0; i < count; i++)
+        if (choices[i] < 0 || choices[i] >= experts) return 1;
+    int64_t *next = calloc(experts + 1, sizeof *next);
+    if (!next) return 1;
+    for (int64_t i = 0; i < count; i++) next[choices[i] + 1]++;
+    for (int64_t e = 0; e < experts; e++) next[e + 1] += next[e];
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t place = next[choices[i]]++;
+        sorted[place] = choices[i], tokens[place] = i / each, places[i] = place;
+    }
+    free(next);
+    return 0;
+}
+
+// y[t] = the sum of weights[t, i] x[places[t, i]] over `each` places, in fp32.
+int mix_experts(const void *x, const int64_t *places, const float *weights, void *y, int bf, int64_t tokens,
+        int64_t each, int64_t dim, int threads) {
+    if (dim % LANES) return 1;
+#pragma omp parallel for schedule(static) num_threads(tokens * each * dim > 1 << 16 ? threads : 1)
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vf total = {0};
+            for (int64_t i = t * each; i < (t + 1) * each; i++) total += weights[i] * load(x, bf, places[i] * dim + d);
+            store(y, bf, t * dim + d, total);
+        }
+    return 0;
+}
 
 // ---- layers with a state per sequence -----------------------------------------------------------------------------
 //

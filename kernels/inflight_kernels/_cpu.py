@@ -18,6 +18,10 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,8 +42,10 @@ _SIGNATURES = {
     "copy_scaled": [_P, _P, _L, _L, _I],
     "latent_attention": [_P, _P, _P, _I, _P, _L, _P, _P, _L, _I, _I, _I, _F, _I, _I],
     "linear": [_P, _L, _P, _P, _P, _I, _L, _L, _L, _I],
-    "grouped_linear": [_P, _L, _P, _P, _L, _P, _I, _L, _L, _L, _I],
-    "grouped_linear_transposed": [_P, _L, _P, _P, _L, _P, _I, _L, _L, _L, _I],
+    "grouped_linear": [_P, _L, _P, _P, _L, _P, _I, _L, _L, _L, _I, _I],
+    "grouped_linear_transposed": [_P, _L, _P, _P, _L, _P, _I, _L, _L, _L, _I, _I],
+    "sort_choices": [_P, _L, _L, _L, _P, _P, _P, _I],
+    "mix_experts": [_P, _P, _P, _P, _I, _L, _L, _L, _I],
     "short_convolution": [_P, _L, _P, _P, _P, _P, _I, _L, _P, _P, _L, _I, _I, _I],
     "delta_gates": [_P, _L, _P, _L, _P, _P, _P, _P, _I, _L, _I, _I],
     "gated_rms_norm": [_P, _P, _L, _P, _P, _I, _L, _I, _I, _F, _I],
@@ -54,6 +60,8 @@ _SIGNATURES = {
 
 
 _problem = ""
+_threads = threading.local()
+"""`recorder` receives each kernel call of a thread."""
 
 
 class _NotCompiledError(Exception):
@@ -99,10 +107,30 @@ def takes(*tensors: torch.Tensor) -> bool:
 
 
 def call(name: str, *arguments: object) -> bool:
-    """Call a kernel; tensors are passed as addresses. Return False if it does not support these sizes (nothing was
-    written)."""
+    """Call a kernel; tensors are passed as addresses. Return False if it refuses these inputs (nothing was written)."""
     values = [a.data_ptr() if type(a) not in _PLAIN and isinstance(a, torch.Tensor) else a for a in arguments]
-    return getattr(library(), name)(*values, torch.get_num_threads()) == 0
+    kernel, threads = getattr(library(), name), torch.get_num_threads()
+    if kernel(*values, threads) != 0:
+        return False
+    if (recorder := getattr(_threads, "recorder", None)) is not None:
+        recorder(partial(kernel, *values, threads), [a for a in arguments if isinstance(a, torch.Tensor)])
+    return True
+
+
+def is_recorded() -> bool:
+    """Return whether the kernel calls of this thread are recorded, to run again with other numbers."""
+    return getattr(_threads, "recorder", None) is not None
+
+
+@contextmanager
+def recorded(recorder: Callable[[Callable[[], int], list[torch.Tensor]], None]) -> Iterator[None]:
+    """Give every kernel that this thread runs inside the block to `recorder`: the function that runs it once more and
+    returns 0, and the tensors that it reads and writes."""
+    _threads.recorder = recorder
+    try:
+        yield
+    finally:
+        _threads.recorder = None
 
 
 def _compiled() -> ctypes.CDLL:

@@ -48,16 +48,17 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: torch.Tensor) 
     rising, so that the rows of a group share a read of its matrix. The matrices, or their transposes, are contiguous
     for speed. Raises IndexError for a group beyond E.
 
-    Few rows per group are computed by a kernel with the promise of `linear`: a row does not depend on other rows.
+    Few rows per group are computed by a kernel with the promise of `linear`: a row does not depend on other rows. In a
+    recorded pass the kernel takes any number of rows, because a replay can have other groups.
     """
     fits = x.shape[1] == weight.shape[2] and groups.dtype == torch.int64 and groups.is_contiguous()
     transposed = not weight.is_contiguous()
     stored = weight.transpose(1, 2) if transposed else weight
     if fits and stored.is_contiguous() and _cpu.takes(x, stored):
         out, is_bf16 = x.new_empty(len(x), weight.shape[1]), x.dtype == torch.bfloat16
-        sizes = (len(x), weight.shape[1], weight.shape[2])
+        sizes, any_rows = (len(x), weight.shape[1], weight.shape[2]), _cpu.is_recorded()
         kernel, x_read = ("grouped_linear_transposed", x.float()) if transposed else ("grouped_linear", x)
-        if _cpu.call(kernel, x_read, x_read.stride(0), stored, groups, len(weight), out, is_bf16, *sizes):
+        if _cpu.call(kernel, x_read, x_read.stride(0), stored, groups, len(weight), out, is_bf16, *sizes, any_rows):
             return out
     return grouped_linear_reference(x, weight, groups)
 
@@ -67,6 +68,43 @@ def grouped_linear_reference(x: torch.Tensor, weight: torch.Tensor, groups: torc
     found, counts = groups.unique_consecutive(return_counts=True)
     parts = zip(x.split(counts.tolist()), found.tolist(), strict=True)
     return torch.cat([x.new_empty(0, weight.shape[1]), *(product(part, weight[group]) for part, group in parts)])
+
+
+def sort_choices(choices: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort the experts i64[T, k] that tokens have chosen → (experts, tokens, places): the experts i64[T·k], rising, as
+    `grouped_linear` takes them; the token i64[T·k] of each; and the place i64[T, k] of each choice among them. PyTorch
+    sorts experts beyond `num_experts`."""
+    choices = choices.contiguous()
+    if choices.is_cpu and choices.dtype == torch.int64 and _cpu.library() is not None:
+        experts, tokens = choices.new_empty(choices.numel()), choices.new_empty(choices.numel())
+        places = torch.empty_like(choices)
+        given = (choices, choices.numel(), choices.shape[1], num_experts, experts, tokens, places)
+        if _cpu.call("sort_choices", *given):
+            return experts, tokens, places
+    return sort_choices_reference(choices)
+
+
+def sort_choices_reference(choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the same in plain PyTorch."""
+    experts, order = choices.flatten().sort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return experts, order // choices.shape[1], places.view(choices.shape)
+
+
+def mix_experts(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Add up the rows of x [S, D] at places i64[T, k], times weights [T, k] of any float dtype → [T, D] in x's dtype,
+    summed in fp32. Places are not checked against their range."""
+    weights = weights.float().contiguous()
+    if _cpu.takes(x) and x.is_contiguous() and places.is_contiguous():
+        out = x.new_empty(len(places), x.shape[1])
+        if _cpu.call("mix_experts", x, places, weights, out, x.dtype == torch.bfloat16, *places.shape, x.shape[1]):
+            return out
+    return mix_experts_reference(x, places, weights)
+
+
+def mix_experts_reference(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Compute the same in plain PyTorch."""
+    return F.embedding_bag(places, x.float(), per_sample_weights=weights.float(), mode="sum").to(x.dtype)
 
 
 def unrounded_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -5,6 +5,13 @@ import pytest
 from ladder import Kind
 
 from inflight.engine.loop.engine import Engine
+from inflight.engine.model.recorded import RecordedPasses
+
+
+@pytest.fixture(autouse=True)
+def _record_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record each decoding pass when it first runs, since sequences of tests are short."""
+    monkeypatch.setattr(RecordedPasses, "patience", 0)
 
 
 @pytest.fixture(scope="session")

@@ -14,13 +14,15 @@ from inflight_kernels import (
     grouped_linear,
     linear,
     list_pages,
+    mix_experts,
     rope_and_cache,
     rotary,
+    sort_choices,
     tokenwise,
 )
 from inflight_kernels.attention import empty_cache_for_cpu, paged_attention
 from inflight_kernels.rotary import rope_and_cache_reference
-from inflight_kernels.tokenwise import add_rms_norm_reference
+from inflight_kernels.tokenwise import add_rms_norm_reference, sort_choices_reference
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 PRECISION = {torch.float32: 4e-6, torch.bfloat16: 2**-8}
@@ -169,6 +171,53 @@ def test_a_row_of_a_grouped_product_with_transposed_matrices_is_alone_the_same(d
     for row in range(40):
         assert torch.equal(result[row : row + 1], grouped_linear(x[row : row + 1], weight, groups[row : row + 1]))
     assert called == [("grouped_linear_transposed", True)] * 41
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
+def test_a_recorded_grouped_product_takes_any_number_of_rows(dtype, transposed):
+    x, weight = torch.randn(150, 512).to(dtype), torch.randn(2, 128, 512).to(dtype)
+    if transposed:
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    groups, runs = torch.ones(150, dtype=torch.int64), []
+    with _cpu.recorded(lambda run, tensors: runs.append((run, tensors))):
+        result = grouped_linear(x, weight, groups)
+    if not runs:
+        pytest.skip("a processor without AVX2 leaves products to oneDNN")
+    [(run, tensors)] = runs
+    assert any(tensor is result for tensor in tensors)
+    expected = x.double() @ weight[1].double().T
+    for _ in range(2):
+        torch.testing.assert_close(
+            result.double(), expected, atol=PRECISION[dtype] * float(expected.abs().max()), rtol=0
+        )
+        result.zero_()
+        assert run() == 0
+    groups.fill_(2)
+    assert run() == 1
+
+
+@given(
+    dtype=DTYPES,
+    shape=st.tuples(st.integers(0, 40), st.integers(1, 6)),
+    num_experts=st.integers(1, 30),
+    dim=st.sampled_from([16, 48, 50]),
+    seed=st.integers(0, 99),
+)
+def test_choices_are_sorted_and_outputs_mixed_as_pytorch_does(dtype, shape, num_experts, dim, seed):
+    generator = torch.Generator().manual_seed(seed)
+    choices = torch.randint(num_experts, shape, generator=generator)
+    found, expected = sort_choices(choices, num_experts), sort_choices_reference(choices)
+    assert all(map(torch.equal, found, expected))
+    experts, tokens, places = found
+    assert torch.equal(experts[places], choices)
+    assert torch.equal(tokens[places], torch.arange(shape[0])[:, None].expand(shape))
+    x = torch.randn(choices.numel(), dim, generator=generator).to(dtype)
+    weights = torch.rand(shape, generator=generator)
+    exact = (x.double()[places] * weights.double()[..., None]).sum(1)
+    mixed = mix_experts(x, places, weights)
+    assert mixed.dtype == dtype
+    torch.testing.assert_close(mixed.double(), exact, atol=1e-5, rtol=PRECISION[dtype])
 
 
 def test_a_group_without_a_matrix_is_refused():

@@ -8,8 +8,7 @@ that have tokens, as they are in a slot.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from inflight_kernels import gated_activation, grouped_linear
+from inflight_kernels import gated_activation, grouped_linear, mix_experts, sort_choices
 from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
@@ -24,8 +23,8 @@ def compute_experts(
     hidden_states: [T, D]; top_k_index: i64[T, k], the experts of each token; top_k_weights: [T, k]."""
     if hidden_states.device.type != "cpu" or getattr(module, "has_post_expert_norm", False):
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    experts, order = top_k_index.flatten().sort()
-    x = hidden_states.index_select(0, order // top_k_index.shape[1])
+    experts, tokens, places = sort_choices(top_k_index, len(module.down_proj))
+    x = hidden_states.index_select(0, tokens)
     if not module.has_gate:
         x = module.act_fn(_product(module, "up_proj", x, experts))
     elif _has_plain_gate(module):
@@ -33,10 +32,7 @@ def compute_experts(
     else:
         x = module._apply_gate(_product(module, "gate_up_proj", x, experts))
     x = _product(module, "down_proj", x, experts)
-    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).view(top_k_index.shape)
-    dtype = torch.result_type(x, top_k_weights)
-    out = F.embedding_bag(rows, x.to(dtype), per_sample_weights=top_k_weights.to(dtype), mode="sum")
-    return out.to(hidden_states.dtype)
+    return mix_experts(x, places, top_k_weights).to(hidden_states.dtype)
 
 
 def _has_plain_gate(module: Any) -> bool:

@@ -267,7 +267,9 @@ class FusedDecoder:
                 x, last = layer.run(x, residual, batch, self._memory, None if own is None else own[:, index])
                 if index + 1 < len(self._layers):
                     x, residual = _add(x, last, self._layers[index + 1].before_attention)
-        return _add(x[batch.rows], None if last is None else last[batch.rows], self._norm)[0]
+        if len(batch.rows) < len(x):
+            x, last = x[batch.rows], None if last is None else last[batch.rows]
+        return _add(x, last, self._norm)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [M, V] of hidden states [M, H]. On a GPU they are fp32, as in the trainer's loss: a logit of 16

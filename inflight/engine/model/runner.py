@@ -18,9 +18,11 @@ from inflight.engine.model.adapters import AdapterBank
 from inflight.engine.model.agreement import agrees_with, check_weights, make_batch, why_unfused
 from inflight.engine.model.attention.backend import ForwardBatch, GraphBackend, Places
 from inflight.engine.model.attention.hook import run_packed
+from inflight.engine.model.attention.paged import PagedAttention
 from inflight.engine.model.device import to_device, together_to_device
 from inflight.engine.model.fused import FusedDecoder, use_kernels
 from inflight.engine.model.graphs import PROMPT_ROWS, DecodeGraphs
+from inflight.engine.model.recorded import RecordedPasses
 from inflight.engine.model.routing import RoutedExpertsRecorder
 
 logger = logging.getLogger("inflight.engine")
@@ -29,8 +31,8 @@ logger = logging.getLogger("inflight.engine")
 class ModelRunner:
     """Turns a schedule into tensors and tensors into logits. `modules[slot]` reads the weights of that slot."""
 
-    _recorded_before = False
-    """True once graphs were recorded."""
+    _captured_before = False
+    """True once passes were recorded."""
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class ModelRunner:
             self._warm_up_adapters()
         self._wants_graphs = options.cuda_graphs
         self._graphs: DecodeGraphs | None = None
+        self._recorded: RecordedPasses | None = None
         self.capture()
 
     @property
@@ -76,9 +79,18 @@ class ModelRunner:
         """Number of recorded CUDA graphs."""
         return len(self._graphs) if self._graphs is not None else 0
 
+    @property
+    def num_recorded(self) -> int:
+        """Number of decoding passes that are recorded on a CPU."""
+        return len(self._recorded) if self._recorded is not None else 0
+
     def capture(self) -> None:
-        """Record the graphs of decoding passes, if the model is fused and the backend can be part of a graph."""
+        """Record the graphs of decoding passes, if the model is fused and the backend can be part of a graph. On a CPU,
+        prepare recordings; each is made after `patience` passes of its kind."""
         backend = self._memory.backend
+        self._graphs = self._recorded = None
+        if self._wants_graphs and self._memory.device.type == "cpu" and isinstance(backend, PagedAttention):
+            self._prepare_recordings()
         if not self._wants_graphs or not self._decoders or not isinstance(backend, GraphBackend):
             return
         if self._adapters is not None:
@@ -87,17 +99,34 @@ class ModelRunner:
         num_rows = self._options.max_sequences + prompt_rows
         try:
             self._graphs = DecodeGraphs(
-                self._decoders, self._memory, backend, num_rows, self._routed_experts, proven=self._recorded_before
+                self._decoders, self._memory, backend, num_rows, self._routed_experts, proven=self._captured_before
             )
-            self._recorded_before = True
+            self._captured_before = True
         except RuntimeError as error:  # a mixture of experts that reads the number of tokens per expert from the device
             logger.warning("the engine runs without CUDA graphs, as a pass cannot be recorded: %s", error)
             self._wants_graphs = False
             self.free_memory()
 
+    def _prepare_recordings(self) -> None:
+        recorded = RecordedPasses(self._results, self._memory, self._options.max_sequences, self._options.max_context)
+        if not self._captured_before:
+            if self._adapters is not None:
+                self._adapters.active, self._adapters.num_tokens = False, 0
+            recorded.prove()
+            self._captured_before = True
+        self._use(recorded)
+
+    def _use(self, recorded: RecordedPasses) -> None:
+        """Record passes from now on, or no longer if they cannot be recorded."""
+        self._recorded = None if recorded.problem else recorded
+        if recorded.problem:
+            logger.info("decoding passes are not recorded: %s", recorded.problem)
+            self._wants_graphs = False
+
     def free_memory(self) -> None:
-        """Free the graphs and their memory."""
+        """Free graphs and recordings, and their memory."""
         self._graphs = None
+        self._recorded = None
         if isinstance(self._memory.backend, GraphBackend):
             self._memory.backend.drop_graphs()
 
@@ -106,6 +135,8 @@ class ModelRunner:
         graphs, single = self._graphs, schedule.num_single
         if not schedule.prompts:
             rows = np.arange(single)
+            if self._recorded is not None:
+                return self._decode(self._recorded, schedule, slot)
             return self._compute(schedule, 0, rows, slot) if graphs is None else self._replay(graphs, schedule, slot)
         rows, row_of_each = np.unique(_rows_with_logits(schedule), return_inverse=True)  # samples share a prompt's row
         if graphs is not None and not self._memory.states and _fits_graph(schedule, self._weights_as_tokens):
@@ -122,6 +153,21 @@ class ModelRunner:
         if not np.array_equal(row_of_each, np.arange(len(rows))):
             logits = logits[to_device(torch.from_numpy(row_of_each), logits.device)]
         return logits
+
+    def _decode(self, recorded: RecordedPasses, schedule: Schedule, slot: int) -> torch.Tensor:
+        """Return the logits of a recorded pass over single tokens."""
+        batch_rows, begins = schedule.rows, schedule.begins
+        self._select_adapters(batch_rows, schedule.counts)
+        places = Places.of(self._rows.tables, self._memory.block_size, batch_rows, begins, begins + 1)
+        states = self._rows.states[batch_rows] if self._memory.states else None
+        adapters = self._adapters is not None and self._adapters.active
+        token_ids = self.last_tokens.numpy()[batch_rows]
+        result, *experts = recorded.run(slot, token_ids, places, states, adapters=adapters)
+        if self._routed_experts is not None:
+            self._routed_experts.add(experts[0].clone())
+        if recorded.problem:
+            self._use(recorded)
+        return self._head(slot, result) if self._decoders else result.clone()  # the next pass overwrites it
 
     def _replay(
         self, graphs: DecodeGraphs, schedule: Schedule, slot: int, rows: np.ndarray | None = None
@@ -157,9 +203,22 @@ class ModelRunner:
     def _run(self, batch: ForwardBatch, slot: int) -> torch.Tensor:
         """Return the logits of a batch, kernel by kernel."""
         self._memory.begin(batch)
+        return self._head(slot, self._body(slot, batch))
+
+    def _body(self, slot: int, batch: ForwardBatch) -> torch.Tensor:
+        """Return a fused decoder's hidden states [M, H] for the head, or the logits [M, V] of another model."""
         if self._decoders:
-            return self._decoders[slot](batch)
+            return self._decoders[slot].hidden(batch)
         return run_packed(self._modules[slot], batch, self._memory)
+
+    def _head(self, slot: int, result: torch.Tensor) -> torch.Tensor:
+        """Return the logits [M, V] for the result of `_body`."""
+        return self._decoders[slot].logits(result) if self._decoders else result
+
+    def _results(self, slot: int, batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
+        """Return the result of `_body`, and the experts of tokens if they are asked for."""
+        compute = partial(self._body, slot, batch)
+        return (compute(),) if self._routed_experts is None else self._routed_experts.record(compute)
 
     def _select_adapters(self, batch_rows: np.ndarray, counts: np.ndarray) -> None:
         if self._adapters is not None:

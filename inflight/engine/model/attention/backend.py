@@ -65,7 +65,7 @@ class ForwardBatch:
     contexts: np.ndarray
     """i32[S] on the host: tokens of each sequence up to the end of its chunk."""
     rows: torch.Tensor
-    """i64[M]: tokens after which a token is drawn."""
+    """i64[M], distinct and rising: tokens after which a token is drawn."""
     num_single: int = 0
     """Leading chunks of one token."""
     states: torch.Tensor | None = None
