@@ -14,6 +14,9 @@ PEERS_STAMP := $(PEERS)/.installed-$(if $(GPU),gpu,cpu)
 CLIENTS_PIP := .venv-clients/bin/python -m pip install --quiet --disable-pip-version-check
 PRIME_RL ?= https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.tar.gz
 
+# pip installs without bytecode. Tests start hundreds of processes, so Python has to cache compiled modules.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: chromium setup demo demo-real test test-ci test-slow test-long test-all test-vllm test-clients test-ray test-browser screenshots lint format options docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
 

@@ -147,12 +147,8 @@ MODES = {
     "preempted": {"kv_cache_tokens": 128, "max_prefill_tokens": 9, "overlap": True},
     "without graphs": {"cuda_graphs": False},
 }
-CASES = [
-    pytest.param(name, mode, marks=marks(name, always=mode in ("whole", "preempted")))
-    for name in RUNNABLE
-    for mode in MODES
-]
-"""Every model with whole prompts, and in chunks, ahead and preempted all at once; some in each of these alone."""
+CASES = [pytest.param(name, mode, marks=marks(name, always=mode == "whole")) for name in RUNNABLE for mode in MODES]
+"""Every model with whole prompts, and some in the other modes."""
 
 
 @pytest.mark.medium

@@ -50,11 +50,22 @@ PARTS = {
     "laguna-published": "gates of heads by a softplus, other rotations by layer type",
 }
 QUICK = ["granite", "cohere", "ministral3-yarn"]
+MEDIUM = [
+    "glm4", "exaone4", "qwen3_vl", "qwen3_5_text", "granitemoehybrid-published", "gemma4-published-e2b", "kimi_linear",
+    "lfm2", "falcon_h1-published", "gemma4-published-26b", "gemma4-published-31b", "afmoe-published", "afmoe",
+    "laguna-published",
+]  # fmt: skip
 DIFFERENT = "the fused decoder and the Transformers model give different logits"
 FAMILIES = {family.name: family for family in all_families()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.medium) for n in PARTS])
+def some_at_once(names):
+    """`make test` has the parts of QUICK, CI those of MEDIUM."""
+    marks = {name: pytest.mark.medium if name in MEDIUM else pytest.mark.slow for name in names if name not in QUICK}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
+
+
+@pytest.mark.parametrize("name", some_at_once(PARTS))
 def test_a_part_is_computed_as_transformers_computes_it(name: str, tmp_path):
     """With the small weights of an untrained model they agree to 1e-4 nats in fp32. The family check runs first: it has
     large weights, and bf16."""
@@ -77,7 +88,7 @@ ADAPTED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.medium) for n in ADAPTED])
+@pytest.mark.parametrize("name", some_at_once(ADAPTED))
 def test_adapters_of_fused_parts_are_those_of_peft(name: str, tmp_path):
     make_model(FAMILIES[name]).save_pretrained(tmp_path)
     adapted = with_adapters(name, "a", targets=ADAPTED[name], base=lambda name: make_model(FAMILIES[name]))

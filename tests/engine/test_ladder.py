@@ -78,7 +78,7 @@ def test_recorded_logprobs_equal_a_full_forward_whatever_happens(make_kind_engin
 @pytest.mark.parametrize(
     ("kind", "name"),
     [case(LATENT, name, mark=() if name == WIDE.name else None) for name in LATENT.names]
-    + [case(STATES, name, mark=pytest.mark.medium) for name in STATES.names],
+    + [case(STATES, name) for name in STATES.names],
 )
 def test_greedy_tokens_are_those_of_generate(make_kind_engine, kind, name):
     """Without Transformers' cache for states: its decoding of Mamba-2 forgets the limits of time steps."""

@@ -42,12 +42,14 @@ from inflight.weights.trainer.state_dict_source import copy_state_dict, read_che
 
 FAMILIES = ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe", "mistral3", "gemma3", "kimi_k25", "glm4v", "internvl"]
 QUICK = ["qwen2_5_vl", "gemma3"]
+MEDIUM = ["qwen3_vl_moe", "kimi_k25", "qwen3_vl"]
 MODES: dict[str, dict[str, Any]] = {"whole": {}, "chunked": {"max_prefill_tokens": 5}, "unfused": {"fused": False}}
 NUM_TOKENS = 20
 
 
 def some_at_once(names: list[str]):
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.medium) for name in names]
+    marks = {name: pytest.mark.medium if name in MEDIUM else pytest.mark.slow for name in names if name not in QUICK}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
 def model_of(name: str, seed: int = 0) -> PreTrainedModel:

@@ -34,7 +34,7 @@ MODES = {
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        pytest.param(name, mode, marks=marks(name, always=mode in ("fused", "preempted")))
+        pytest.param(name, mode, marks=marks(name, always=mode == "fused" or (name, mode) == ("gpt-oss", "preempted")))
         for name in CONFIGS
         for mode in MODES
     ],

@@ -17,8 +17,8 @@ from inflight.core.rollout import Rollout
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 """The slots lie in shared memory, or in device memory shared by CUDA IPC."""
 SLOTS = [pytest.param(1, marks=pytest.mark.slow), 2]
-NUM_VERSIONS = {"cpu": 600, "cuda": 3000}
-NUM_KILLS = {"cpu": 20, "cuda": 6}  # each creates a CUDA context
+NUM_VERSIONS = {"cpu": 300, "cuda": 3000}
+NUM_KILLS = {"cpu": 12, "cuda": 6}  # each creates a CUDA context
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 

@@ -314,7 +314,7 @@ EVENTS = st.lists(
 
 
 @pytest.mark.medium
-@settings(max_examples=10_000)
+@settings(max_examples=3_000)
 @given(events=EVENTS, per_step=st.integers(1, 4), most_groups=st.sampled_from([0, 4, 9]))
 def test_no_schedule_of_events_deadlocks(events, per_step, most_groups):
     """After any events, a trainer that asks and takes what is ready gets a whole batch."""
