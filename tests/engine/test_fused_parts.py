@@ -8,7 +8,7 @@ import torch
 from family_configs import all_families
 from family_weights import make_model
 from tiny_adapters import error, publish_adapters, with_adapters
-from tiny_models import run
+from tiny_models import marked, run
 from transformers import LlamaConfig
 from transformers.activations import XIELUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -59,13 +59,7 @@ DIFFERENT = "the fused decoder and the Transformers model give different logits"
 FAMILIES = {family.name: family for family in all_families()}
 
 
-def some_at_once(names):
-    """`make test` has the parts of QUICK, CI those of MEDIUM."""
-    marks = {name: pytest.mark.medium if name in MEDIUM else pytest.mark.slow for name in names if name not in QUICK}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
-
-
-@pytest.mark.parametrize("name", some_at_once(PARTS))
+@pytest.mark.parametrize("name", marked(PARTS, QUICK, MEDIUM))
 def test_a_part_is_computed_as_transformers_computes_it(name: str, tmp_path):
     """With the small weights of an untrained model they agree to 1e-4 nats in fp32. The family check runs first: it has
     large weights, and bf16."""
@@ -88,7 +82,7 @@ ADAPTED = {
 }
 
 
-@pytest.mark.parametrize("name", some_at_once(ADAPTED))
+@pytest.mark.parametrize("name", marked(ADAPTED, QUICK, MEDIUM))
 def test_adapters_of_fused_parts_are_those_of_peft(name: str, tmp_path):
     make_model(FAMILIES[name]).save_pretrained(tmp_path)
     adapted = with_adapters(name, "a", targets=ADAPTED[name], base=lambda name: make_model(FAMILIES[name]))

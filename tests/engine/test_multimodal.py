@@ -12,7 +12,7 @@ from family_weights import make_model
 from full_forward import full_forward_logprobs
 from made_batches import make_batch, one_by_one
 from peft import LoraConfig, get_peft_model
-from tiny_models import publish, run
+from tiny_models import marked, publish, run
 from transformers import (
     AutoModelForImageTextToText,
     Molmo2Config,
@@ -45,11 +45,6 @@ QUICK = ["qwen2_5_vl", "gemma3"]
 MEDIUM = ["qwen3_vl_moe", "kimi_k25", "qwen3_vl"]
 MODES: dict[str, dict[str, Any]] = {"whole": {}, "chunked": {"max_prefill_tokens": 5}, "unfused": {"fused": False}}
 NUM_TOKENS = 20
-
-
-def some_at_once(names: list[str]):
-    marks = {name: pytest.mark.medium if name in MEDIUM else pytest.mark.slow for name in names if name not in QUICK}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
 def model_of(name: str, seed: int = 0) -> PreTrainedModel:
@@ -85,7 +80,7 @@ def prompts_of(params: SamplingParams, lengths: tuple[int, ...] = (1, 40, 7, 23)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", some_at_once(FAMILIES))
+@pytest.mark.parametrize("name", marked(FAMILIES, QUICK, MEDIUM))
 def test_greedy_text_is_what_transformers_generates(saved, name, mode):
     model = model_of(name)
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, n=2, ignore_eos=True)
@@ -100,7 +95,7 @@ def test_greedy_text_is_what_transformers_generates(saved, name, mode):
         assert together.token_ids.tolist() == by_itself.token_ids.tolist() == generated.tolist()
 
 
-@pytest.mark.parametrize("name", some_at_once(FAMILIES))
+@pytest.mark.parametrize("name", marked(FAMILIES, QUICK, MEDIUM))
 def test_a_swap_in_flight_changes_the_text_and_no_tower(saved, name):
     models = [model_of(name), model_of(name, seed=1)]
     with engine_of(saved(name), kv_on_swap="recompute", max_prefill_tokens=64) as engine:
@@ -126,7 +121,7 @@ def collect(engine: Engine, frames: list[Any]) -> list[Any]:
     return [rollout for group in groups for rollout in group]
 
 
-@pytest.mark.parametrize("name", some_at_once(FAMILIES))
+@pytest.mark.parametrize("name", marked(FAMILIES, QUICK, MEDIUM))
 def test_the_slots_take_the_files_of_a_checkpoint_and_ignore_its_towers(saved, tmp_path, name):
     model = model_of(name, seed=1)
     model.save_pretrained(tmp_path)
@@ -141,7 +136,7 @@ def test_the_slots_take_the_files_of_a_checkpoint_and_ignore_its_towers(saved, t
             )
 
 
-@pytest.mark.parametrize("name", some_at_once(FAMILIES))
+@pytest.mark.parametrize("name", marked(FAMILIES, QUICK, MEDIUM))
 def test_packed_training_equals_one_sequence_at_a_time(name):
     """Values and gradients; towers get no gradient."""
     model, batch = model_of(name).train(), make_batch()
@@ -160,7 +155,7 @@ def test_packed_training_equals_one_sequence_at_a_time(name):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-@pytest.mark.parametrize("name", some_at_once(["qwen3_vl", "gemma3", "mistral3"]))
+@pytest.mark.parametrize("name", marked(["qwen3_vl", "gemma3", "mistral3"], QUICK, MEDIUM))
 def test_adapters_reach_the_engine_without_those_of_towers(saved, name, lora_rank):
     model = get_peft_model(model_of(name), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     source = PeftSource(classify(model))

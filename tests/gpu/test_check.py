@@ -52,7 +52,7 @@ def test_a_part_that_hangs_is_ended_and_one_that_fails_is_told_and_the_rest_runs
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_reasons_of_failed_tests_are_told_of_a_part_that_is_ended_at_its_limit(check, tmp_path, capsys, workers):
     (tmp_path / "test_some.py").write_text(
         "import time\ndef test_wrong():\n    assert 1 + 1 == 3\ndef test_right(): pass\n"

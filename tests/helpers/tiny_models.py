@@ -1,6 +1,7 @@
 """Tiny random models of known architectures, and what is done with engines over them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,14 @@ def marks(name: str, *, always: bool = False) -> list[pytest.MarkDecorator]:
     if name == "llama":
         return []
     return [pytest.mark.medium if always or name in _AT_ONCE else pytest.mark.long]
+
+
+def marked(names: Iterable[str], quick: Sequence[str], medium: Sequence[str]) -> list[Any]:
+    """Return one case for each name: `make test` runs the quick ones, and CI also runs the medium ones."""
+    marks = {
+        name: () if name in quick else pytest.mark.medium if name in medium else pytest.mark.slow for name in names
+    }
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 
 
 SOME_AT_ONCE = [pytest.param(name, marks=marks(name)) for name in CONFIGS]

@@ -111,7 +111,7 @@ MISTAKES = {
 
 @pytest.mark.medium
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_refused_by_name(mistake, large, dtype):
     """Also with the weights that Transformers begins with, with which few parts show."""

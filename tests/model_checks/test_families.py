@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 MOST_USED = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_vl", "mistral3",
 )  # fmt: skip
+IN_CI = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_vl")
 OF_MANY_KINDS = (
     "bert", "bloom", "cohere2", "dbrx", "falcon", "glm4", "gptj", "granitemoe", "lfm2", "llama4_text", "mamba", "mpt",
     "nemotron", "olmo2", "opt", "phi3", "qwen3_next", "t5", "whisper",
@@ -33,8 +34,8 @@ def _quiet():
 def _families(causal: bool):
     for family in all_families():
         if (family.model_type in causal_families()) == causal:
-            mark = pytest.mark.slow if family.name in OF_MANY_KINDS else pytest.mark.long
-            yield pytest.param(family, id=family.name, marks=() if family.name in MOST_USED else mark)
+            mark = pytest.mark.slow if family.name in OF_MANY_KINDS + MOST_USED else pytest.mark.long
+            yield pytest.param(family, id=family.name, marks=() if family.name in IN_CI else mark)
 
 
 @pytest.mark.medium

@@ -130,7 +130,7 @@ def test_a_trace_ends_by_itself_and_is_then_written(engine, tmp_path):
     assert json.loads((tmp_path / "short.json").read_bytes())["otherData"]["seconds"] > 0.04
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_trace_at_a_time_and_the_first_goes_on(engine, tmp_path):
     with engine.trace(tmp_path / "first.json"):
         with pytest.raises(InflightError, match="is being taken already; end that one first"):
@@ -198,7 +198,7 @@ def test_mistakes_are_named_before_anything_is_recorded(engine, tmp_path):
         pass
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_closing_the_engine_writes_the_trace(model_dir, tmp_path):
     engine = launch(model_dir)
     engine.trace(tmp_path / "trace.json", seconds=600)

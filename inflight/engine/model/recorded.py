@@ -196,7 +196,7 @@ class _Operations(TorchDispatchMode):
 
 @cache
 def _is_composite(func: Any) -> bool:
-    """Return whether an operation consists of others. It has no tags of its own."""
+    """Return whether an operation consists of others. Composite operations have no tags."""
     if func in _REFUSED | _WITHOUT_RESULT:
         return False
     return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)

@@ -394,9 +394,14 @@ def engine(model_dir) -> Iterator[inflight.Engine]:
         yield engine
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("kind", ["engine", "our server", "vLLM"])
-@pytest.mark.parametrize("top_k", [0, 8])
+@pytest.mark.parametrize(
+    ("kind", "top_k"),
+    [
+        pytest.param(kind, top_k, marks=pytest.mark.medium if top_k == in_ci else pytest.mark.slow)
+        for kind, in_ci in (("engine", 0), ("our server", 8), ("vLLM", 0))
+        for top_k in (0, 8)
+    ],
+)
 def test_a_policy_learns_from_a_teacher_in_another_process(engine, teacher_engine, kind, top_k):
     if kind == "vLLM":
         with serving(VLLM()) as vllm:
