@@ -191,7 +191,7 @@ class _Operations(TorchDispatchMode):
         for target, one in zip(targets, outputs, strict=True):
             target.copy_(one)
         self._recording.add(call)
-        return placed[0] if isinstance(result, torch.Tensor) else type(result)(placed)
+        return placed[0] if isinstance(result, torch.Tensor) else tuple(placed)
 
 
 @cache
