@@ -18,8 +18,8 @@ Message = Mapping[str, Any]
 
 
 def comparable(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return copies of messages without empty fields, which clients leave out or add. Tool calls have their arguments
-    as values, since clients write JSON in different ways, and no fields that clients add."""
+    """Return copies of messages without empty fields: clients leave them out or add them. Tool calls have their
+    arguments as values, since clients write JSON in different ways, and no fields that clients add."""
     plain: list[dict[str, Any]] = msgspec.to_builtins(list(messages))
     for message in plain:
         if isinstance(calls := message.get("tool_calls"), list):

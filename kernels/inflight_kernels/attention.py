@@ -109,7 +109,7 @@ def empty_cache_for_cpu(
     blocks: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (k_cache, v_cache) in the layout of the C kernel: keys of a block and head are stored as [D, 16], so that
-    the scores of 16 tokens lie side by side."""
+    the scores of 16 tokens are adjacent."""
     keys = in_huge_pages(blocks, kv_heads, key_dim, _cpu.BLOCK, dtype=dtype).permute(0, 3, 1, 2)
     values = in_huge_pages(blocks, kv_heads, _cpu.BLOCK, value_dim, dtype=dtype).transpose(1, 2)
     return keys, values

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from agents import ADD, USER, client_of, collect, in_process
+from agents import ADD, USER, assert_one_conversation, client_of, collect, in_process
 from http_calls import call
-from scripted_turns import CALL, scripted
+from scripted_turns import CALL
 
 import inflight
 
@@ -106,10 +106,7 @@ def test_tool_calls_of_anthropic_come_back(chat_engine, text, stream):
         assert answer["stop_reason"] == "end_turn"
         return 1.0
 
-    draw = scripted(chat_engine.tokenizer, text, "It is 3.<|im_end|>")
-    [[rollout]], episodes = collect(chat_engine, calls, draw=draw)
-    assert episodes.counts["conversations rendered again"] == 0
-    assert [turn.drawn for turn in rollout.turns] == [True, False, True]
+    assert_one_conversation(chat_engine, calls, text)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import openai
 import pytest
-from agents import ADD, PARAMS, USER, client_of, collect, in_process
+from agents import ADD, PARAMS, USER, assert_one_conversation, client_of, collect, in_process
 from http_calls import call
-from scripted_turns import CALL, scripted
+from scripted_turns import CALL
 from waiting import wait_until
 
 import inflight
@@ -138,10 +138,7 @@ def test_tool_calls_come_back_as_clients_write_them(chat_engine, text, stream):
             assert answer.choices[0].message.content == "It is 3."
         return 1.0
 
-    draw = scripted(chat_engine.tokenizer, text, "It is 3.<|im_end|>")
-    [[rollout]], episodes = collect(chat_engine, calls, draw=draw)
-    assert episodes.counts["conversations rendered again"] == 0
-    assert [turn.drawn for turn in rollout.turns] == [True, False, True]
+    assert_one_conversation(chat_engine, calls, text)
 
 
 @pytest.mark.parametrize(

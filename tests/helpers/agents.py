@@ -1,6 +1,7 @@
 """A rollout function, the client of an agent that does the same, and the rollouts of their episodes."""
 
 import openai
+from scripted_turns import scripted
 
 import inflight
 
@@ -19,6 +20,14 @@ ADD = {
 
 def client_of(endpoint, **options):
     return openai.AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.token, **{"max_retries": 0, **options})
+
+
+def assert_one_conversation(engine, calls, text):
+    """Play an agent that draws this text and then the result of its tool. It must have one conversation."""
+    draw = scripted(engine.tokenizer, text, "It is 3.<|im_end|>")
+    [[rollout]], episodes = collect(engine, calls, draw=draw)
+    assert episodes.counts["conversations rendered again"] == 0
+    assert [turn.drawn for turn in rollout.turns] == [True, False, True]
 
 
 def collect(engine, rollout, *, params=PARAMS, limits=None, rows=(None,), draw=None):

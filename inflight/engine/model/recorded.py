@@ -59,10 +59,6 @@ class Arena:
         self._returned: deque[tuple[int, int, int]] = deque()
         """Ranges (chunk, begin, end) whose tensors are gone. Garbage collection can add some at any time."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._chunks)
-
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the same shape, strides and dtype in the arena."""
         span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -165,14 +161,13 @@ class _Operations(TorchDispatchMode):
         inputs, outputs = _tensors(args), _tensors((result,))
         is_writing, memory = func._schema.is_mutable, {one.untyped_storage().data_ptr() for one in inputs}
         shares = all(one.untyped_storage().data_ptr() in memory for one in outputs)
-        is_view = shares and not is_writing
-        if is_view and outputs and func not in _REFUSED and func is not _CONSTANT:
+        is_view = shares and not is_writing and func is not _CONSTANT
+        if is_view and outputs and func not in _REFUSED:
             return result
         is_masked = func in _INDEXING and any(one.dtype in (torch.bool, torch.uint8) for one in inputs[1:])
         is_simple = isinstance(result, torch.Tensor) or (result is None and is_writing)
         is_simple |= isinstance(result, (list, tuple)) and len(outputs) == len(result)
-        is_read = is_view and func is not _CONSTANT
-        if is_read or is_masked or not is_simple or (is_writing and not shares) or not _is_fixed(func):
+        if is_view or is_masked or not is_simple or (is_writing and not shares) or not _is_fixed(func):
             self._recording.problem = f"it calls {func}"
             return result
         args = _mapped(self._arena.unreserved, args)
@@ -250,7 +245,7 @@ def _writing(func: Any, num_results: int) -> tuple[Any, list[str]] | None:
 
 
 Compute = Callable[[int, ForwardBatch], Results]
-"""Computes a pass by the weights of a slot."""
+"""Begins and computes a pass by the weights of a slot."""
 
 
 class _Kind(NamedTuple):
@@ -297,7 +292,7 @@ class RecordedPasses:
         i64[T], in models with layers that keep one per sequence. No token is the first of its sequence. adapters: the
         pass computes some."""
         count = len(token_ids)
-        batch = self._begin(token_ids, places, states)
+        batch = self._copy_inputs(token_ids, places, states)
         kind = _Kind(slot, count, adapters, torch.get_num_threads())
         if (recording := self._recordings.get(kind)) is not None:
             return recording.replay()
@@ -328,12 +323,12 @@ class RecordedPasses:
         unrecorded pass. Overwrites blocks and states 0 and 1."""
         try:
             self._fill(0.125)
-            batch = self._begin(*self._example(0))
+            batch = self._copy_inputs(*self._example(0))
             self._record(_Kind(0, len(batch.token_ids), False, torch.get_num_threads()), batch)
             if not self.problem:
                 given = self._example(1)
                 self._fill(0.125)
-                expected = tuple(result.clone() for result in self._compute(0, self._begin(*given)))
+                expected = tuple(result.clone() for result in self._compute(0, self._copy_inputs(*given)))
                 self._fill(0.125)
                 if not all(map(torch.equal, self.run(0, *given), expected)):
                     self.problem = "a replayed pass computes other numbers"
@@ -345,7 +340,7 @@ class RecordedPasses:
         """Return inputs of `run` for up to two sequences in the first two blocks and states."""
         memory = self._memory
         blocks = (np.arange(min(2, self._max_rows)) + shift) % 2
-        positions = np.minimum(3 + 4 * blocks + shift, self._max_context - 1)  # in one block, as these have 16 tokens
+        positions = np.minimum(3 + 4 * blocks + shift, self._max_context - 1)  # within a block of 16 tokens
         index, tables = blocks * memory.block_size + positions, blocks[:, None].astype(np.int32)
         places = Places(positions, [index] * len(memory.groups), [tables] * len(memory.groups), positions + 1)
         return blocks + 1 + shift, places, blocks if memory.states else None
@@ -356,7 +351,7 @@ class RecordedPasses:
         for tensor in (*memory.keys, *memory.values, *(one for layer in memory.states for one in layer)):
             tensor[0], tensor[1] = 0, value
 
-    def _begin(self, token_ids: np.ndarray, places: Places, states: np.ndarray | None) -> ForwardBatch:
+    def _copy_inputs(self, token_ids: np.ndarray, places: Places, states: np.ndarray | None) -> ForwardBatch:
         """Copy the inputs of a pass to their addresses."""
         count = len(token_ids)
         inputs = (token_ids, places.positions, *places.cache_index, *(() if states is None else (states,)))
@@ -365,9 +360,7 @@ class RecordedPasses:
         for table, given in zip(self._tables, places.tables, strict=True):
             table[:count, : given.shape[1]] = given
         self._contexts[:count] = places.contexts
-        batch = self._batches.get(count) or self._make_batch(count)
-        self._memory.begin(batch)
-        return batch
+        return self._batches.get(count) or self._make_batch(count)
 
     def _make_batch(self, count: int) -> ForwardBatch:
         numbers = torch.from_numpy(self._numbers[:, :count])

@@ -134,10 +134,11 @@ class ModelRunner:
         """Return logits [M + S, V]: one row per draw of the schedule, then one per scored token, in their orders."""
         graphs, single = self._graphs, schedule.num_single
         if not schedule.prompts:
-            rows = np.arange(single)
             if self._recorded is not None:
                 return self._decode(self._recorded, schedule, slot)
-            return self._compute(schedule, 0, rows, slot) if graphs is None else self._replay(graphs, schedule, slot)
+            if graphs is not None:
+                return self._replay(graphs, schedule, slot)
+            return self._compute(schedule, 0, np.arange(single), slot)
         rows, row_of_each = np.unique(_rows_with_logits(schedule), return_inverse=True)  # samples share a prompt's row
         if graphs is not None and not self._memory.states and _fits_graph(schedule, self._weights_as_tokens):
             logits = self._replay(graphs, schedule, slot, rows)
@@ -202,11 +203,11 @@ class ModelRunner:
 
     def _run(self, batch: ForwardBatch, slot: int) -> torch.Tensor:
         """Return the logits of a batch, kernel by kernel."""
-        self._memory.begin(batch)
         return self._head(slot, self._body(slot, batch))
 
     def _body(self, slot: int, batch: ForwardBatch) -> torch.Tensor:
         """Return a fused decoder's hidden states [M, H] for the head, or the logits [M, V] of another model."""
+        self._memory.begin(batch)
         if self._decoders:
             return self._decoders[slot].hidden(batch)
         return run_packed(self._modules[slot], batch, self._memory)
