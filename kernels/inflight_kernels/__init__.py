@@ -17,6 +17,7 @@ from inflight_kernels.sampling import draw, uniforms
 from inflight_kernels.selective_logprob import selective_logprobs, selective_logprobs_reference
 from inflight_kernels.tokenwise import (
     add_rms_norm,
+    clamped_gate,
     gated_activation,
     grouped_linear,
     linear,
@@ -34,6 +35,7 @@ __all__ = [
     "ScaledCopies",
     "add_lora",
     "add_rms_norm",
+    "clamped_gate",
     "copy_all",
     "cut_logits",
     "draw",

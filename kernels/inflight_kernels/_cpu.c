@@ -534,10 +534,10 @@ static int64_t find_runs(const int64_t *groups, int64_t count, int64_t rows, int
     return !any_rows && most < compared && compared > changes * most ? 0 : runs;
 }
 
-// y[t] = x[t] . w[groups[t]]^T with w [count, N, K]. Neighbouring rows of one group share a read of its matrix. Returns
+// y[t] = x[t] . w[groups[t]]^T + bias[groups[t]] with w [count, N, K] and bias [count, N] or NULL. Neighbouring rows of one group share a read of its matrix. Returns
 // 0, or 1 where another product is needed: for the reasons of `linear` and of `find_runs`.
-int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count, void *y,
-        int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
+int grouped_linear(const void *x, int64_t x_stride, const void *w, const void *bias, const int64_t *groups,
+        int64_t count, void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
     const int64_t size = bf ? 2 : 4, bytes = inputs * size, panels = (outputs + PANEL - 1) / PANEL;
     int64_t *starts = bytes % 64 ? NULL : malloc((rows + 1) * sizeof *starts);
     const int64_t runs = starts ? find_runs(groups, count, rows, outputs * inputs, bf, any_rows, starts) : 0;
@@ -545,7 +545,8 @@ int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t
     for (int64_t item = 0; item < runs * panels; item++) {
         const int64_t first = starts[item / panels];
         multiply_rows((const char *)x + first * x_stride * size, x_stride, starts[item / panels + 1] - first,
-                      (const char *)w + groups[first] * outputs * bytes, NULL, item % panels * PANEL,
+                      (const char *)w + groups[first] * outputs * bytes,
+                      bias ? (const char *)bias + groups[first] * outputs * size : NULL, item % panels * PANEL,
                       (char *)y + first * outputs * size, outputs, inputs, 1, bf);
     }
     free(starts);
@@ -579,12 +580,13 @@ static inline __attribute__((always_inline)) void add_products(const float *cons
     }
 }
 
-// Writes `columns` columns of x [rows, K] . w [K, N] to y [rows, N], rows <= GROUP_TOKENS.
-static void multiply_transposed(const float *x, int64_t x_stride, int64_t rows, const char *w, int64_t columns,
-        void *y, int64_t outputs, int64_t inputs, int bf) {
+// Writes `columns` columns of x [rows, K] . w [K, N] + bias to y [rows, N], rows <= GROUP_TOKENS.
+static void multiply_transposed(const float *x, int64_t x_stride, int64_t rows, const char *w, const char *bias,
+        int64_t columns, void *y, int64_t outputs, int64_t inputs, int bf) {
     const int64_t bytes = outputs * (bf ? 2 : 4);
     float sums[GROUP_TOKENS + ROWS][MOST_COLUMNS] __attribute__((aligned(64)));
-    for (int64_t m = 0; m < rows; m++) memset(sums[m], 0, columns * sizeof(float));
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t n = 0; n < columns; n += LANES) *(vf *)&sums[m][n] = bias ? load(bias, bf, n) : splat(0);
     memset(sums[GROUP_TOKENS], 0, ROWS * sizeof(sums[0]));
     for (int64_t k = 0; k < inputs; k += STEP, w += STEP * bytes)
         for (int64_t m = 0; m < rows; m += ROWS) {
@@ -601,9 +603,9 @@ static void multiply_transposed(const float *x, int64_t x_stride, int64_t rows, 
         for (int64_t n = 0; n < columns; n += LANES) store(y, bf, m * outputs + n, *(vf *)&sums[m][n]);
 }
 
-// The same with transposed matrices, w [count, K, N], and x of floats: y[t] = x[t] . w[groups[t]].
-int grouped_linear_transposed(const float *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count,
-        void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
+// The same with transposed matrices, w [count, K, N], and x of floats.
+int grouped_linear_transposed(const float *x, int64_t x_stride, const void *w, const void *bias, const int64_t *groups,
+        int64_t count, void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
     const int64_t size = bf ? 2 : 4;
     int64_t *starts = outputs % LANES || inputs % STEP ? NULL : malloc((rows + 1) * sizeof *starts);
     const int64_t runs = starts ? find_runs(groups, count, rows, outputs * inputs, bf, any_rows, starts) : 0;
@@ -615,6 +617,7 @@ int grouped_linear_transposed(const float *x, int64_t x_stride, const void *w, c
         const int64_t first = starts[item / shares], n = item % shares * share;
         multiply_transposed(x + first * x_stride, x_stride, starts[item / shares + 1] - first,
                             (const char *)w + (groups[first] * outputs * inputs + n) * size,
+                            bias ? (const char *)bias + (groups[first] * outputs + n) * size : NULL,
                             outputs - n < share ? outputs - n : share, (char *)y + (first * outputs + n) * size,
                             outputs, inputs, bf);
     }
@@ -629,13 +632,13 @@ int linear(const void *x, int64_t x_stride, const void *w, const void *bias, voi
     return 1;  // the sums of a tile need 12 registers of 32 bytes at least
 }
 
-int grouped_linear(const void *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count, void *y,
-        int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
+int grouped_linear(const void *x, int64_t x_stride, const void *w, const void *bias, const int64_t *groups,
+        int64_t count, void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
     return 1;
 }
 
-int grouped_linear_transposed(const float *x, int64_t x_stride, const void *w, const int64_t *groups, int64_t count,
-        void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
+int grouped_linear_transposed(const float *x, int64_t x_stride, const void *w, const void *bias, const int64_t *groups,
+        int64_t count, void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
     return 1;
 }
 
@@ -1289,6 +1292,25 @@ int gated_activation(const void *x, int64_t stride, void *out, int bf, int64_t t
             vf act = gate / (1.0f + expv(-z));
             if (bf) act = rounded(act);
             store(out, bf, t * dim + d, act * up);
+        }
+    return 0;
+}
+
+// out = gate sigmoid(alpha gate) (up + 1) with gate <= limit and |up| <= limit. x [T, 2 dim]: gates at even places.
+int clamped_gate(const void *x, int64_t stride, void *out, int bf, int64_t tokens, int64_t dim, float alpha,
+        float limit, int threads) {
+    if (dim % WIDE) return 1;
+#pragma omp parallel for schedule(static) num_threads(tokens * dim > 8192 ? threads : 1)
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t d = 0; d < dim; d += WIDE) {
+            const wf first = load_wide(x, bf, t * stride + 2 * d), second = load_wide(x, bf, t * stride + 2 * d + WIDE);
+            const wf gates = EVENS(first, second), ups = ODDS(first, second);
+            for (int part = 0; part < WIDE; part += LANES) {
+                vf gate = ((const vf *)&gates)[part / LANES], up = ((const vf *)&ups)[part / LANES];
+                gate = blend((vi)(gate > limit), splat(limit), gate);
+                up = blend((vi)(up > limit), splat(limit), blend((vi)(up < -limit), splat(-limit), up));
+                store(out, bf, t * dim + d + part, gate / (1.0f + expv(-alpha * gate)) * (up + 1.0f));
+            }
         }
     return 0;
 }

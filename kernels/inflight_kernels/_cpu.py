@@ -42,8 +42,8 @@ _SIGNATURES = {
     "copy_scaled": [_P, _P, _L, _L, _I],
     "latent_attention": [_P, _P, _P, _I, _P, _L, _P, _P, _L, _I, _I, _I, _F, _I, _I],
     "linear": [_P, _L, _P, _P, _P, _I, _L, _L, _L, _I],
-    "grouped_linear": [_P, _L, _P, _P, _L, _P, _I, _L, _L, _L, _I, _I],
-    "grouped_linear_transposed": [_P, _L, _P, _P, _L, _P, _I, _L, _L, _L, _I, _I],
+    "grouped_linear": [_P, _L, _P, _P, _P, _L, _P, _I, _L, _L, _L, _I, _I],
+    "grouped_linear_transposed": [_P, _L, _P, _P, _P, _L, _P, _I, _L, _L, _L, _I, _I],
     "sort_choices": [_P, _L, _L, _L, _P, _P, _P, _I],
     "mix_experts": [_P, _P, _P, _P, _I, _L, _L, _L, _I],
     "short_convolution": [_P, _L, _P, _P, _P, _P, _I, _L, _P, _P, _L, _I, _I, _I],
@@ -54,6 +54,7 @@ _SIGNATURES = {
     "list_pages": [_P, _L, _P, _P, _L, _I, _P],
     "rms_norm": [_P, _L, _P, _L, _P, _P, _P, _I, _L, _L, _F, _F, _I, _I],
     "gated_activation": [_P, _L, _P, _I, _L, _L, _I, _I],
+    "clamped_gate": [_P, _L, _P, _I, _L, _L, _F, _F, _I],
     "rope_and_cache": [_P, _L, _P, _I, _P, _P, _P, _P, _I, _P, _P, _L, _I, _I, _I, _P, _P, _F, _F, _I, _I],
     "draw": [_P, _L, _I, _L, _L, _P, _P, _P, _P, _P, _I],
 }

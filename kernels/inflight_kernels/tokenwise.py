@@ -43,31 +43,38 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return product(x, weight, bias)
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Multiply each row of x [S, K] by the matrix of its group in weight [E, N, K] → [S, N], on a CPU. groups: i64[S],
-    rising, so that the rows of a group share a read of its matrix. The matrices, or their transposes, are contiguous
-    for speed. Raises IndexError for a group beyond E.
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, groups: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply each row of x [S, K] by the matrix of its group in weight [E, N, K], and add the group's row of bias
+    [E, N] → [S, N], on a CPU. groups: i64[S], rising, so that the rows of a group share a read of its matrix. The
+    matrices, or their transposes, are contiguous for speed. Raises IndexError for a group beyond E.
 
     Few rows per group are computed by a kernel with the promise of `linear`: a row does not depend on other rows. In a
     recorded pass the kernel takes any number of rows, because a replay can have other groups.
     """
     fits = x.shape[1] == weight.shape[2] and groups.dtype == torch.int64 and groups.is_contiguous()
+    fits &= bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous() and _cpu.takes(x, bias))
     transposed = not weight.is_contiguous()
     stored = weight.transpose(1, 2) if transposed else weight
     if fits and stored.is_contiguous() and _cpu.takes(x, stored):
         out, is_bf16 = x.new_empty(len(x), weight.shape[1]), x.dtype == torch.bfloat16
         sizes, any_rows = (len(x), weight.shape[1], weight.shape[2]), _cpu.is_recorded()
         kernel, x_read = ("grouped_linear_transposed", x.float()) if transposed else ("grouped_linear", x)
-        if _cpu.call(kernel, x_read, x_read.stride(0), stored, groups, len(weight), out, is_bf16, *sizes, any_rows):
+        rows = (x_read, x_read.stride(0), stored, bias, groups, len(weight))
+        if _cpu.call(kernel, *rows, out, is_bf16, *sizes, any_rows):
             return out
-    return grouped_linear_reference(x, weight, groups)
+    return grouped_linear_reference(x, weight, groups, bias)
 
 
-def grouped_linear_reference(x: torch.Tensor, weight: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def grouped_linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, groups: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute the same with a product for each group."""
     found, counts = groups.unique_consecutive(return_counts=True)
     parts = zip(x.split(counts.tolist()), found.tolist(), strict=True)
-    return torch.cat([x.new_empty(0, weight.shape[1]), *(product(part, weight[group]) for part, group in parts)])
+    products = (product(part, weight[group], None if bias is None else bias[group]) for part, group in parts)
+    return torch.cat([x.new_empty(0, weight.shape[1]), *products])
 
 
 def sort_choices(choices: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -155,6 +162,24 @@ def gated_activation_reference(gate_up: torch.Tensor, activation: Activation) ->
     """Compute the same in plain PyTorch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+
+
+def clamped_gate(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """Compute the gate of gpt-oss from gate_up [T, 2·I] of any float dtype, with gates at even places and the others
+    at odd ones → [T, I] in the same dtype: g · σ(alpha · g) · (u + 1), where g = min(gate, limit) and u is clamped to
+    ±limit. On a CPU it is computed in fp32. Rows can have any distance."""
+    if _cpu.takes(gate_up):
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        is_bf16 = gate_up.dtype == torch.bfloat16
+        if _cpu.call("clamped_gate", gate_up, gate_up.stride(0), out, is_bf16, *out.shape, alpha, limit):
+            return out
+    return clamped_gate_reference(gate_up, alpha, limit)
+
+
+def clamped_gate_reference(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """Compute the same in plain PyTorch."""
+    gate, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
 def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:

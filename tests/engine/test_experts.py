@@ -39,6 +39,7 @@ def experts_of(kind: str) -> Any:
     elif kind == "transposed, with biases":
         sizes = {"hidden_size": HIDDEN, "intermediate_size": 48}
         module = GptOssExperts(GptOssConfig(num_local_experts=NUM_EXPERTS, **sizes))
+        module.limit = 1.0  # that many numbers exceed
     else:
         module = NemotronHExperts(NemotronHConfig(n_routed_experts=NUM_EXPERTS, mlp_hidden_act="relu2", **sizes))
     for parameter in module.parameters():
@@ -104,7 +105,9 @@ def test_ties_between_experts_are_broken_as_transformers_does(saved):
 
 def test_wrong_experts_make_the_model_refused(saved, monkeypatch):
     product = our_experts.grouped_linear
-    monkeypatch.setattr(our_experts, "grouped_linear", lambda x, weight, groups: product(x, weight, groups.flip(0)))
+    monkeypatch.setattr(
+        our_experts, "grouped_linear", lambda x, weight, groups, bias: product(x, weight, groups.flip(0))
+    )
     with pytest.raises(UnsupportedModelError, match="Qwen3MoeForCausalLM cannot be run"):
         Engine(EngineOptions(model=saved, device="cpu"))
 

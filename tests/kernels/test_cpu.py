@@ -131,15 +131,18 @@ def test_the_kernel_is_not_given_what_does_not_fit(dtype, inner, biases, monkeyp
     outputs=st.one_of(st.integers(1, 70), st.sampled_from([64, 128, 320])),
     inputs=st.sampled_from([16, 32, 512, 544, 30]),
     transposed=st.booleans(),
+    has_bias=st.booleans(),
 )
-def test_a_grouped_product_equals_that_of_float64(dtype, counts, outputs, inputs, transposed):
+def test_a_grouped_product_equals_that_of_float64(dtype, counts, outputs, inputs, transposed, has_bias):
     torch.manual_seed(sum(counts) + outputs)
     groups = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     x, weight = torch.randn(len(groups), inputs).to(dtype), torch.randn(len(counts), outputs, inputs).to(dtype)
+    bias = 9 * torch.randn(len(counts), outputs).to(dtype) if has_bias else None
     expected = (weight.double()[groups] @ x.double()[..., None])[..., 0]
+    expected += bias.double()[groups] if has_bias else 0
     if transposed:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    result = grouped_linear(x, weight, groups)
+    result = grouped_linear(x, weight, groups, bias)
     assert result.dtype == dtype
     assert result.shape == expected.shape
     largest = expected.abs().max() if len(groups) else 0

@@ -8,7 +8,7 @@ that have tokens, as they are in a slot.
 from typing import Any
 
 import torch
-from inflight_kernels import gated_activation, grouped_linear, mix_experts, sort_choices
+from inflight_kernels import clamped_gate, gated_activation, grouped_linear, mix_experts, sort_choices
 from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
@@ -25,27 +25,28 @@ def compute_experts(
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     experts, tokens, places = sort_choices(top_k_index, len(module.down_proj))
     x = hidden_states.index_select(0, tokens)
-    if not module.has_gate:
-        x = module.act_fn(_product(module, "up_proj", x, experts))
-    elif _has_plain_gate(module):
-        x = gated_activation(_product(module, "gate_up_proj", x, experts), "silu")
+    if module.has_gate:
+        x = _gate(module, _product(module, "gate_up_proj", x, experts))
     else:
-        x = module._apply_gate(_product(module, "gate_up_proj", x, experts))
+        x = module.act_fn(_product(module, "up_proj", x, experts))
     x = _product(module, "down_proj", x, experts)
     return mix_experts(x, places, top_k_weights).to(hidden_states.dtype)
 
 
-def _has_plain_gate(module: Any) -> bool:
-    """Return whether the gate is Transformers' default one, with SiLU."""
-    is_default = type(module)._apply_gate.__module__ == ExpertsInterface.__module__
-    return is_default and isinstance(module.act_fn, (SiLUActivation, nn.SiLU))
+def _gate(module: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute the gate: by a kernel if it is Transformers' default one with SiLU, or that of gpt-oss."""
+    gate = type(module)._apply_gate
+    if gate.__module__ == ExpertsInterface.__module__ and isinstance(module.act_fn, (SiLUActivation, nn.SiLU)):
+        return gated_activation(gate_up, "silu")
+    if gate.__qualname__ == "GptOssExperts._apply_gate":
+        return clamped_gate(gate_up, module.alpha, module.limit)
+    return module._apply_gate(gate_up)
 
 
 def _product(module: Any, name: str, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """Multiply each row by its expert's matrix, and add its bias."""
-    weight = getattr(module, name)
-    out = grouped_linear(x, weight.transpose(1, 2) if module.is_transposed else weight, experts)
-    return out.add_(getattr(module, f"{name}_bias").index_select(0, experts)) if module.has_bias else out
+    weight, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+    return grouped_linear(x, weight.transpose(1, 2) if module.is_transposed else weight, experts, bias)
 
 
 ExpertsInterface.register(EXPERTS_NAME, compute_experts)
