@@ -136,7 +136,7 @@ format: setup
 
 # docs/options.md, from the docstrings of options.
 options: setup
-	$(BIN)/python -m inflight.tools.options_page
+	$(BIN)/python docs/site/options_page.py
 
 # Every page anew, as warnings of pages that did not change would not be told again.
 docs-build: setup

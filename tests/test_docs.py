@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from options_page import filled
 
 import inflight
-from inflight.tools.options_page import filled
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -258,7 +258,7 @@ def test_code_that_no_test_runs_is_found():
 def test_the_code_layout_names_files_that_exist():
     files = {
         path.name
-        for folder in ("inflight", "kernels", "tests", "examples", "benchmarks")
+        for folder in ("inflight", "kernels", "tests", "examples", "benchmarks", "docs/site")
         for path in (ROOT / folder).rglob("*")
     }
     named = re.findall(r"`(?:[\w/]*/)?(\w+\.\w+)`", (ROOT / "docs" / "structure.md").read_text())

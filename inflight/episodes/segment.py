@@ -233,21 +233,13 @@ def _joined_masks(parts: Sequence[Rollout | int]) -> SamplingMask | None:
     masks = [None if isinstance(part, int) else part.sampling_mask for part in parts]
     if not any(mask is not None for mask in masks):
         return None
-    lengths = [part if isinstance(part, int) else len(part.token_ids) for part in parts]
-    counts = [
-        np.zeros(length, np.int64) if mask is None else np.diff(mask.offsets)
-        for mask, length in zip(masks, lengths, strict=True)
-    ]
-    cut_from = [
-        np.zeros(length, np.int32) if mask is None or mask.cut_from is None else mask.cut_from
-        for mask, length in zip(masks, lengths, strict=True)
-    ]
-    sizes = np.concatenate(cut_from)
-    return SamplingMask(
-        np.concatenate([np.empty(0, np.int32), *(mask.token_ids for mask in masks if mask is not None)]),
-        np.concatenate([np.zeros(1, np.int64), np.concatenate(counts).cumsum()]),
-        sizes if sizes.any() else None,
-    )
+    token_ids, cut_from = [], []
+    for part, mask in zip(parts, masks, strict=True):
+        length = part if isinstance(part, int) else len(part.token_ids)
+        token_ids += [np.empty(0, np.int32)] * length if mask is None else mask.split()
+        sizes = None if mask is None else mask.cut_from
+        cut_from.append(np.zeros(length, np.int32) if sizes is None else sizes)
+    return SamplingMask.join(token_ids, np.concatenate(cut_from))
 
 
 def _joined_experts(drawn: Sequence[Rollout]) -> np.ndarray | None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from inflight.core.text import first_line
 from inflight.model_checks.lengths import length_limit, row_limit
 from inflight.model_checks.shrink import VOCABULARY, shrink, shrink_lengths
 from inflight.model_checks.torch_functions import use_torch_on_cpu
@@ -142,12 +143,6 @@ def _lengths(config: PretrainedConfig) -> list[int]:
     if (row := row_limit(config)) is not None:
         shares.append(row[0] / sum(LENGTHS))
     return [max(1, int(length * min(shares))) for length in LENGTHS]
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, and the second one if the first ends with a colon."""
-    first, *rest = str(error).strip().splitlines() or [type(error).__name__]
-    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
 
 
 def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | str:

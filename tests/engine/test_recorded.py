@@ -6,6 +6,7 @@ import random
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hybrids import model_of
@@ -139,6 +140,17 @@ def test_a_recording_computes_from_the_numbers_that_inputs_have_now(dtype):
             assert all(map(torch.equal, recording.replay(), expected))
             assert not torch.equal(expected[0], first[0])
     assert not recording.problem
+
+
+@pytest.mark.parametrize(("inputs", "calls"), [([0, 1], 1), ([0], 2), ([], 3)])
+def test_inputs_at_addresses_that_stay_are_not_copied(inputs, calls):
+    arrays = [np.arange(6, dtype=np.float32), np.ones((2, 3), np.float32)]
+    with torch.inference_mode():
+        recording = Recording(Arena(), [arrays[index] for index in inputs])
+        recording.record(lambda: (torch.from_numpy(arrays[0])[1:3] * torch.from_numpy(arrays[1][:, 1:]),))
+        arrays[0][:], arrays[1][:] = 7, [[0, 1, 2], [3, 4, 5]]
+        assert recording.replay()[0].tolist() == [[7, 14], [28, 35]]
+    assert len(recording._calls) == calls
 
 
 def test_a_kernel_that_refuses_in_a_replay_is_not_passed_over():

@@ -9,14 +9,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inflight.core.by_name import load_by_name
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
-from inflight.core.text import listed
+from inflight.core.text import first_line, listed
 from inflight.engine.cache.kinds import LayerKind, LayerShape, StateTensor
 from inflight.engine.cache.transformers_states import TRANSFORMERS_STATES
 from inflight.engine.model.attention.hook import Call, attend_to_all_keys, keep_latents, record_calls, route
 from inflight.engine.model.attention.latent import LatentHeads
 from inflight.model_checks.lengths import chooses_keys
 from inflight.model_checks.mixers import is_older, needs_newer_transformers, newer_transformers
-from inflight.model_checks.twin import first_line
 
 _PAGED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Names in the config's `layer_types` of layers with keys and values."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.options import EngineOptions
+from inflight.core.text import first_line
 from inflight.engine.cache.classify import OUR_KINDS, classify_layers
 from inflight.engine.cache.kinds import LayerKind
 from inflight.engine.cache.memory import KVMemory
@@ -29,7 +30,6 @@ from inflight.engine.model.products import UnknownPartError
 from inflight.model_checks.twin import (
     TOLERANCE,
     NoTwinError,
-    first_line,
     relative_error,
     row_errors,
     try_sequences,

@@ -34,7 +34,7 @@ def compute_experts(
 
 
 def _gate(module: Any, gate_up: torch.Tensor) -> torch.Tensor:
-    """Compute the gate: by a kernel if it is Transformers' default one with SiLU, or that of gpt-oss."""
+    """Compute the gate: by a kernel if it is gpt-oss's, or Transformers' default one with SiLU."""
     gate = type(module)._apply_gate
     if gate.__module__ == ExpertsInterface.__module__ and isinstance(module.act_fn, (SiLUActivation, nn.SiLU)):
         return gated_activation(gate_up, "silu")

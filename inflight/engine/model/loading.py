@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from inflight.core.errors import ModelLoadError, RemoteCodeError, UnsupportedModelError
 from inflight.core.layout import WeightLayout
 from inflight.core.options import DEFAULT_MAX_CONTEXT
+from inflight.core.text import first_line
 from inflight.engine.cache.classify import OUR_KINDS, check_layer_types
 from inflight.engine.cache.kinds import LayerKind
 from inflight.engine.model.attention.hook import ATTENTION_NAME
@@ -30,7 +31,6 @@ from inflight.engine.model.checkpoints import auto_class, load_checkpoint, model
 from inflight.engine.model.experts import EXPERTS_NAME
 from inflight.engine.model.shapes import SHAPES, byte_tokenizer, shape_config
 from inflight.model_checks.lengths import length_limit, row_limit
-from inflight.model_checks.twin import first_line
 from inflight.weights.tensors import published_tensors, slot_views
 
 logger = logging.getLogger("inflight.engine")

@@ -20,10 +20,10 @@ import torch
 from inflight_kernels import _cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inflight.core.text import first_line
 from inflight.engine.cache.kinds import NO_BLOCK
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.attention.backend import ForwardBatch, Places
-from inflight.model_checks.twin import first_line
 
 _CHUNK = 16 * 2**20
 _ALIGNMENT = 64
@@ -38,7 +38,8 @@ _WITHOUT_RESULT = {getattr(torch.ops.aten.result_type, name) for name in torch.o
 _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 """The shape of their result is fixed unless an index is a mask."""
 _CONSTANT = torch.ops.aten.lift_fresh.default
-"""`torch.tensor` calls it. Its result is copied in each replay, because operations can change it."""
+"""`torch.tensor` and `torch.from_numpy` call it. Its result is copied in each replay, because operations can change it;
+but not if it is an input of the pass."""
 _REFUSED = {torch.ops.aten.resolve_conj.default, torch.ops.aten._conj.default, torch.ops.aten._neg_view.default}
 """`Tensor.tolist` and `Tensor.numpy` call the first. `Tensor.item` and `bool(tensor)` call operations without a tensor
 as their result. Only `RecordedPasses.prove` notices DLPack and `repr`. The others make views that strides do not
@@ -107,8 +108,10 @@ class Arena:
 class Recording:
     """The calls of one pass."""
 
-    def __init__(self, arena: Arena):
+    def __init__(self, arena: Arena, inputs: Iterable[np.ndarray] = ()):
+        """inputs: contiguous arrays that the pass reads as tensors. Their addresses do not change."""
         self._arena = arena
+        self._inputs = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in inputs]
         self._calls: list[tuple[Callable[[], Any], bool]] = []
         """Each with whether it is a kernel, which returns 0."""
         self._kept: list[torch.Tensor] = []
@@ -132,6 +135,10 @@ class Recording:
                 name = call.func.__name__  # type: ignore[attr-defined]
                 raise RuntimeError(f"{name} refused its inputs in a replayed pass; launch with cuda_graphs=False")
         return self.results
+
+    def is_input(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in the memory of an input."""
+        return any(begin <= tensor.data_ptr() < end for begin, end in self._inputs)
 
     def add(self, call: Callable[[], object]) -> None:
         self._calls.append((call, False))
@@ -161,7 +168,7 @@ class _Operations(TorchDispatchMode):
         inputs, outputs = _tensors(args), _tensors((result,))
         is_writing, memory = func._schema.is_mutable, {one.untyped_storage().data_ptr() for one in inputs}
         shares = all(one.untyped_storage().data_ptr() in memory for one in outputs)
-        is_view = shares and not is_writing and func is not _CONSTANT
+        is_view = shares and not is_writing and (func is not _CONSTANT or all(map(self._recording.is_input, outputs)))
         if is_view and outputs and func not in _REFUSED:
             return result
         is_masked = func in _INDEXING and any(one.dtype in (torch.bool, torch.uint8) for one in inputs[1:])
@@ -305,7 +312,7 @@ class RecordedPasses:
         return len(self._recordings)
 
     def _record(self, kind: _Kind, batch: ForwardBatch) -> Results:
-        recording = Recording(self._arena)
+        recording = Recording(self._arena, (self._tables, self._starts, self._contexts))
         results = recording.record(partial(self._compute, kind.slot, batch))
         if recording.problem:
             self.problem = recording.problem

@@ -18,9 +18,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inflight.core.errors import BackendError, UnsupportedModelError
 from inflight.core.layout import WeightLayout
+from inflight.core.text import first_line
 from inflight.engine.model.loading import module_over
 from inflight.model_checks.torch_functions import use_torch_on_cpu
-from inflight.model_checks.twin import LENGTHS, first_line
+from inflight.model_checks.twin import LENGTHS
 
 logger = logging.getLogger("inflight.engine")
 

@@ -30,6 +30,7 @@ from inflight.core.errors import (
 from inflight.core.files import file_errors
 from inflight.core.layout import Alias, WeightLayout
 from inflight.core.options import EngineOptions
+from inflight.core.text import first_line
 from inflight.engine.loop.own_columns import load_columns
 from inflight.engine.loop.sequence import Sequence
 from inflight.engine.model.adapters import SLOTS, adapter_layout
@@ -59,7 +60,6 @@ from inflight.integrations.vllm_backend.arguments import (
 from inflight.integrations.vllm_backend.columns import UNRECORDED
 from inflight.integrations.vllm_backend.staged_slots import StagedSlots
 from inflight.integrations.vllm_backend.worker import Attached, Attachment, SharedSlots, UpdatePath
-from inflight.model_checks.twin import first_line
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import layout_of, slot_views
 from inflight.weights.towers import drop_towers

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from inflight.core.arguments import named
 from inflight.core.errors import UnsupportedModelError
-from inflight.model_checks.twin import first_line
+from inflight.core.text import first_line
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward_mode import Way, scoring_way
 from inflight.training.model.head import check_at, plain_head, scoring_head

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from inflight.core.errors import UnsupportedModelError
+from inflight.core.text import first_line
 from inflight.model_checks.lengths import length_limit, row_limit
-from inflight.model_checks.twin import TOLERANCE, NoTwinError, Twin, first_line, transformers_class, twin_of
+from inflight.model_checks.twin import TOLERANCE, NoTwinError, Twin, transformers_class, twin_of
 from inflight.training.data.batch import PackedBatch, given_rollout, pack
 
 logger = logging.getLogger(__name__)

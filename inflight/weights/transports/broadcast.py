@@ -16,6 +16,7 @@ import torch.distributed as dist
 from inflight.core.arguments import named
 from inflight.core.errors import BroadcastError, InflightError, ProtocolError
 from inflight.core.layout import WeightLayout
+from inflight.core.text import first_line
 from inflight.core.waiting import telling
 from inflight.weights import nccl
 from inflight.weights.cuda_ipc import uuid_of
@@ -210,14 +211,14 @@ class BroadcastGroup:
             self._store = store or dist.TCPStore(join.host, join.port, is_master=False, timeout=timeout)
             self._ranks = make(join, dist.PrefixStore(join.group, self._store), timeout, device)
         except (RuntimeError, ValueError, OSError, InflightError) as error:
-            raise BroadcastError(f"rank {join.rank} of {join.size} found no group: {_first_line(error)}") from error
+            raise BroadcastError(f"rank {join.rank} of {join.size} found no group: {first_line(error)}") from error
 
     def broadcast(self, buffer: torch.Tensor, bucket_bytes: int) -> None:
         """Copy u8[n] of rank 0 to every rank."""
         try:
             self._ranks.broadcast(buffer.split(bucket_bytes))
         except (RuntimeError, BroadcastError) as error:
-            raise BroadcastError(f"the broadcast broke off: {_first_line(error)}") from error
+            raise BroadcastError(f"the broadcast broke off: {first_line(error)}") from error
 
     def close(self) -> None:
         """Leave the group. Ranks that wait for this one get an error."""
@@ -260,7 +261,3 @@ def _join_nccl(join: Join, store: dist.Store, timeout: timedelta, device: torch.
     communicator = nccl.Communicator(library, device, timeout_s=join.timeout_s)
     communicator.join(store.get(_NCCL_ID), join.rank, join.size)
     return communicator
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

@@ -18,13 +18,13 @@ import torch
 from inflight_kernels import list_pages
 
 from inflight.core.options import EngineOptions
+from inflight.core.text import first_line
 from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.cache.memory import KVMemory
 from inflight.engine.model.attention.backend import CacheMemory, ForwardBatch
 from inflight.engine.model.attention.flashinfer_kernels import kernels_for
 from inflight.engine.model.attention.paged import PagedAttention
 from inflight.engine.model.device import reachable
-from inflight.model_checks.twin import first_line
 
 logger = logging.getLogger("inflight.engine")
 
