@@ -290,11 +290,10 @@ int paged_attention(const void *q, const void *k, const void *v, void *out, int 
 // ---- products with weights as they lie in a slot -----------------------------------------------------------------
 //
 // y [T, N] = x [T, K] . w [N, K]^T (+ bias). Both operands are read along K, so nothing is packed or transposed: a tile
-// of ROWS x TILE results is that many vectors of partial sums, which are added up across their lanes at the end. What a
-// product of few rows waits for is w, so the rows of it to come are fetched ahead: line by line while as many are read,
-// or, where each line has more to be multiplied by, a few at a time. A row of y is the same, bit for bit, whatever rows
-// are beside it. More rows than MOST_FLOATS or MOST_BF16 are refused: packing pays then, and AMX sooner. Where pairs of
-// bfloat16 cannot be multiplied, nobody else is quicker with any number of rows.
+// of ROWS x TILE results is that many vectors of partial sums, which are added up across their lanes at the end. A
+// product of few rows waits for w, so each tile fetches a share of the rows of w that come next. A row of y is the same,
+// bit for bit, whatever rows are beside it. More rows than MOST_FLOATS or MOST_BF16 are refused: packing pays then, and
+// AMX sooner. Where pairs of bfloat16 cannot be multiplied, nobody else is quicker with any number of rows.
 
 #define TILE 4
 #define PANEL 8           // rows of w that stay in the first-level cache while all rows of x pass by
@@ -302,7 +301,6 @@ int paged_attention(const void *q, const void *k, const void *v, void *out, int 
 #define GROUP_TOKENS 48   // rows of x that pass by together
 #define X_BYTES (1 << 20) // of x, all of which passes by one panel before the next
 #define SMALL_MATRIX (1 << 20)  // numbers of an expert's matrix
-#define FEW_TOKENS 8      // rows of x for which w is fetched line by line
 #ifdef __AVX512F__
 #define MOST_FLOATS INT64_MAX
 #else
@@ -395,7 +393,7 @@ static inline __attribute__((always_inline)) vf multiply_add(vf sum, vf a, vf b,
 
 // acc[TILE i + j] += products of what x[i] and w[j] have at so many bytes
 static inline __attribute__((always_inline)) void multiply_vectors(vf acc[ROWS * TILE], const char *const *x,
-        const char *const *w, int at, const int pass, int64_t distance, const int bf) {
+        const char *const *w, int at, const int pass, const int bf) {
     vf a[ROWS];
     for (int i = 0; i < ROWS; i++) {
         a[i] = operand(x[i] + at, pass, bf);
@@ -404,55 +402,56 @@ static inline __attribute__((always_inline)) void multiply_vectors(vf acc[ROWS *
     for (int j = 0; j < TILE; j++) {
         vf b = operand(w[j] + at, pass, bf);
         KEEP(b);
-        if (distance) __builtin_prefetch(w[j] + at + distance, 0, 2);
         for (int i = 0; i < ROWS; i++) acc[TILE * i + j] = multiply_add(acc[TILE * i + j], a[i], b, bf);
     }
 }
 
-// Lane TILE i + j of the result is x[i] . w[j] over so many bytes. What lies so far behind w is fetched, if not 0.
+// Lane TILE i + j of the result is x[i] . w[j] over so many bytes. Meanwhile as many bytes are fetched of each of
+// `fetched` rows, which begin at `next` and are `distance` apart.
 static inline __attribute__((always_inline)) wf multiply_tile(const char *const *x, const char *const *w, int bytes,
-        int64_t distance, const int bf) {
+        const char *next, int64_t distance, const int fetched, const int bf) {
     vf acc[ROWS * TILE];
     for (int i = 0; i < ROWS * TILE; i++) acc[i] = (vf){0};
-    for (int at = 0; at < bytes; at += 64)
+    for (int at = 0; at < bytes; at += 64) {
+        for (int row = 0; row < fetched; row++) __builtin_prefetch(next + row * distance + at, 0, 2);
 #pragma GCC unroll 2
         for (int part = 0; part < 64; part += (int)sizeof(vf)) {
-            multiply_vectors(acc, x, w, at + part, 0, part ? 0 : distance, bf);
-            if (PASSES(bf) == 2) multiply_vectors(acc, x, w, at + part, 1, 0, bf);
+            multiply_vectors(acc, x, w, at + part, 0, bf);
+            if (PASSES(bf) == 2) multiply_vectors(acc, x, w, at + part, 1, bf);
         }
+    }
     return sums_of(acc);
 }
 
-#define TILE_FUNCTIONS(dtype, bf) \
-    TILE_FUNCTION wf tile_of_##dtype(const char *const *x, const char *const *w, int bytes) { \
-        return multiply_tile(x, w, bytes, 0, bf); \
-    } \
-    TILE_FUNCTION wf fetching_tile_of_##dtype(const char *const *x, const char *const *w, int bytes, int64_t distance) { \
-        return multiply_tile(x, w, bytes, distance, bf); \
+#define FETCHING(name, fetched, bf) \
+    TILE_FUNCTION wf name##fetched(const char *const *x, const char *const *w, int bytes, const char *next, \
+                                   int64_t distance) { \
+        return multiply_tile(x, w, bytes, next, distance, fetched, bf); \
     }
-TILE_FUNCTIONS(floats, 0)
-TILE_FUNCTIONS(bf16, 1)
+#define TILE_FUNCTIONS(name, bf) \
+    FETCHING(name, 0, bf) FETCHING(name, 1, bf) FETCHING(name, 2, bf) FETCHING(name, 4, bf)
+TILE_FUNCTIONS(tile_of_floats, 0)
+TILE_FUNCTIONS(tile_of_bf16, 1)
 
-// sums[i][j]: tile of the rows ROWS i ... of x and the rows TILE j ... of w.
+// sums[i][j]: tile of the rows ROWS i ... of x and the rows TILE j ... of w. The tiles share the work of fetching the
+// next panel.
 static inline __attribute__((always_inline)) void multiply_panel(const char *x, int64_t x_bytes, int64_t rows,
         const char *w, int64_t columns, int64_t bytes, int fetch, wf (*sums)[PANEL / TILE], const int bf) {
-    const char *next = w + PANEL * bytes;
-    const int64_t steps = ((bytes + DEPTH_BYTES - 1) / DEPTH_BYTES) * ((rows + ROWS - 1) / ROWS);
-    const int line_by_line = rows <= FEW_TOKENS;
-    const int64_t ahead = fetch && !line_by_line ? (PANEL * bytes / 64 + steps - 1) / steps : 0;
+    const int64_t tiles = PANEL / TILE * ((rows + ROWS - 1) / ROWS);
+    const int64_t turns = tiles < PANEL ? 1 : tiles / PANEL, each = tiles >= PANEL ? 1 : tiles > 2 ? 2 : 4;
     for (int64_t from = 0; from < bytes; from += DEPTH_BYTES) {
         const int depth = bytes - from < DEPTH_BYTES ? (int)(bytes - from) : DEPTH_BYTES;
+        int64_t turn = 0, fetched = 0;
         for (int64_t m = 0; m < rows; m += ROWS) {
-            for (int64_t i = 0; i < ahead; i++) __builtin_prefetch(next + 64 * i, 0, 2);
-            next += 64 * ahead;
-            const int64_t distance = fetch && line_by_line && m == 0 ? PANEL * bytes : 0;
             const char *x_rows[ROWS];  // beyond the last one it is repeated
             for (int i = 0; i < ROWS; i++) x_rows[i] = x + (m + i < rows ? m + i : rows - 1) * x_bytes + from;
             for (int64_t n = 0; n < columns; n += TILE) {
-                const char *w_rows[TILE];
+                const char *w_rows[TILE], *next = w + (PANEL + fetched) * bytes + from;
                 for (int j = 0; j < TILE; j++) w_rows[j] = w + (n + j < columns ? n + j : columns - 1) * bytes + from;
-                const wf tile = distance ? (bf ? fetching_tile_of_bf16 : fetching_tile_of_floats)(x_rows, w_rows, depth, distance)
-                                         : (bf ? tile_of_bf16 : tile_of_floats)(x_rows, w_rows, depth);
+                const int64_t more = fetch && fetched < PANEL && turn++ % turns == 0 ? each : 0;
+                fetched += more;
+#define TILE_BY(fetched) (bf ? tile_of_bf16##fetched : tile_of_floats##fetched)(x_rows, w_rows, depth, next, bytes)
+                const wf tile = more == 0 ? TILE_BY(0) : more == 1 ? TILE_BY(1) : more == 2 ? TILE_BY(2) : TILE_BY(4);
                 wf *sum = &sums[m / ROWS][n / TILE];
                 *sum = tile + (from ? *sum : (wf){0});
             }
