@@ -61,5 +61,6 @@ def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Return the tokens that `skip_special_tokens` omits."""
     if tokenizer is None:
         return frozenset()
-    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    return frozenset(tokenizer.all_special_ids) | {id for id, token in added.items() if token.special}
+    added: Any = getattr(tokenizer, "added_tokens_decoder", None)  # mistral-common's tokenizers have a method instead
+    tokens: Mapping[int, Any] = added if isinstance(added, Mapping) else {}
+    return frozenset(tokenizer.all_special_ids) | {id for id, token in tokens.items() if token.special}

@@ -97,6 +97,19 @@ class WeightLayout(msgspec.Struct, frozen=True):
             return None
         return listed(lines, 4, "; ")
 
+    def not_cast_from(self, other: "WeightLayout") -> str | None:
+        """Describe the first few tensors of another layout of the same names whose numbers a cast would not give, as
+        for quantised weights; None if there are none."""
+        others = {spec.name: spec.dtype for spec in other.tensors}
+        pairs = [(spec.name, spec.dtype, others[spec.name]) for spec in self.tensors]
+        wrong = [f"{name}: {theirs} for {ours}" for name, ours, theirs in pairs if not _casts(theirs, ours)]
+        return listed(wrong, 4, "; ") if wrong else None
+
+
+def _casts(source: str, target: str) -> bool:
+    both_float = "float" in source and "float" in target
+    return source == target or (DTYPE_BYTES[source] > 1 and both_float == ("float" in source or "float" in target))
+
 
 def _runs(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> Iterator[list[tuple[str, tuple[int, ...], str]]]:
     """Split tensors into runs to be placed without gaps: the siblings that a module has together, if they have one

@@ -112,7 +112,11 @@ class Parts:
         tokenizer = load_tokenizer(options.model, trust=options.trust_remote_code)
         self.vocab_size = int(text_config.vocab_size)
         eos_ids = eos_token_ids(
-            modules[0].generation_config, modules[0].config, tokenizer=tokenizer, vocab_size=self.vocab_size
+            modules[0].generation_config,
+            modules[0].config,
+            text_config,
+            tokenizer=tokenizer,
+            vocab_size=self.vocab_size,
         )
         self.rows = Rows(
             options.max_sequences,

@@ -76,7 +76,9 @@ class DirectoryTransfer:
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        shutil.rmtree(self._directory / f"version-{self._count:08d}", ignore_errors=True)
+        for other in self._directory.glob("version-" + "[0-9]" * 8):  # the last one, and those of an earlier run
+            if other != directory:
+                shutil.rmtree(other, ignore_errors=True)
         self._count += 1
 
     resume = destroy = pause  # The last version stays in the directory.

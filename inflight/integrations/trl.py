@@ -12,13 +12,14 @@ trl itself is not imported here.
 import logging
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby, islice
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import torch
+from transformers import TrainerCallback
 
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.rollout import Rollout
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 Prompt = str | list[dict[str, Any]]
 """Plain text, or chat messages."""
+_LIVE_TIMEOUT_S = 3600.0
+"""Bound for a version to go live. A publisher that fails raises earlier."""
 
 
 class EngineRollouts:
@@ -57,6 +60,8 @@ class EngineRollouts:
         self._planned: deque[tuple[list[Prompt], list[int]]] = deque()
         self._upcoming: Iterator[list[Prompt]] | None = None
         self._warned = False
+        self._trainer: Any = None
+        """The trainer whose end cancels groups that were submitted ahead."""
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
         """Return one completion for each of `prompts`, which repeat a prompt once per completion: lists of prompt_ids,
@@ -67,9 +72,12 @@ class EngineRollouts:
         training = trainer.model.training
         group_ids = self._planned_groups(prompts) if training else None
         if group_ids is None:
-            self._engine.wait_for_version(self._engine.staleness.published_version)
+            self._engine.wait_for_version(self._engine.staleness.published_version, timeout_s=_LIVE_TIMEOUT_S)
             group_ids = self._submit(prompts, trainer)
         if self._ahead and training:
+            if self._trainer is not trainer:
+                self._trainer = trainer
+                trainer.add_callback(_AtEnd(self.cancel_ahead))
             self._submit_ahead(prompts, trainer)
         return self._columns(self._engine.stream.collect(group_ids), trainer)
 
@@ -93,12 +101,18 @@ class EngineRollouts:
         expected, group_ids = self._planned.popleft()
         if expected == prompts:
             return group_ids
-        stale = [*group_ids, *(group_id for _, ids in self._planned for group_id in ids)]
+        self._planned.appendleft((expected, group_ids))
+        self.cancel_ahead()
+        return None
+
+    def cancel_ahead(self) -> None:
+        """Cancel all groups that were submitted ahead. The end of training does it."""
+        stale = [group_id for _, ids in self._planned for group_id in ids]
         self._planned.clear()
         self._upcoming = None
-        self._cancel(stale)
-        self._engine.stream.collect(stale)
-        return None
+        if stale:
+            self._cancel(stale)
+            self._engine.stream.collect(stale)
 
     def _cancel(self, group_ids: list[int]) -> None:
         self._engine.cancel(group_ids)
@@ -136,6 +150,14 @@ class EngineRollouts:
         to_come = -(-micro_steps_left // (args.steps_per_generation * args.num_iterations)) - 1
         for batch in islice(self._upcoming, max(0, min(self._ahead, to_come) - len(self._planned))):
             self._planned.append((batch, self._submit(batch, trainer)))
+
+
+class _AtEnd(TrainerCallback):
+    def __init__(self, act: Callable[[], None]):
+        self._act = act
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._act()
 
 
 def behavior_ratio(trainer_class: type) -> type:
@@ -202,9 +224,11 @@ _GENERATION_KWARGS = {name: name for name in (*_STOPPING, *_FILTERS, "logit_bias
 
 
 def _sampling_params(trainer: Any) -> SamplingParams:
+    given_kwargs = trainer.args.generation_kwargs or {}
+    eos_token_ids = [] if given_kwargs.get("ignore_eos") else trainer.eos_token_ids
     settings: dict[str, Any] = {name: getattr(trainer, name) for name in ("temperature", *_FILTERS)}
-    settings |= {"max_tokens": trainer.max_completion_length, "stop_token_ids": trainer.eos_token_ids}
-    for name, value in (trainer.args.generation_kwargs or {}).items():
+    settings |= {"max_tokens": trainer.max_completion_length, "stop_token_ids": eos_token_ids}
+    for name, value in given_kwargs.items():
         ours = _GENERATION_KWARGS.get(name)
         if ours is None:
             raise InvalidRequestError(
@@ -212,7 +236,7 @@ def _sampling_params(trainer: Any) -> SamplingParams:
                 f"{', '.join(_GENERATION_KWARGS)}"
             )
         if ours == "stop_token_ids":
-            value = [*trainer.eos_token_ids, *value]
+            value = [*eos_token_ids, *value]
         settings[ours] = [value] if ours == "stop" and isinstance(value, str) else value
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list | set) else value
@@ -251,14 +275,30 @@ def encode(prompts: list[Prompt], tokenizer: Any, **template: Any) -> list[list[
     """Return token ids made as TRL makes them: by the chat template for messages, by the tokenizer for text. template:
     further arguments of `apply_chat_template`."""
     if not isinstance(prompts[0], str):
+        if not _shows_text(tokenizer, template):  # as templates of multimodal models, which take parts
+            prompts = [[_with_parts(message) for message in cast("list[dict[str, Any]]", one)] for one in prompts]
         return tokenizer.apply_chat_template(
             prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **template
         )["input_ids"]
-    token_ids = []
+    token_ids, bos = [], getattr(tokenizer, "tokenizer", tokenizer).bos_token  # of a processor, too
     for text in cast("list[str]", prompts):
-        begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        begins = bos is not None and text.startswith(bos)
         token_ids += tokenizer(text=[text], **({"add_special_tokens": False} if begins else {}))["input_ids"]
     return token_ids
+
+
+def _shows_text(tokenizer: Any, template: dict[str, Any]) -> bool:
+    """Return whether the chat template renders contents that are text."""
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "shown"}], tokenize=False, **template)
+    except Exception:  # a template that takes other messages can raise any error
+        return True
+    return "shown" in text
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def warn_of_bias(params: SamplingParams) -> bool:

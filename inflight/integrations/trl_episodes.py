@@ -32,7 +32,7 @@ class EpisodeRollouts(EngineRollouts):
     (one per completion token, None for given tokens) and `finish_reason`.
 
     Raises InflightError for an episode with several token sequences, as after a branch or a changed history, and if no
-    episode of a batch has a reward. An episode without a reward is masked out and has no advantage.
+    episode of a training batch has a reward. An episode without a reward is masked out and has no advantage.
     """
 
     def __init__(self, episodes: Episodes, *, ahead: int = 0):
@@ -46,6 +46,11 @@ class EpisodeRollouts(EngineRollouts):
         self._episodes.cancel(group_ids)
 
     def _tasks(self, prompts: list[Prompt], trainer: Any) -> list[Any]:
+        if trainer.chat_template_kwargs:
+            raise InvalidRequestError(
+                "chat_template_kwargs does not reach the rollout function, which renders its own messages; leave it "
+                "unset and pass the variables there: session.chat(messages, …)"
+            )
         return [self._row(prompt, trainer) for prompt in prompts]
 
     def _submit_tasks(self, tasks: list[Any], params: SamplingParams, adapter: str | None) -> list[int]:
@@ -71,7 +76,7 @@ class EpisodeRollouts(EngineRollouts):
                     "the rollout function has drawn a branch or changed the history of its messages; use inflight.grpo"
                 )
         rollouts = [rollout for [rollout] in samples]
-        if all(rollout.reward is None for rollout in rollouts):
+        if trainer.model.training and all(rollout.reward is None for rollout in rollouts):
             raise InflightError(f"no episode of a batch has a reward; reasons: {dict(self._episodes.counts)}")
         eos = trainer.eos_token_ids[:1]
         return {
@@ -95,6 +100,8 @@ def episode_reward(episode_reward: list[float | None], **_: Any) -> list[float |
 
 def _rows_by_prompt(dataset: Any) -> dict[bytes, Any]:
     """Map the prompts of a dataset, or of a dictionary of datasets, to their rows."""
+    if dataset is None:
+        raise InvalidRequestError("the rows of an evaluation must be in the trainer's eval_dataset, which is None")
     datasets: Sequence[Any] = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
     rows: dict[bytes, Any] = {}
     for each in datasets:

@@ -11,6 +11,7 @@ trainer writes whole weights to a directory that trainer and server both see, an
         trainer = GRPOTrainer(path, …, args=GRPOConfig(use_vllm=True, vllm_mode="server", …))
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from trl.experimental.async_grpo import async_rollout_worker
+from trl.experimental.async_grpo import async_rollout_worker  # noqa: F401  # so that it is among the modules of TRL
 from trl.generation import vllm_client, vllm_generation
 
 from inflight.core.errors import InflightError
@@ -34,9 +35,9 @@ _NO_NCCL = (
 def inflight_server(directory: str | Path | None = None, *, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Make TRL's trainers and clients of this block use `inflight serve` as their vLLM server.
 
-    They do not require vLLM. directory: where GRPOTrainer's server mode (and RLOOTrainer's and others') writes weights,
-    see DirectoryTransfer; None for AsyncGRPOTrainer with a `weight_transfer`, or with adapters. dtype: of the written
-    weights.
+    They do not require vLLM. Import the trainer's class before. directory: where the server mode of GRPOTrainer,
+    RLOOTrainer, DistillationTrainer or GOLDTrainer writes weights, see DirectoryTransfer; None for AsyncGRPOTrainer
+    with a `weight_transfer`, or with adapters. dtype: of the written weights.
     """
 
     class Client(vllm_client.VLLMClient):
@@ -52,7 +53,13 @@ def inflight_server(directory: str | Path | None = None, *, dtype: torch.dtype |
             raise InflightError(f"{name} alone cannot be published: a version is whole; call update_named_params")
 
     with ExitStack() as until_made:
-        for module in (vllm_client, vllm_generation, async_rollout_worker):
+        for module in [module for name, module in sys.modules.items() if _asks_for_vllm(name, module)]:
             until_made.enter_context(patch.object(module, "is_vllm_available", lambda *_, **__: True))
         until_made.enter_context(patch.object(vllm_generation, "VLLMClient", Client))
         yield
+
+
+def _asks_for_vllm(name: str, module: Any) -> bool:
+    """Return whether a trainer's or client's module asks whether vLLM is installed. `trl.import_utils` answers that,
+    also for modules that are imported later and import vLLM then."""
+    return name.startswith("trl.") and name != "trl.import_utils" and "is_vllm_available" in vars(module)

@@ -235,7 +235,10 @@ def test_an_engine_without_adapters_gets_them_merged(model_dir):
     ("change", "message"),
     [
         ({"rank": 8}, "has rank 8 .* in the engine it has rank 4 .*launch with lora_rank=8 or more"),
-        ({"adapter": "other"}, "the engine has no adapter other.model.layers.0.*adapters for default on projections"),
+        (
+            {"adapter": "other"},
+            "no adapter other.model.layers.0.*adapters for default on projections.*launch it with adapters=.'other'",
+        ),
         ({"targets": ["lm_head"]}, "the engine has no adapter default.lm_head"),
     ],
 )

@@ -3,14 +3,24 @@
 import dataclasses
 import logging
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from full_forward import full_forward_logprobs
 from tiny_models import run
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
+from inflight.core.continuation import special_ids
 from inflight.core.errors import ModelLoadError
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
@@ -158,6 +168,46 @@ def test_ids_without_a_token():
     assert ids_without_token(byte_tokenizer(), VOCABULARY) == list(range(KNOWN, VOCABULARY))
     assert ids_without_token(byte_tokenizer(), 100) == []
     assert ids_without_token(None, 100) == []
+
+
+class Mistral:
+    """Like mistral-common's tokenizers, which list no parts of characters, and have a method of this name."""
+
+    all_special_ids = (0, 1)
+
+    def added_tokens_decoder(self):
+        raise NotImplementedError
+
+    def get_vocab(self):
+        return {"<s>": 0, "</s>": 1, "a": 2, "b": 5}
+
+    def __len__(self):
+        return 6
+
+
+def test_an_incomplete_list_of_tokens_bans_no_parts_of_characters():
+    tokenizer: Any = Mistral()
+    assert ids_without_token(tokenizer, 8) == [6, 7]
+    assert special_ids(tokenizer) == {0, 1}
+
+
+def test_end_of_sequence_ids_of_a_text_config_count(make_engine, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {
+        "model_type": "qwen3",
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": 99,
+        "eos_token_id": 7,
+        **sizes,
+    }
+    vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes}
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_id=5))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
+    engine = make_engine(str(tmp_path))
+    [rollout] = run(engine, [Prompt([1, 2], SamplingParams(max_tokens=9, logit_bias={7: 100.0}))])
+    assert (rollout.finish_reason, len(rollout.token_ids)) == ("stop", 1)
 
 
 def test_a_model_without_a_file_of_a_tokenizer_has_none(tmp_path):

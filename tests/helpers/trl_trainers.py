@@ -84,6 +84,7 @@ def make_trainer(
     peft_config=None,
     reward_funcs=None,
     eval_prompts=None,
+    callbacks=(),
     **config,
 ) -> GRPOTrainer:
     defaults = {
@@ -106,6 +107,7 @@ def make_trainer(
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         reward_funcs=reward_funcs or reward,
         args=args,
+        callbacks=list(callbacks),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         eval_dataset=None if eval_prompts is None else Dataset.from_dict({"prompt": eval_prompts}),
         processing_class=AutoTokenizer.from_pretrained(path),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 import inflight
 from inflight.core.errors import InvalidRequestError
@@ -150,6 +150,24 @@ def test_several_batches_of_one_optimizer_step_leave_nothing_in_flight(path, tmp
     assert run.outstanding == []
 
 
+def test_a_run_that_stops_early_leaves_nothing_in_flight(path, tmp_path, engine):
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 2
+
+    run = train(path, tmp_path, engine=engine, ahead=2, max_steps=10, callbacks=[Stops()])
+    assert len(run.calls) == 2
+    assert run.outstanding == []
+
+
+def test_an_epoch_whose_last_step_is_short_leaves_nothing_in_flight(path, tmp_path, engine):
+    config = {"num_train_epochs": 1, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
+    config["per_device_train_batch_size"] = 4
+    prompts = [f"p{index}" for index in range(10)]
+    run = train(path, tmp_path, engine=engine, ahead=1, max_steps=-1, prompts=prompts, **config)
+    assert run.outstanding == []
+
+
 def test_evaluations_beside_training_are_of_the_newest_weights(path, tmp_path, engine):
     settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_prompts": ["q0", "q1"], "num_generations_eval": 2}
     run = train(path, tmp_path, ahead=1, engine=engine, per_device_eval_batch_size=4, **settings)
@@ -215,6 +233,8 @@ def test_sampling_settings_reach_the_engine():
     assert (params.min_tokens, params.max_tokens, params.stop_token_ids) == (2, 4, (7, 8, 9))
     assert params.logit_bias == {3: -1.0}
     assert integration._sampling_params(settings(generation_kwargs={"stop": ["a", "b"]})).stop == ("a", "b")
+    endless = integration._sampling_params(settings(generation_kwargs={"ignore_eos": True, "stop_token_ids": [9]}))
+    assert (endless.ignore_eos, endless.stop_token_ids) == (True, (9,))
 
 
 @pytest.mark.parametrize("name", ["n", "seed", "temperature", "num_beams", "return_sampling_mask", "do_sample"])
@@ -304,6 +324,31 @@ def test_a_rendered_template_begins_once():
     assert integration.encode([rendered, "a b"], tokenizer) == [[0, 2, 3], [0, 2, 3]]
     assert integration.encode([user], tokenizer, chat_template=None) == [[0, 2, 3]]
     assert integration.encode([user], tokenizer, chat_template="<s> b") == [[0, 3]]
+
+
+class Processor:
+    """Of a multimodal model: it has a tokenizer, and its template takes parts."""
+
+    TEMPLATE = "<s>{% for m in messages %}{% for part in m.content %} {{ part.text }}{% endfor %}{% endfor %}"
+
+    def __init__(self) -> None:
+        self.tokenizer = bos_tokenizer()
+
+    def __call__(self, text, **options):
+        return self.tokenizer(text, **options)
+
+    def apply_chat_template(self, messages, chat_template=None, **options):
+        return self.tokenizer.apply_chat_template(messages, chat_template=chat_template or self.TEMPLATE, **options)
+
+
+def test_prompts_of_multimodal_models_keep_their_text():
+    user = [{"role": "user", "content": "a b"}]
+    assert integration.encode([user, user], Processor(), chat_template=None) == [[0, 2, 3], [0, 2, 3]]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "b"}]}]
+    assert integration.encode([parts, user], Processor()) == [[0, 3], [0, 2, 3]]
+    assert integration.encode(["<s> a", "a"], Processor()) == [[0, 2], [0, 2]]
+    two = "{{ messages[1].content if messages|length > 1 else raise_exception('two messages, please') }}"
+    assert integration.encode([[*user, {"role": "user", "content": "b"}]], Processor(), chat_template=two) == [[3]]
 
 
 # PEFT

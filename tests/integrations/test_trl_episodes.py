@@ -44,7 +44,7 @@ def engine(chat_path):
         yield engine
 
 
-def run(path, tmp_path, engine, rows=ROWS, **config):
+def run(path, tmp_path, engine, rows=ROWS, evaluated=None, **config):
     """Train for three steps on episodes."""
     defaults = {
         "max_steps": 3,
@@ -61,6 +61,7 @@ def run(path, tmp_path, engine, rows=ROWS, **config):
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         Dataset.from_list(rows),
         args=GRPOConfig(**(ON_CPU | defaults | config)),
+        eval_dataset=None if evaluated is None else Dataset.from_list(evaluated),
         processing_class=AutoTokenizer.from_pretrained(path),
     )
 
@@ -204,3 +205,23 @@ def test_what_trl_cannot_take_is_refused_by_name(chat_path, tmp_path, engine, mo
                 run(chat_path, tmp_path, engine)
     with pytest.raises(InvalidRequestError, match=r"two rows have the prompt .*'p0'.* and differ"):
         run(chat_path, tmp_path, engine, [*ROWS, {**ROWS[0], "answer": "x"}])
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs does not reach the rollout function"):
+        run(chat_path, tmp_path, engine, chat_template_kwargs={"enable_thinking": False})
+
+
+def test_an_evaluation_without_rewards_does_not_end_training(chat_path, tmp_path, engine, seen, monkeypatch):
+    async def fails_in_evaluations(session, row):
+        if row["prompt"][0]["content"].startswith("q"):
+            raise RuntimeError("no sandbox")
+        await session.chat(row["prompt"])
+        return float(session.sample % 2)
+
+    monkeypatch.setattr(trl_episode_loop, "rollout", fails_in_evaluations)
+    evaluated = [{**row, "prompt": [{"role": "user", "content": f"q{index}"}]} for index, row in enumerate(ROWS[:2])]
+    config = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1, "per_device_eval_batch_size": 1}
+    run(chat_path, tmp_path, engine, evaluated=evaluated, max_steps=2, **config)
+    assert sum(output["episode_reward"] == [None] for _, output in seen.outputs) == 4
+    with pytest.raises(InvalidRequestError, match="must be in the trainer's eval_dataset"):
+        EpisodeRollouts(SimpleNamespace(engine=engine))._row(
+            "q", SimpleNamespace(model=SimpleNamespace(training=False), eval_dataset=None)
+        )

@@ -19,10 +19,14 @@ pytest.importorskip("requests", reason="the trl extra is not installed: TRL's cl
 pytest.importorskip("aiohttp", reason="the trl extra is not installed: AsyncGRPOTrainer's worker needs it")
 
 from trl.experimental.async_grpo import weight_transfer
+from trl.experimental.gold import gold_trainer
 from trl.generation import vllm_client, vllm_generation
+from trl.trainer import distillation_trainer
 from trl_trainers import Witness, async_config, logged, make_async_trainer, make_trainer, odd_tokens
 
 from inflight.integrations.trl_server import DirectoryTransfer, inflight_server
+
+ASKING = [vllm_client, vllm_generation, distillation_trainer, gold_trainer]
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +67,9 @@ def test_server_mode_trains_through_a_directory(path, tmp_path, url, engine, pef
 
 def test_what_trl_asks_of_the_server_is_the_same_after_the_block():
     with inflight_server("/weights"):
-        assert vllm_client.is_vllm_available(min_version="0.28.0")
+        assert all(module.is_vllm_available(min_version="0.28.0") for module in ASKING)
         assert vllm_generation.VLLMClient is not vllm_client.VLLMClient
-    assert not vllm_client.is_vllm_available()
+    assert not any(module.is_vllm_available() for module in ASKING)
     assert vllm_generation.VLLMClient is vllm_client.VLLMClient
 
 

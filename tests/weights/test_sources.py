@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_adapters import with_adapters
 from tiny_models import make_model
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+import inflight
 from inflight.core.errors import LayoutMismatchError
 from inflight.weights.trainer.sources import classify
 
@@ -50,3 +53,69 @@ def test_new_values_change_no_record_and_new_parameters_or_buffers_do():
     found = classify(model)
     model.register_buffer("extra", torch.zeros(1))
     assert found.has_changed()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    make_model("qwen3").save_pretrained(directory)
+    with inflight.launch(str(directory), device="cpu", threads=1, lora_rank=4) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64])
+def test_numbers_that_need_more_than_a_cast_are_refused(engine, dtype):
+    """As bitsandbytes' int8 codes, which have the name and shape of the weights."""
+    model = make_model("qwen3")
+    layer = model.model.layers[1].mlp.down_proj
+    layer.weight = nn.Parameter(layer.weight.detach().mul(100).to(dtype), requires_grad=False)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(LayoutMismatchError, match=f"more than a cast: model.layers.1.mlp.down_proj.weight: {name} for"):
+        engine.publisher(model)
+
+
+def test_tensors_without_values_are_refused(engine):
+    model = make_model("qwen3")
+    model.model.norm.to("meta")
+    with pytest.raises(LayoutMismatchError, match=r"model.norm.weight: on the meta device, without values"):
+        engine.publisher(model)
+
+
+def untie(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (untie, "has other tensors now: lm_head.weight: only in the model now; make a new publisher"),
+        (lambda model: model.resize_token_embeddings(220), "model.embed_tokens.weight: shape .* in the model when its"),
+    ],
+)
+def test_a_model_with_other_tensors_needs_a_new_publisher(engine, change, message):
+    model = make_model("qwen3")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with engine.publisher(model) as publisher:
+        publisher.publish()
+        change(model)
+        with pytest.raises(LayoutMismatchError, match=message):
+            publisher.publish()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_adapters_of_a_model_that_is_sharded_on_one_rank_are_refused(engine, early):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = with_adapters("qwen3", "default")
+        if early:
+            fully_shard(model)
+            with pytest.raises(LayoutMismatchError, match="adapters on a model of DTensors"):
+                engine.publisher(model)
+            return
+        with engine.publisher(model) as publisher:
+            publisher.publish()
+            fully_shard(model)
+            with pytest.raises(LayoutMismatchError, match="adapters on a model of DTensors"):
+                publisher.publish()
+    finally:
+        dist.destroy_process_group()

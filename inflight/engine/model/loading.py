@@ -283,7 +283,9 @@ def ids_without_token(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
     if tokenizer is None:
         return []
     try:
-        known = set(tokenizer.get_vocab().values())
+        known, size = set(tokenizer.get_vocab().values()), len(tokenizer)
     except NotImplementedError:
         return []
+    if len(known) < size:  # the list is incomplete, as mistral-common's for parts of characters
+        return list(range(size, vocab_size))
     return [token for token in range(vocab_size) if token not in known]

@@ -99,6 +99,8 @@ class PublisherService:
         difference = slot_table.layout.difference(message.layout, ours="the engine", theirs="the publisher")
         if difference is not None:
             raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
+        if (wrong := slot_table.layout.not_cast_from(message.layout)) is not None:
+            raise LayoutMismatchError(f"the publisher's tensors need more than a cast: {wrong}; dequantise them")
         before = self._lease.take(sender, message.lock_token)
         try:
             slot_table.restore()

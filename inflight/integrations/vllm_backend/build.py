@@ -243,7 +243,9 @@ def start(options: EngineOptions) -> Started:
         reload_reason=reason,
         vocab_size=vocab_size,
         tokenizer=tokenizer,
-        eos_ids=eos_token_ids(generation_config, config, tokenizer=tokenizer, vocab_size=vocab_size),
+        eos_ids=eos_token_ids(
+            generation_config, config, config.get_text_config(), tokenizer=tokenizer, vocab_size=vocab_size
+        ),
         kv_cache_bytes=int(engine.vllm_config.cache_config.kv_cache_memory_bytes or 0),
     )
 

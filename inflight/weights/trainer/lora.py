@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from inflight_kernels import ScaledCopies
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from inflight.core.errors import LayoutMismatchError
 from inflight.core.layout import WeightLayout
@@ -141,6 +142,10 @@ class PeftSource(ModelSource):
     def plan(self, adapter_layout: WeightLayout | None) -> None:
         """Plan the copies into adapter slots of this layout, or of merged weights. Raises LayoutMismatchError."""
         state = _state(self._root)
+        if any(isinstance(parameter, DTensor) for parameter in self._root.parameters()):  # on one rank, too
+            raise LayoutMismatchError(
+                "adapters on a model of DTensors cannot be published; leave fully_shard out on one rank"
+            )
         plan = self._merge_plan() if adapter_layout is None else self._adapter_plan(adapter_layout)
         self._layout, self._plan, self._seen = adapter_layout, plan, state
         self.adapters = adapter_layout is not None
@@ -173,10 +178,12 @@ class PeftSource(ModelSource):
         for part in parts:
             expected = shapes.pop(f"{part.name}.lora_A", None), shapes.pop(f"{part.name}.lora_B", None)
             if None in expected:
+                names = sorted({one.name.split(".")[0] for one in parts})
                 raise LayoutMismatchError(
                     f"the engine has no adapter {part.name}; it was launched with adapters for "
                     f"{', '.join(sorted({spec.name.split('.')[0] for spec in layout.tensors}))} on projections "
-                    "of attention and MLP; leave others out, or launch it without lora_rank to publish whole weights"
+                    f"of attention and MLP; leave others out, launch it with adapters={names}, or launch it "
+                    "without lora_rank to publish whole weights"
                 )
             (rank, inputs), (outputs, _) = expected  # pyright: ignore
             if len(part.a) > rank or (part.a.shape[1], len(part.b)) != (inputs, outputs):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from inflight.core.errors import InflightError, LayoutMismatchError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
+from inflight.core.text import listed
 from inflight.weights.comparison import EngineWeights
 from inflight.weights.tensors import fill, layout_of, published_tensors, unwrap
 from inflight.weights.trainer.peft_layers import is_of_peft
@@ -126,23 +127,40 @@ class ModelSource(WeightSource):
 
     def __init__(self, model: PublishedModel):
         self._model = model
+        self._layout: WeightLayout | None = None
+        """The layout that was offered."""
         self.device = next(model.root.parameters()).device
 
     def offer(self, welcome: Welcome) -> WeightLayout:
-        return layout_of(self._model.tensors)
+        if absent := [name for name, tensor in self._model.tensors.items() if tensor.is_meta]:
+            raise LayoutMismatchError(f"{listed(absent)}: on the meta device, without values, as offloading leaves it")
+        self._layout = layout_of(self._model.tensors)
+        return self._layout
 
     def compare(self, engine: EngineWeights) -> bool | None:
         return engine.begin_as(self._model.tensors.items())
 
     def prepare(self) -> None:
-        if self._model.has_changed():
+        if self._model.has_changed() or self._is_resized():
             model = classify(self._model.root)
             if model.kind != self._model.kind:
                 raise LayoutMismatchError(
                     f"the model was {self._model.kind!r} when its publisher was made, and is {model.kind!r} now; make "
                     "a new publisher"
                 )
+            difference = self._layout and self._layout.difference(
+                layout_of(model.tensors), ours="the model when its publisher was made", theirs="the model now"
+            )
+            if difference:
+                raise LayoutMismatchError(f"the model has other tensors now: {difference}; make a new publisher")
             self._model = model
+
+    def _is_resized(self) -> bool:
+        """Return whether a parameter has another shape than offered. `resize_token_embeddings` keeps its object."""
+        if self._layout is None or self._model.kind != "full":  # ZeRO-3 empties parameters
+            return False
+        shapes = {spec.name: spec.shape for spec in self._layout.tensors}
+        return any(tensor.shape != shapes[name] for name, tensor in self._model.tensors.items())
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         fill(views, self._model.tensors)
