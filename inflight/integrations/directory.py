@@ -76,7 +76,7 @@ class DirectoryTransfer:
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        for other in self._directory.glob("version-" + "[0-9]" * 8):  # the last one, and those of an earlier run
+        for other in self._directory.glob("version-" + "[0-9]" * 8):  # the last one, and versions of an earlier run
             if other != directory:
                 shutil.rmtree(other, ignore_errors=True)
         self._count += 1

@@ -101,7 +101,7 @@ def episode_reward(episode_reward: list[float | None], **_: Any) -> list[float |
 def _rows_by_prompt(dataset: Any) -> dict[bytes, Any]:
     """Map the prompts of a dataset, or of a dictionary of datasets, to their rows."""
     if dataset is None:
-        raise InvalidRequestError("the rows of an evaluation must be in the trainer's eval_dataset, which is None")
+        raise InvalidRequestError("an evaluation takes the rows of its prompts from the trainer's eval_dataset; set it")
     datasets: Sequence[Any] = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
     rows: dict[bytes, Any] = {}
     for each in datasets:

@@ -115,4 +115,6 @@ class EngineWeights:
 
 def _less_precise(engine: str, trainer: torch.dtype) -> str:
     both = (engine, str(trainer).removeprefix("torch."))
+    if set(both) == {"float16", "bfloat16"}:  # neither holds the other's numbers, and the engine has cast the trainer's
+        return engine
     return min(both, key=_PRECISION.index) if all(dtype in _PRECISION for dtype in both) else engine

@@ -171,7 +171,7 @@ def test_ids_without_a_token():
 
 
 class Mistral:
-    """Like mistral-common's tokenizers, which list no parts of characters, and have a method of this name."""
+    """Like mistral-common's tokenizers: parts of characters are not listed, and added tokens are a method."""
 
     all_special_ids = (0, 1)
 

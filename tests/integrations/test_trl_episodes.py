@@ -221,7 +221,7 @@ def test_an_evaluation_without_rewards_does_not_end_training(chat_path, tmp_path
     config = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1, "per_device_eval_batch_size": 1}
     run(chat_path, tmp_path, engine, evaluated=evaluated, max_steps=2, **config)
     assert sum(output["episode_reward"] == [None] for _, output in seen.outputs) == 4
-    with pytest.raises(InvalidRequestError, match="must be in the trainer's eval_dataset"):
+    with pytest.raises(InvalidRequestError, match="from the trainer's eval_dataset"):
         EpisodeRollouts(SimpleNamespace(engine=engine))._row(
             "q", SimpleNamespace(model=SimpleNamespace(training=False), eval_dataset=None)
         )

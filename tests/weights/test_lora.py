@@ -293,3 +293,24 @@ def test_differences_are_named():
     assert engine.differences((tensors | more).items()) == ["extra is only in the trainer", "model.norm.weight"]
     del tensors["model.norm.weight"]
     assert engine.differences(tensors.items()) == ["model.norm.weight is only in the engine"]
+
+
+@pytest.mark.parametrize("trainer", [torch.bfloat16, torch.float32])
+def test_an_engine_in_float16_has_the_base_of_a_checkpoint_in_bfloat16(tmp_path, trainer):
+    """Though float16 rounds small numbers of bfloat16."""
+
+    def adapted():
+        base = type(model).from_pretrained(tmp_path, dtype=trainer)
+        return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+    model = make_model("qwen3").to(torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight *= 1e-6
+    model.save_pretrained(tmp_path)
+    with inflight.launch(str(tmp_path), device="cpu", threads=1, dtype="float16", lora_rank=4) as engine:
+        engine.publisher(adapted()).close()
+        other = adapted()
+        with torch.no_grad():
+            other.base_model.model.model.layers[0].mlp.up_proj.weight *= 1.5
+        with pytest.raises(LayoutMismatchError, match=r"layers\.0\.mlp\.up_proj"):
+            engine.publisher(other)
