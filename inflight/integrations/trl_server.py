@@ -53,7 +53,7 @@ def inflight_server(directory: str | Path | None = None, *, dtype: torch.dtype |
             raise InflightError(f"{name} alone cannot be published: a version is whole; call update_named_params")
 
     with ExitStack() as until_made:
-        for module in [module for name, module in sys.modules.items() if _asks_for_vllm(name, module)]:
+        for module in [module for name, module in list(sys.modules.items()) if _asks_for_vllm(name, module)]:
             until_made.enter_context(patch.object(module, "is_vllm_available", lambda *_, **__: True))
         until_made.enter_context(patch.object(vllm_generation, "VLLMClient", Client))
         yield

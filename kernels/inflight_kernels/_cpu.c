@@ -533,8 +533,9 @@ static int64_t find_runs(const int64_t *groups, int64_t count, int64_t rows, int
     return !any_rows && most < compared && compared > changes * most ? 0 : runs;
 }
 
-// y[t] = x[t] . w[groups[t]]^T + bias[groups[t]] with w [count, N, K] and bias [count, N] or NULL. Neighbouring rows of one group share a read of its matrix. Returns
-// 0, or 1 where another product is needed: for the reasons of `linear` and of `find_runs`.
+// y[t] = x[t] . w[groups[t]]^T + bias[groups[t]] with w [count, N, K] and bias [count, N] or NULL. Neighbouring rows of
+// one group share a read of its matrix. Returns 0, or 1 where another product is needed: for the reasons of `linear` and
+// of `find_runs`.
 int grouped_linear(const void *x, int64_t x_stride, const void *w, const void *bias, const int64_t *groups,
         int64_t count, void *y, int bf, int64_t rows, int64_t outputs, int64_t inputs, int any_rows, int threads) {
     const int64_t size = bf ? 2 : 4, bytes = inputs * size, panels = (outputs + PANEL - 1) / PANEL;
