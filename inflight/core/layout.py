@@ -107,8 +107,8 @@ class WeightLayout(msgspec.Struct, frozen=True):
 
 
 def _casts(source: str, target: str) -> bool:
-    both_float = "float" in source and "float" in target
-    return source == target or (DTYPE_BYTES[source] > 1 and both_float == ("float" in source or "float" in target))
+    """Return whether a cast gives the numbers. Types of one byte are codes, which need a scale."""
+    return source == target or (DTYPE_BYTES[source] > 1 and ("float" in source) == ("float" in target))
 
 
 def _runs(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> Iterator[list[tuple[str, tuple[int, ...], str]]]:

@@ -61,7 +61,7 @@ class EngineRollouts:
         self._upcoming: Iterator[list[Prompt]] | None = None
         self._warned = False
         self._trainer: Any = None
-        """The trainer whose end cancels groups that were submitted ahead."""
+        """The end of this trainer's training cancels the groups that were submitted ahead."""
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
         """Return one completion for each of `prompts`, which repeat a prompt once per completion: lists of prompt_ids,

@@ -48,8 +48,8 @@ class EpisodeRollouts(EngineRollouts):
     def _tasks(self, prompts: list[Prompt], trainer: Any) -> list[Any]:
         if trainer.chat_template_kwargs:
             raise InvalidRequestError(
-                "chat_template_kwargs does not reach the rollout function, which renders its own messages; leave it "
-                "unset and pass the variables there: session.chat(messages, …)"
+                "chat_template_kwargs does not reach the rollout function; leave it unset and pass the variables "
+                "there: session.chat(messages, …)"
             )
         return [self._row(prompt, trainer) for prompt in prompts]
 

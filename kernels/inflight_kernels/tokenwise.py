@@ -166,7 +166,7 @@ def gated_activation_reference(gate_up: torch.Tensor, activation: Activation) ->
 
 def clamped_gate(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """Compute the gate of gpt-oss from gate_up [T, 2·I] of any float dtype, with gates at even places and the others
-    at odd ones → [T, I] in the same dtype: g · σ(alpha · g) · (u + 1), where g = min(gate, limit) and u is clamped to
+    at odd ones → [T, I] in the same dtype: g · σ(alpha · g) · (u + 1). The gate g is at most `limit`, and u is within
     ±limit. On a CPU it is computed in fp32. Rows can have any distance."""
     if _cpu.takes(gate_up):
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)

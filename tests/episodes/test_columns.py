@@ -1,6 +1,8 @@
 """What an engine records per token survives several turns: sampling masks, entropies, own versions, and experts."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ import torch
 from tiny_models import make_model
 
 import inflight
+from inflight.core.rollout import SamplingMask
+from inflight.episodes.segment import _joined_masks
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
 
@@ -69,3 +73,17 @@ def test_experts_are_those_of_the_passes_that_drew(model_dir: Callable[[str], st
                 expected = of_layer.topk(k).indices.sort(-1).values.numpy()
                 assert (np.sort(rollout.routed_experts[:, layer], -1) == expected).mean() > 0.99
     scored_alike([rollout for group in groups for rollout in group], model)
+
+
+def test_joined_masks_keep_removed_tokens_apart_from_kept_ones():
+    kept = SamplingMask.join([np.array([3, 4], np.int32), np.empty(0, np.int32)])
+    cut = SamplingMask.join([np.array([7], np.int32)], [99])
+    turns: Any = [
+        SimpleNamespace(sampling_mask=mask, token_ids=range(n)) for mask, n in ((kept, 2), (cut, 1), (None, 1))
+    ]
+    mask = _joined_masks([1, turns[0], 2, turns[1], turns[2]])
+    assert mask is not None
+    assert mask.cut_from is not None
+    assert [ids.tolist() for ids in mask.split()] == [[], [3, 4], [], [], [], [7], []]
+    assert mask.cut_from.tolist() == [0, 0, 0, 0, 0, 99, 0]
+    assert _joined_masks([1, turns[2]]) is None
