@@ -16,7 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "kernels": set(),
     "weights": {"core", "kernels"},
-    "model_checks": {"core"},
+    "model_checks": {"core", "weights"},
     "stream": {"core"},
     "observability": {"core"},
     "chat": {"core"},

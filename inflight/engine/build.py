@@ -22,7 +22,7 @@ from inflight.engine.loop.scheduler import Scheduler
 from inflight.engine.loop.stopping import StopCondition
 from inflight.engine.model.adapters import AdapterBank
 from inflight.engine.model.agreement import check_model
-from inflight.engine.model.aliases import aliases_of, ignored_aliases
+from inflight.engine.model.aliases import aliases_of, aliases_of_other_classes, ignored_aliases
 from inflight.engine.model.attention.backend import AttentionBackend
 from inflight.engine.model.attention.flashinfer import FlashInferAttention, why_not_flashinfer
 from inflight.engine.model.attention.paged import PagedAttention
@@ -86,7 +86,8 @@ class Parts:
         layout = layout_of(model)
         slots = [make_slot(layout.total_bytes, self.device)]
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
-        self.aliases = aliases_of(model) + ignored
+        config = read_config(options.model, trust=options.trust_remote_code)
+        self.aliases = aliases_of(model) + ignored + aliases_of_other_classes(model, config)
         modules = [module_over(model, layout, slots[0].buffer)]
         del model
         if self.device.type == "cuda":
@@ -146,7 +147,7 @@ class Parts:
             vocab_size=self.vocab_size,
             can_read_text=tokenizer is not None,
             banned=banned_ranges,
-            media_ids=media_token_ids(read_config(options.model, trust=options.trust_remote_code)),
+            media_ids=media_token_ids(config),
         )
         own_columns = load_columns(options.columns, vocab_size=self.vocab_size, device=self.device)
         self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns, banned_ranges)

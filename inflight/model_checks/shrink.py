@@ -153,6 +153,8 @@ def _rules(config: PretrainedConfig) -> _Rule:
     heads = [n for name, n in _counts(config) if _HEAD_COUNT.match(name) and n > 0]
     dims = [n for name, n in _counts(config) if _HEAD_DIM.match(name) and n > 0]
     hidden, num_heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
+    text = vars(config).get("text_config")
+    width = hidden or (_number(text, "hidden_size") if text is not None else 0)  # projectors are as wide as the text
     head_dim = vars(config).get("head_dim") or (hidden // num_heads if hidden and num_heads else 0)
     if head_dim and head_dim not in dims:
         dims.append(head_dim)
@@ -160,10 +162,10 @@ def _rules(config: PretrainedConfig) -> _Rule:
     pairs += [rotated // 2 for share in _rotated_shares(config) if (rotated := int(head_dim * share)) % 2 == 0]
     by_heads = _divisor(heads)
     by_dims = next((k for k in (16, 8, 4, 2) if dims and _divides(k, dims) and not any(n % k for n in pairs)), 1)
-    if hidden == num_heads * head_dim:
+    if 0 < hidden == num_heads * head_dim:
         by_width, multiple = by_heads * by_dims, 1
     else:
-        by_width, multiple = max(1, hidden // _HIDDEN), math.lcm(4, max(1, num_heads // by_heads))
+        by_width, multiple = max(1, width // _HIDDEN), math.lcm(4, max(1, num_heads // by_heads))
     groups = getattr(config, "n_group", None) or getattr(config, "num_expert_group", None) or 1
 
     def rule(name: str, value: int | float) -> int | float:

@@ -22,6 +22,7 @@ from inflight.core.text import first_line
 from inflight.model_checks.lengths import length_limit, row_limit
 from inflight.model_checks.shrink import VOCABULARY, shrink, shrink_lengths
 from inflight.model_checks.torch_functions import use_torch_on_cpu
+from inflight.weights.towers import drop_towers
 
 logger = logging.getLogger("inflight.model_checks")
 
@@ -30,7 +31,8 @@ TOLERANCE = 1e-4
 mistake planted in the tests 5e-3."""
 LENGTHS = (40, 23, 8, 1)
 """Lengths of the test sequences, in tokens."""
-_MAX_PARAMETERS = 8_000_000
+_MAX_PARAMETERS = 130_000_000
+"""Limit for a twin with its towers, which are dropped when it is built."""
 _MAX_TWINS = 16
 _WEIGHT_STD = 0.2
 _STEP = 0.3
@@ -58,10 +60,12 @@ class Twin:
     """f32[T, V] each, of a separate forward pass."""
     is_causal: bool
     """True if later tokens do not change the logits of the first token."""
+    has_towers: bool
+    """True if text runs through parts that look like towers. Other twins have lost their towers."""
 
     def with_attention(self, name: str) -> PreTrainedModel:
         """Build the same model with the attention of this name. Raises the errors of the build."""
-        model = _build(type(self.plain), self.plain.config, name)
+        model = _build(type(self.plain), self.plain.config, name, towers=self.has_towers)
         model.load_state_dict(self.plain.state_dict())
         return model
 
@@ -149,19 +153,22 @@ def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | str:
     """Return the twin, or the reason why there is none."""
     reasons, chaotic = [], []
     with torch.random.fork_rng(devices=[]):
-        for make_small, relative in product((shrink, shrink_lengths), (False, True)):
+        towers = (False, True) if getattr(config, "text_config", None) is not None else (False,)
+        for make_small, relative, has_towers in product((shrink, shrink_lengths), (False, True), towers):
             try:
-                plain = _build(kind, make_small(config), "eager")
+                plain = _build(kind, make_small(config), "eager", towers=has_towers)
                 _randomize(plain, relative=relative)
                 sequences, logits = try_sequences(plain)
                 is_causal = _is_causal(plain, sequences[0], logits[0])
             except Exception as error:  # models of other packages can raise any error
                 reasons.append(f"{type(error).__name__}: {first_line(error)}")
+                if isinstance(error, MemoryError):  # the others have as many parameters
+                    break
                 continue
             if not all(bool(one.isfinite().all()) for one in logits):
                 reasons.append("its logits are not finite")
                 continue
-            twin = Twin(plain, sequences, logits, is_causal)
+            twin = Twin(plain, sequences, logits, is_causal, has_towers)
             if not _is_chaotic(twin):
                 return twin
             chaotic.append(twin)
@@ -192,12 +199,14 @@ def _is_causal(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> boo
     return relative_error(model(input_ids=ids[None, :1], use_cache=False).logits[0], logits[:1]) < TOLERANCE
 
 
-def _build(kind: type[PreTrainedModel], config: PretrainedConfig, attention: str) -> PreTrainedModel:
+def _build(kind: type[PreTrainedModel], config: PretrainedConfig, attention: str, *, towers: bool) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), _SmallOnly():
         torch.manual_seed(0)  # Some initial weights are random, and the outcome of a check must not be.
         given: dict[str, Any] = {"attn_implementation": attention, "experts_implementation": None}
         model = kind._from_config(copy.deepcopy(config), dtype=torch.float32, **given)
         use_torch_on_cpu(model)
+        if not towers:
+            drop_towers(model)
         return model.eval().requires_grad_(False)
 
 

@@ -91,21 +91,24 @@ class EngineWeights:
     def differences(self, named_tensors: NamedTensors, *, first: int = 0) -> list[str]:
         """Name the tensors that differ from the engine's, in the `first` elements (0: in any), after a cast to the less
         precise dtype. A tied tensor can have several names. Raises BackendError as `ask` does."""
-        tensors = dict(named_tensors)
-        known = {id(tensor) for name, tensor in tensors.items() if name in self._specs}
-        names = [f"{name} is only in the trainer" for name, tensor in tensors.items() if id(tensor) not in known]
-        names += [f"{name} is only in the engine" for name in self._specs if name not in tensors]
-        both = [(spec, tensors[spec.name]) for spec in self._specs.values() if spec.name in tensors]
-        dtypes: dict[str, Any] = {spec.name: _less_precise(spec.dtype, tensor.dtype) for spec, tensor in both}
-        casts = {spec.name: dtypes[spec.name] for spec, _ in both if dtypes[spec.name] != spec.dtype}
-        asked = ChecksumRequest(first, casts)
+        ours: dict[str, str] = {}
+        dtypes: dict[str, Any] = {}
+        known, strangers = set[int](), list[tuple[str, torch.Tensor]]()
+        for name, tensor in named_tensors:  # Merged layers are made here one by one, and none is kept.
+            if (spec := self._specs.get(name)) is None:
+                strangers.append((name, tensor))
+                continue
+            known.add(id(tensor))
+            dtypes[name] = _less_precise(spec.dtype, tensor.dtype)
+            same_shape = tuple(tensor.shape) == spec.shape
+            ours[name] = tensor_checksum(tensor, dtypes[name], first) if same_shape else ""
+        names = [f"{name} is only in the trainer" for name, tensor in strangers if id(tensor) not in known]
+        names += [f"{name} is only in the engine" for name in self._specs if name not in ours]
+        both = [spec for spec in self._specs.values() if spec.name in ours]
+        asked = ChecksumRequest(first, {s.name: dtypes[s.name] for s in both if dtypes[s.name] != s.dtype})
         if (theirs := self._answers.get(repr(asked))) is None:
             theirs = self._answers[repr(asked)] = self._ask(asked)
-        for spec, tensor in both:
-            same_shape = tuple(tensor.shape) == spec.shape
-            if not same_shape or tensor_checksum(tensor, dtypes[spec.name], first) != theirs.get(spec.name):
-                names.append(spec.name)
-        return names
+        return names + [spec.name for spec in both if ours[spec.name] != theirs.get(spec.name)]
 
     def agrees(self, other: "EngineWeights", name: str) -> bool:
         """Return whether both engines sent the same checksum of a tensor, for an equal request. Nothing is asked."""

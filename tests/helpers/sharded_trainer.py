@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import inflight
 from inflight.weights.tensors import published_tensors
+from inflight.weights.towers import EngineNames
 from inflight.weights.trainer.sharded import ShardGroup
 
 VERSIONS = 3
@@ -30,7 +31,9 @@ Whole = Callable[[], dict[str, torch.Tensor]]
 def main(rank: int, size: int, store: str, path: str, spread: str, dtype: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    has_towers = AutoConfig.from_pretrained(path).sub_configs
+    auto = AutoModelForImageTextToText if has_towers else AutoModelForCausalLM
+    model = auto.from_pretrained(path, dtype=torch.float32)
     model, train, whole = by_fsdp2(model) if spread == "fsdp2" else by_zero3(model, bf16=spread == "zero3-bf16")
     engine = None
     if rank == 0:
@@ -47,7 +50,9 @@ def main(rank: int, size: int, store: str, path: str, spread: str, dtype: str) -
         train(torch.randint(0, 199, (2, 12)))
         if engine is not None:
             engine.wait_for_version(version)
-            same = [views for views in publisher._target.views if holds(views, expected)]
+            names = EngineNames.of(model, publisher._target.views[0])
+            ours = {names(name): tensor for name, tensor in expected.items()}
+            same = [views for views in publisher._target.views if holds(views, ours)]
             assert len(same) == 1, "no slot holds the whole model, or two do"
             print(f"version {version} is bit-identical", flush=True)
     publisher.close()
@@ -65,7 +70,7 @@ def send_late(send: Callable[..., None]) -> Callable[..., None]:
 
 
 def by_fsdp2(model: nn.Module) -> tuple[nn.Module, Step, Whole]:
-    for layer in model.model.layers:
+    for layer in model.get_decoder().layers:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

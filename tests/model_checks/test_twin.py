@@ -15,6 +15,7 @@ from tiny_models import CONFIGS
 from tiny_models import make_model as make_known
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
@@ -46,6 +47,7 @@ from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.loop.engine import Engine
 from inflight.engine.model.agreement import check_model
 from inflight.engine.model.attention import hook
+from inflight.engine.model.checkpoints import auto_class
 from inflight.model_checks import masks, twin
 from inflight.model_checks.shrink import shrink
 from inflight.model_checks.twin import NoTwinError, twin_of
@@ -465,3 +467,31 @@ def test_a_shrunken_configuration_is_one_of_its_class():
         assert type(small) is type(config), name
         json.loads(small.to_json_string())
         assert config.to_json_string() == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "minimax_m3_vl",  # projectors that are as wide as the text
+        "granite_speech",
+        pytest.param("janus", marks=pytest.mark.medium),  # 118 million parameters, nearly all in towers
+    ],
+)
+def test_twins_of_published_sizes_lose_their_towers(name):
+    config = CONFIG_MAPPING[name]()
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    twin = twin_of(model)
+    assert twin.is_causal
+    assert not twin.has_towers
+    assert sum(parameter.numel() for parameter in twin.plain.parameters()) < 1_000_000
+    again = twin.with_attention("eager")
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=twin.sequences[0][None], use_cache=False).logits[0], twin.logits[0])
+
+
+def test_a_twin_keeps_what_looks_like_a_tower_if_text_needs_it():
+    config = CONFIG_MAPPING["inkling2"]()
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    assert twin_of(model).has_towers

@@ -250,12 +250,12 @@ def test_an_iterator_is_read_to_its_end_even_if_its_first_tensor_does_not_fit(pu
     came = []
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "nonsense", torch.zeros(1)
+        yield "model.layers.0.nonsense", torch.zeros(1)
         for name, tensor in changed().named_parameters():
             came.append(name)
             yield name, tensor
 
-    refused(publisher, gathered, "nonsense: only in what was handed over")
+    refused(publisher, gathered, r"layers\.0\.nonsense: only in what was handed over")
     assert len(came) == 3 * len(list(changed().named_parameters()))
 
 
@@ -361,6 +361,60 @@ def test_all_that_a_model_saves_can_be_copied_back(name, tmp_path):
         slot_views(ours, layout), aliases_of(model), iter(load_file(tmp_path / "model.safetensors").items())
     )
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs"),
+    [
+        ("qwen3", "model.", ""),  # saved from the body alone
+        ("qwen3", "", "module."),
+        ("gpt-oss", "model.", "base_model.model."),
+    ],
+)
+def test_prefixes_that_come_and_go(name, ours, theirs):
+    model = make_model(name)
+    layout = layout_of(model)
+    buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    tensors = {theirs + key.removeprefix(ours): tensor for key, tensor in published_tensors(model).items()}
+    copy_state_dict(slot_views(buffer, layout), aliases_of(model), iter(tensors.items()))
+    assert all(torch.equal(view, published_tensors(model)[key]) for key, view in slot_views(buffer, layout).items())
+
+
+FOREIGN = [
+    "mtp.layers.0.self_attn.q_proj.weight",  # multi-token prediction of Qwen3.5
+    "model.layers.4.eh_proj.weight",  # and of DeepSeek V3, which is a layer beyond the last one
+    "model.layers.4.self_attn.q_proj.weight",
+    "v_head.summary.weight",
+    "score.weight",
+    "visual.blocks.0.attn.qkv.weight",
+    "model.layers.0.attn.bias",  # a mask that old checkpoints of GPT-2 have
+]
+REFUSED = [
+    "model.layers.4.mlp.up_proj.weight",
+    "model.layers.0.self_attn.q_proj.bias",
+    "model.layers.0.self_attn.q_proj.lora_A.default.weight",
+    "layers.0.self_attn.q_proj.weight_scale_inv",
+    "model.norm.bias",
+    "base_model.model.model.embed_tokens.lora_embedding_A",
+]
+
+
+def test_tensors_of_other_parts_are_ignored_and_tensors_that_change_the_output_are_not(caplog):
+    """As at launch: the output does not depend on a value head, and does on a bias."""
+    model = make_model("qwen3")
+    layout = layout_of(model)
+    views = slot_views(torch.zeros(layout.total_bytes, dtype=torch.uint8), layout)
+    good, more = published_tensors(model), torch.zeros(3)
+    for _ in range(2):
+        copy_state_dict(views, aliases_of(model), iter([*good.items(), *((name, more) for name in FOREIGN)]))
+    assert all(torch.equal(view, good[name]) for name, view in views.items())
+    [warning] = [record.getMessage() for record in caplog.records if "are ignored" in record.getMessage()]
+    assert f"{len(FOREIGN)} tensors" in warning
+    for name in REFUSED:
+        with pytest.raises(LayoutMismatchError, match="only in what was handed over"):
+            copy_state_dict(views, aliases_of(model), iter([*good.items(), (name, more)]))
+    with pytest.raises(LayoutMismatchError, match=r"v_head.*only in what.*embed_tokens.weight: only in the engine"):
+        copy_state_dict(views, [], iter([*list(good.items())[1:], ("v_head.summary.weight", more)]))
 
 
 # ---- waits ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from safetensors import safe_open
-from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -36,7 +35,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from inflight.core.errors import ModelLoadError
 from inflight.core.text import listed
 from inflight.engine.model.fp8_blocks import whole_blocks
-from inflight.weights.trainer.state_dict_source import unwrapped
+from inflight.weights.tensor_names import ModuleTree, unwrapped
 
 logger = logging.getLogger("inflight.engine")
 
@@ -44,10 +43,6 @@ _OF_QUANTIZATION = re.compile(r"(scale|scales|scale_inv|zero_point|zeros|amax)$"
 """Names of tensors that only kernels for quantised weights read."""
 _SCALE = re.compile(r"(_scale_inv|_scale|\.scale|\.qscale_weight)$")
 """Suffix of a scale's name after the name of its tensor, with or without `.weight`."""
-_MASK = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
-"""Causal masks in old checkpoints of GPT-2 and GPT-Neo. They were saved as buffers; no weights have these names."""
-_PREDICTS_MORE = re.compile(r"(.*\.\d+\.)eh_proj\.")
-"""The projection that makes a layer one for multi-token prediction, after the prefix of the layer."""
 
 
 def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
@@ -115,6 +110,7 @@ def _check_names(checkpoint: str, model: PreTrainedModel, info: dict[str, Any], 
     shapes = {name: f"{name}: {list(theirs)} instead of {list(ours)}" for name, theirs, ours in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - shapes.keys()
     unexpected = {name for name in info["unexpected_keys"] if not (quantised and _OF_QUANTIZATION.search(name))}
+    tree = ModuleTree(model.state_dict())
     if missing or shapes:
         faults = []
         if missing:
@@ -126,10 +122,10 @@ def _check_names(checkpoint: str, model: PreTrainedModel, info: dict[str, Any], 
         advice = _explanation(missing, unexpected) or (
             "Save or download the checkpoint again with all of its files, or correct config.json"
         )
-    elif beyond := _beyond_the_last_layer(unexpected, model):
+    elif beyond := tree.beyond_the_last_layer(unexpected):
         faults = [f"the model would ignore {_listed('tensor', beyond)} in layers beyond its last one"]
         advice = "Correct num_hidden_layers in config.json, or remove these tensors"
-    elif strange := [name for name in unexpected if _is_inside(name, model)]:
+    elif strange := [name for name in unexpected if tree.has_place_for(name)]:
         faults = [f"the model would ignore {_listed('tensor', strange)} in parts that it has"]
         advice = (
             "Merge the adapters into the weights, then save them"
@@ -158,6 +154,15 @@ def auto_class(config: PretrainedConfig) -> Any:
     if brings_its_model(config):
         return AutoModelForCausalLM
     return next((auto for auto, models in _AUTO_CLASSES if type(config) in models), None)
+
+
+def other_classes(config: PretrainedConfig, used: type[PreTrainedModel]) -> list[Any]:
+    """Return the classes like `auto_class` that load checkpoints with this config as another model than `used`."""
+    if brings_its_model(config):
+        return []
+    found = [(auto, models[type(config)]) for auto, models in _AUTO_CLASSES if type(config) in models]
+    made = {model[0] if isinstance(model, tuple) else model: auto for auto, model in found}
+    return [auto for model, auto in made.items() if model is not used]
 
 
 def model_class(config: PretrainedConfig) -> str:
@@ -202,34 +207,6 @@ def _unscaled(model: str) -> list[str]:
             floats += [name for name in here if opened.get_slice(name).get_dtype().startswith("F8_E4M3")]
     owners = {_SCALE.sub("", name) for name in names if _SCALE.search(name)}
     return [name for name in floats if name not in owners and name.removesuffix(".weight") not in owners]
-
-
-def _is_inside(name: str, model: PreTrainedModel) -> bool:
-    """Return True if a tensor's name belongs to a layer, or to a module with weights, that the model has."""
-    module, path, _ = _walk(name, model)
-    inside = any(part.isdigit() for part in path) or any(True for _ in module.parameters(recurse=False))
-    return inside and not _MASK.search(name)
-
-
-def _beyond_the_last_layer(names: Collection[str], model: PreTrainedModel) -> list[str]:
-    """Return the tensors of layers that a list of the model lacks, except layers that predict several tokens."""
-    predict = tuple({found[1] for name in names if (found := _PREDICTS_MORE.match(name))})
-    walks = ((name, *_walk(name, model)) for name in names if not name.startswith(predict))
-    return [name for name, module, _, after in walks if isinstance(module, nn.ModuleList) and after.isdigit()]
-
-
-def _walk(name: str, model: PreTrainedModel) -> tuple[nn.Module, list[str], str]:
-    """Return the innermost module of a tensor's name, its path, and the next part of the name. The name can lack the
-    prefix of the model's body."""
-    first, *_ = parts = name.split(".")
-    module: nn.Module = model if first in dict(model.named_children()) else model.base_model
-    path: list[str] = []
-    for part in parts[:-1]:
-        child = dict(module.named_children()).get(part)
-        if child is None:
-            return module, path, part
-        module, path = child, [*path, part]
-    return module, path, parts[-1]
 
 
 def _explanation(missing: Collection[str], unexpected: Collection[str]) -> str:

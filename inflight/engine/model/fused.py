@@ -294,9 +294,10 @@ def _add(x: torch.Tensor, residual: torch.Tensor | None, norm: AnyNorm | None) -
 
 
 def _logit_scale(model: PreTrainedModel) -> float:
-    """Return the factor between the head's output and the logits. Granite and MiniCPM 3 divide by `logits_scaling`."""
+    """Return the factor between the head's output and the logits. Granite and MiniCPM 3 divide by `logits_scaling`,
+    Granite Speech ignores it."""
     config = model.config.get_text_config()
-    scaling = float(getattr(config, "logits_scaling", 1.0))
+    scaling = 1.0 if "GraniteSpeech" in type(model).__name__ else float(getattr(config, "logits_scaling", 1.0))
     scale = 1 / scaling if type(model).__name__.startswith(("Granite", "MiniCPM3")) else scaling
     return scale * float(getattr(model, "logit_scale", None) or 1.0) * float(getattr(config, "lm_head_multiplier", 1.0))
 

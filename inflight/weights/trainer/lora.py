@@ -8,6 +8,7 @@ dtype, with zeros for projections without an adapter and for unused ranks.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from inflight.core.messages import Welcome
 from inflight.core.text import listed
 from inflight.weights.comparison import EngineWeights
 from inflight.weights.tensors import fill, layout_of
-from inflight.weights.towers import towers_of
+from inflight.weights.towers import EngineNames, towers_of
 from inflight.weights.trainer import peft_layers
 from inflight.weights.trainer.sources import ModelSource, PublishedModel, same_objects
 
@@ -67,6 +68,7 @@ class PeftSource(ModelSource):
         super().__init__(model)
         self._root = model.root
         self._base = peft_layers.base_of(model.root)
+        self._names = EngineNames()
         self._seen: tuple[list[object], list[object]] = [], []
         """The state of the model (`_state`) when the plan was made."""
         self._plan = _Plan()
@@ -80,6 +82,7 @@ class PeftSource(ModelSource):
         """The base that was last compared: modules and parameters, and the write counts of `outside` and `inside`."""
 
     def offer(self, welcome: Welcome) -> WeightLayout:
+        self._names = EngineNames.of(self._base, [spec.name for spec in welcome.layout.tensors])
         self.plan(welcome.adapter_layout)
         if welcome.adapter_layout is not None:
             return welcome.adapter_layout
@@ -101,7 +104,7 @@ class PeftSource(ModelSource):
     def compare(self, engine: EngineWeights) -> bool | None:
         """Raise LayoutMismatchError, naming tensors, if the engine's weights are not the base of adapters alone."""
         if self._layout is None:
-            return engine.begin_as([*self._plan.plain.items(), *self._merged()])
+            return engine.begin_as(chain(self._plan.plain.items(), self._merged()))
         objects, _, inside = self._checked
         unwritten = same_objects(objects, self._seen[0]) and inside == _writes(self._plan.inside)
         self._check_base(engine, earlier=self._engine if unwritten or self._merged_once else None)
@@ -159,12 +162,12 @@ class PeftSource(ModelSource):
                 continue
             peft_layers.refuse_copies(name, module)
             if peft_layers.is_adapted(module):
-                parts += _lora_parts(name, module)
+                parts += _lora_parts(self._names(name), module)
                 self._merged_once = self._merged_once or bool(getattr(module, "merged_adapters", None))
         for name, tensor, adapted in peft_layers.base_parts(self._base):
             if name in towers:
                 continue
-            (inside if adapted else outside)[name] = tensor
+            (inside if adapted else outside)[self._names(name)] = tensor
         fine = {id(tensor) for part in parts for tensor in (part.a, part.b)}
         fine |= {id(t) for t in (*outside.values(), *inside.values()) if not t.requires_grad}
         fine |= {id(parameter) for name, parameter in self._base.named_parameters() if name in towers}
@@ -249,7 +252,7 @@ class PeftSource(ModelSource):
             for key, tensor in own.items():
                 tied = of_tensor.setdefault(id(tensor), holder)
                 if tied is holder or not _computes_alike(tied, holder):
-                    names[key] = f"{name}.{key}" if name else key
+                    names[key] = self._names(f"{name}.{key}" if name else key)
             if adapters:
                 plan.merged.append((holder, adapters, names))
             else:

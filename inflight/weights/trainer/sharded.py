@@ -55,7 +55,7 @@ class ShardGroup(ModelSource):
         super().__init__(model)
         self._size = dist.get_world_size()
         # These are the tensors between two steps: in a forward pass FSDP puts whole parameters into the model.
-        self._spread = {name: _spread_of(name, tensor, self._size) for name, tensor in model.tensors.items()}
+        self._spread = [_spread_of(name, tensor, self._size) for name, tensor in model.tensors.items()]
         self._control: Any = dist.new_group(backend="gloo", timeout=_LONGEST_STEP)
         self._data: Any = dist.new_group(backend="nccl" if self.device.type == "cuda" else "gloo")
 
@@ -88,6 +88,7 @@ class ShardGroup(ModelSource):
         if state.error is not None:
             raise from_wire(*state.error)
         assert state.layout is not None
+        self._model = self._model.named_for(state.layout)
         return state.layout, state.version
 
     def command(self, version: int = _STOP) -> int:
@@ -99,8 +100,8 @@ class ShardGroup(ModelSource):
     @torch.no_grad()
     def receive(self, views: Mapping[str, torch.Tensor]) -> None:
         """On rank 0: fill a slot with the parts of all ranks."""
-        for name, tensor in self._model.tensors.items():
-            view, spread = views[name], self._spread[name]
+        for (name, tensor), spread in zip(self._model.tensors.items(), self._spread, strict=True):
+            view = views[name]
             if spread == "whole":
                 view.copy_(_part(tensor))
                 continue
@@ -118,8 +119,8 @@ class ShardGroup(ModelSource):
     @torch.no_grad()
     def send(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """On other ranks: send rank 0 the parts for its `receive`."""
-        for name, tensor in self._model.tensors.items():
-            if self._spread[name] != "whole":
+        for (name, tensor), spread in zip(self._model.tensors.items(), self._spread, strict=True):
+            if spread != "whole":
                 part = _part(tensor).detach().to(tensor.device, dtypes[name]).contiguous()
                 if len(part):
                     dist.send(part, dst=0, group=self._data)

@@ -4,7 +4,7 @@ import operator
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from inflight.core.messages import Welcome
 from inflight.core.text import listed
 from inflight.weights.comparison import EngineWeights
 from inflight.weights.tensors import fill, layout_of, published_tensors, unwrap
+from inflight.weights.towers import EngineNames
 from inflight.weights.trainer.peft_layers import is_of_peft
 
 
@@ -84,6 +85,11 @@ class PublishedModel:
     def is_sharded(self) -> bool:
         return self.kind in ("fsdp", "zero")
 
+    def named_for(self, engine: WeightLayout) -> "PublishedModel":
+        """Return this model with the engine's names of its tensors, in the same order."""
+        names = EngineNames.of(self.root, [spec.name for spec in engine.tensors])
+        return replace(self, tensors={names(name): tensor for name, tensor in self.tensors.items()})
+
     def has_changed(self) -> bool:
         """Return whether the model has other parameters or buffers now. New values do not count."""
         return not same_objects(self.objects, _objects(self.root))
@@ -127,6 +133,7 @@ class ModelSource(WeightSource):
 
     def __init__(self, model: PublishedModel):
         self._model = model
+        self._engine_layout: WeightLayout | None = None
         self._layout: WeightLayout | None = None
         """The layout that was offered."""
         self.device = next(model.root.parameters()).device
@@ -134,6 +141,7 @@ class ModelSource(WeightSource):
     def offer(self, welcome: Welcome) -> WeightLayout:
         if absent := [name for name, tensor in self._model.tensors.items() if tensor.is_meta]:
             raise LayoutMismatchError(f"{listed(absent)}: on the meta device, without values, as offloading leaves it")
+        self._engine_layout, self._model = welcome.layout, self._model.named_for(welcome.layout)
         self._layout = layout_of(self._model.tensors)
         return self._layout
 
@@ -143,6 +151,7 @@ class ModelSource(WeightSource):
     def prepare(self) -> None:
         if self._model.has_changed() or self._is_resized():
             model = classify(self._model.root)
+            model = model.named_for(self._engine_layout) if self._engine_layout else model
             if model.kind != self._model.kind:
                 raise LayoutMismatchError(
                     f"the model was {self._model.kind!r} when its publisher was made, and is {model.kind!r} now; make "

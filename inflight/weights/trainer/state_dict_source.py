@@ -5,10 +5,12 @@ checkpoint has Hugging Face's form: a directory of safetensors files, with an in
 """
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,15 @@ from inflight.core.errors import LayoutMismatchError, ProtocolError, WeightFileE
 from inflight.core.layout import Alias, WeightLayout
 from inflight.core.messages import Welcome
 from inflight.core.text import listed
+from inflight.weights.tensor_names import ModuleTree, unwrapped
 from inflight.weights.trainer.sources import WeightSource
+
+logger = logging.getLogger("inflight.weights")
 
 Weights = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 """Pairs of a name and a tensor, a mapping of names to tensors, or the path of a checkpoint: a directory of safetensors
 files, or one file."""
 
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_model.safetensors"
@@ -82,15 +86,19 @@ def copy_state_dict(
     """Fill a slot, cast to the dtypes of its views. The copies are done when this returns.
 
     A tensor can have its own name, another name of the model or a checkpoint, names of its parts (the experts of a
-    layer), and the prefixes of wrappers (`module.`, `_orig_mod.`, `base_model.model.`, …). Tensors of two names must be
-    equal. All pairs are read to the end, as other ranks might be gathering too. Then it raises LayoutMismatchError,
-    naming tensors that are repeated, missing, unknown, of another shape or without values.
+    layer), and the prefixes of wrappers (`module.`, `_orig_mod.`, `base_model.model.`, …). The prefix of the model's
+    body can be absent. Tensors of two names must be equal. Tensors of parts that the engine's model lacks (layers for
+    multi-token prediction, value heads) are ignored with a warning. All pairs are read to the end, as other ranks might
+    be gathering too. Then it raises LayoutMismatchError, naming tensors that are repeated, missing, of another shape or
+    without values, or for which the model has no place.
     """
     places = _places(views, aliases)
     ignored = {alias.name for alias in aliases if not alias.tensor}
     missing = {name: view.numel() for name, view in views.items()}
     """Maps a tensor to its number of missing elements."""
+    tree = ModuleTree(places)
     wrong: list[str] = []
+    unknown: list[str] = []
     num_pairs = 0
     for pair in pairs:
         match pair:
@@ -100,13 +108,15 @@ def copy_state_dict(
                 raise TypeError(f"weights are pairs of a name and a tensor, got {str(pair)[:80]}")
         if name.endswith("rotary_emb.inv_freq"):
             continue  # Old checkpoints contain it; the model computes it.
-        if not ignored.isdisjoint((name, unwrapped(name))):
+        names = [name, plain := unwrapped(name), *(f"{body}{plain}" for body in tree.bodies())]
+        if not ignored.isdisjoint(names):
             continue
-        place = places.get(name) or places.get(unwrapped(name))
-        problem = _problem(place, tensor, missing)
-        if problem is not None:
+        place = next((places[each] for each in names if each in places), None)
+        if place is None:
+            unknown.append(plain)
+        elif (problem := _problem(place, tensor, missing)) is not None:
             wrong.append(f"{name}: {problem}")
-        elif place is not None:
+        else:
             place.came = True
             if missing[place.tensor]:
                 place.view.copy_(tensor)
@@ -116,16 +126,25 @@ def copy_state_dict(
     for device in {view.device for view in views.values() if view.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     absent = [name for name, left in missing.items() if left and left == views[name].numel()]
+    strange = (
+        unknown if absent else [n for n in unknown if tree.has_place_for(n)] or tree.beyond_the_last_layer(unknown)
+    )
+    wrong += [f"{name}: only in what was handed over" for name in strange]
     wrong += [f"{name}: only in the engine" for name in absent]
     wrong += [f"{name}: came in part only" for name, left in missing.items() if left and name not in absent]
     if wrong:
         raise LayoutMismatchError(_complaint(wrong, num_pairs))
+    if unknown:
+        _warn_once(f"{len(unknown)} tensors of parts that the engine's model lacks are ignored ({listed(unknown)})")
 
 
-def _problem(place: _Place | None, tensor: torch.Tensor, missing: Mapping[str, int]) -> str | None:
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def _problem(place: _Place, tensor: torch.Tensor, missing: Mapping[str, int]) -> str | None:
     """Return why this tensor cannot be copied; None if it can."""
-    if place is None:
-        return "only in what was handed over"
     if place.came:
         return "came twice"
     if tensor.shape != place.view.shape:
@@ -159,12 +178,6 @@ def _places(views: Mapping[str, torch.Tensor], aliases: Sequence[Alias]) -> dict
         part = view.as_strided(alias.shape, alias.strides, view.storage_offset() + alias.offset)
         places.setdefault(alias.name, _Place(alias.tensor, part))
     return places
-
-
-def unwrapped(name: str) -> str:
-    """Remove the prefixes that DistributedDataParallel, FSDP, torch.compile, checkpointing and PEFT add to names."""
-    plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-    return plain.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _complaint(wrong: list[str], num_pairs: int) -> str:
