@@ -79,7 +79,7 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     max_prefill_tokens: int = 0
     """Maximum number of prompt tokens per forward pass, in addition to one token per running sequence. Longer prompts
     are computed in chunks. This bounds the time that running sequences and new weights wait. 0: 2048 on a GPU, 256 on a
-    CPU."""
+    CPU, and 512 there for mixtures of experts."""
     kv_cache_fraction: float = 0.5
     """Share of the memory left after loading that the KV cache is allowed to use."""
     kv_cache_tokens: int = 0

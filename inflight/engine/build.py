@@ -4,7 +4,7 @@ import logging
 
 import msgspec
 import torch
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel
 
 from inflight.core.by_name import load_by_name
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
@@ -22,7 +22,7 @@ from inflight.engine.loop.scheduler import Scheduler
 from inflight.engine.loop.stopping import StopCondition
 from inflight.engine.model.adapters import AdapterBank
 from inflight.engine.model.agreement import check_model
-from inflight.engine.model.aliases import aliases_of, aliases_of_other_classes, ignored_aliases
+from inflight.engine.model.aliases import aliases_of, ignored_aliases
 from inflight.engine.model.attention.backend import AttentionBackend
 from inflight.engine.model.attention.flashinfer import FlashInferAttention, why_not_flashinfer
 from inflight.engine.model.attention.paged import PagedAttention
@@ -51,6 +51,8 @@ from inflight.weights.towers import drop_towers
 logger = logging.getLogger("inflight.engine")
 
 _PREFILL_TOKENS = {"cuda": 2048, "cpu": 256}
+_PREFILL_TOKENS_OF_EXPERTS = 512
+"""On a CPU for a mixture, whose experts share the tokens of a pass."""
 
 
 class Parts:
@@ -80,14 +82,13 @@ class Parts:
         layers = classify_layers(model, kinds)
         unfused_reason = check_model(model, fused=options.fused, kinds=kinds)
         text_config = model.config.get_text_config()
-        self.options = options = _resolved(options, text_config, self.device)
+        self.options = options = _resolved(options, model, self.device)
         """The options, with numbers in place of the zeros that stand for a default."""
 
         layout = layout_of(model)
         slots = [make_slot(layout.total_bytes, self.device)]
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
-        config = read_config(options.model, trust=options.trust_remote_code)
-        self.aliases = aliases_of(model) + ignored + aliases_of_other_classes(model, config)
+        self.aliases = aliases_of(model) + ignored
         modules = [module_over(model, layout, slots[0].buffer)]
         del model
         if self.device.type == "cuda":
@@ -147,7 +148,7 @@ class Parts:
             vocab_size=self.vocab_size,
             can_read_text=tokenizer is not None,
             banned=banned_ranges,
-            media_ids=media_token_ids(config),
+            media_ids=media_token_ids(read_config(options.model, trust=options.trust_remote_code)),
         )
         own_columns = load_columns(options.columns, vocab_size=self.vocab_size, device=self.device)
         self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns, banned_ranges)
@@ -156,10 +157,14 @@ class Parts:
         warm_up(drawn_from, self.vocab_size, self.memory)
 
 
-def _resolved(options: EngineOptions, config: PretrainedConfig, device: torch.device) -> EngineOptions:
+def _resolved(options: EngineOptions, model: PreTrainedModel, device: torch.device) -> EngineOptions:
     """Return the options with the model's and the device's numbers where an option is 0, and without features that
     recorded experts exclude. Raises UnsupportedModelError if the model does not support an option."""
-    prefill_tokens = options.max_prefill_tokens or _PREFILL_TOKENS[device.type]
+    config = model.config.get_text_config()
+    usual = _PREFILL_TOKENS[device.type]
+    if device.type == "cpu" and any(type(module).__name__.endswith("Router") for module in model.modules()):
+        usual = _PREFILL_TOKENS_OF_EXPERTS
+    prefill_tokens = options.max_prefill_tokens or usual
     return msgspec.structs.replace(
         options,
         max_context=context_limit(config, options.max_context),

@@ -13,13 +13,13 @@ from weakref import WeakSet, proxy
 import msgspec
 
 from inflight.core.arguments import named
-from inflight.core.clock import now_ns
 from inflight.core.closing import ClosedAtEnd
 from inflight.core.errors import InflightError
 from inflight.core.extras import needing
 from inflight.core.messages import Digests, Prompt, Status, Welcome
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
+from inflight.core.waiting import Wait
 from inflight.engine.process.client import EngineClient
 from inflight.engine.prompts import PromptLike, make_prompts
 from inflight.fleet.calls import FleetCalls, summed
@@ -341,13 +341,14 @@ class Engine(ClosedAtEnd):
 
     def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
         """Return when all members draw with this version or a newer one."""
-        deadline = now_ns() + int(timeout_s * 1e9)
+        wait = Wait()
         while self.status().version < version:
             for publisher in self._published.open_publishers:
                 publisher.check()
-            if now_ns() > deadline:
+            if wait.waited_s > timeout_s:
                 raise TimeoutError(f"version {version} did not go live within {timeout_s:.0f} s")
             sleep(0.001)
+            wait.tick(f"version {version} is not live")
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

@@ -176,4 +176,4 @@ def wait_for_version(client: EngineClient, version: int, timeout_s: float) -> No
                 f"version {version} did not reach the engine, which has version {found}, within {timeout_s:g} s"
             )
         sleep(0.01)
-        waited.tick()
+        waited.tick(f"version {version} is not live")

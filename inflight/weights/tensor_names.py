@@ -1,7 +1,10 @@
-"""Names of tensors: without the prefixes of wrappers, and the modules that a model's names show."""
+"""Names of tensors: in other classes of Transformers, in wrappers, and as a tree of modules."""
 
+import re
+from collections import Counter
 from collections.abc import Collection, Iterable
 
+_DECODER = re.compile(r"^((model|language_model|text_model)\.)+")
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 """Causal masks in old checkpoints of GPT-2 and GPT-Neo. They were saved as buffers; no weights have these names."""
@@ -13,8 +16,31 @@ def unwrapped(name: str) -> str:
     return plain.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
+def in_decoder(name: str) -> str:
+    """Remove the path of a decoder without towers or with towers from a tensor's name.
+
+    Qwen3.5 and Llama 4 have a class for text and a class with towers: their decoders are `model` in one of them, and
+    `model.language_model` or `language_model.model` in the other. Towers have other names (`visual`, `vision_model`).
+    """
+    return _DECODER.sub("", name)
+
+
+class EngineNames:
+    """The engine's names of tensors that other classes of Transformers name differently."""
+
+    def __init__(self, names: Iterable[str] = ()):
+        """names: the engine's. Without any, names stay."""
+        self._known = frozenset(names)
+        count = Counter(map(in_decoder, self._known))
+        self._by_rest = {rest: name for name in self._known if count[rest := in_decoder(name)] == 1}
+
+    def __call__(self, name: str) -> str:
+        """Return the engine's name of a tensor. A name without one stays."""
+        return name if name in self._known else self._by_rest.get(in_decoder(name), name)
+
+
 class ModuleTree:
-    """The modules of a model that hold tensors, by the names of the tensors."""
+    """The modules of a model that hold tensors, by the names of the tensors, without the path of the decoder."""
 
     def __init__(self, names: Iterable[str]):
         self._children: dict[str, set[str]] = {"": set()}
@@ -22,7 +48,7 @@ class ModuleTree:
         self._holders: set[str] = set()
         """Paths of modules with tensors of their own, except the model itself."""
         for name in names:
-            *path, _ = name.split(".")
+            *path, _ = in_decoder(name).split(".")
             for depth, part in enumerate(path):
                 self._children[".".join(path[:depth])].add(part)
                 self._children.setdefault(".".join(path[: depth + 1]), set())
@@ -53,7 +79,7 @@ class ModuleTree:
     def _walk(self, name: str) -> tuple[str, str]:
         """Return the path of the innermost module of a tensor's name, and the next part of the name. The name can lack
         the prefix of the model's body."""
-        first, *_ = parts = name.split(".")
+        first, *_ = parts = in_decoder(name).split(".")
         path = ""
         if first not in self._children[""]:
             path = next((body for body in self._children[""] if first in self._children[body]), "")

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import inflight
+from inflight.weights.tensor_names import EngineNames
 from inflight.weights.tensors import published_tensors
-from inflight.weights.towers import EngineNames
 from inflight.weights.trainer.sharded import ShardGroup
 
 VERSIONS = 3
@@ -50,7 +50,7 @@ def main(rank: int, size: int, store: str, path: str, spread: str, dtype: str) -
         train(torch.randint(0, 199, (2, 12)))
         if engine is not None:
             engine.wait_for_version(version)
-            names = EngineNames.of(model, publisher._target.views[0])
+            names = EngineNames(publisher._target.views[0])
             ours = {names(name): tensor for name, tensor in expected.items()}
             same = [views for views in publisher._target.views if holds(views, ours)]
             assert len(same) == 1, "no slot holds the whole model, or two do"

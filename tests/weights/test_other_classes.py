@@ -1,5 +1,6 @@
 """Models of other classes of Transformers than the engine's: Qwen3.5 and Llama 4 with towers, Gemma 3 without."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +23,15 @@ from transformers import (
 )
 
 import inflight
-from inflight.core.errors import LayoutMismatchError
-from inflight.core.messages import Prompt
+from inflight.core.errors import LayoutMismatchError, WeightFileError
+from inflight.core.messages import Digests, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.engine import Engine
 from inflight.training.model.forward import score_tokens
+from inflight.weights.engine.digests import sha256
 from inflight.weights.tensors import published_tensors, slot_views
+from inflight.weights.trainer.adapter_files import AdapterFiles
 from inflight.weights.trainer.lora import PeftSource
 from inflight.weights.trainer.sources import ModelSource, classify
 from inflight.weights.trainer.state_dict_source import copy_state_dict, read_checkpoint
@@ -136,15 +139,16 @@ def test_tensors_and_checkpoints_of_the_multimodal_class_are_taken(engine, saved
     model = with_towers(saved)
     expected = text_of(model, tmp_path)
     layer = next(name for name in model.state_dict() if "layers.0." in name and "vision" not in name)
-    adapter = f"{layer.rpartition('.')[0]}.lora_A.weight"
+    module = layer.rpartition(".")[0]
     for pairs in (lambda: read_checkpoint(tmp_path), lambda: iter(model.state_dict().items())):
         views = empty_views(engine)
         copy_state_dict(views, engine.aliases, pairs())
         assert same(views, expected)
         with pytest.raises(LayoutMismatchError, match="came twice"):
             copy_state_dict(views, engine.aliases, iter([*pairs(), (layer, model.state_dict()[layer])]))
-        with pytest.raises(LayoutMismatchError, match=r"lora_A.*only in what was handed over"):
-            copy_state_dict(views, engine.aliases, iter([*pairs(), (adapter, torch.zeros(2, 2))]))
+        for more in ("lora_A.weight", "bias", "scale"):
+            with pytest.raises(LayoutMismatchError, match=rf"{more}: only in what was handed over"):
+                copy_state_dict(views, engine.aliases, iter([*pairs(), (f"{module}.{more}", torch.zeros(2, 2))]))
 
 
 def test_a_multimodal_model_is_published(engine, saved, tmp_path):
@@ -198,6 +202,44 @@ class _Weights:
         theirs = dict(tensors)
         assert theirs.keys() >= self._views.keys() - {"lm_head.weight"}
         return [name for name, view in self._views.items() if name in theirs and not torch.equal(view, theirs[name])]
+
+
+def test_saved_adapters_of_a_multimodal_model(dense, tmp_path, caplog):
+    """Loaded from files as they are published, and compared with the engine over the base's own names."""
+    targets = r".*language_model.*(q_proj|down_proj)"
+    base = AutoModelForImageTextToText.from_pretrained(dense, dtype=torch.float32)
+    model: Any = get_peft_model(base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    shutil.copytree(dense, tmp_path / "base")
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    with engine_of(dense, lora_rank=4, adapters=("default",)) as engine:
+        weights = slot_views(engine.slot_table.slots[0].buffer, engine.slot_table.layout)
+        hashes = {name: sha256(view) for name, view in weights.items()}
+        source, from_files = PeftSource(classify(model)), AdapterFiles(served(dense, hashes))
+        views = [dict[str, torch.Tensor](), dict[str, torch.Tensor]()]
+        for each, into in ((source, views[0]), (from_files, views[1])):
+            for spec in each.offer(welcome(engine)).tensors:
+                into[spec.name] = torch.zeros(spec.shape)
+        from_files.load("default", tmp_path / "adapter")
+        assert "were compared" not in caplog.text
+        for each, into in ((source, views[0]), (from_files, views[1])):
+            each.fill(into, 1)
+        assert any(view.any() for view in views[0].values())
+        for name, view in views[0].items():
+            torch.testing.assert_close(views[1][name], view, atol=1e-7, rtol=1e-6)
+        other = AdapterFiles(served(dense, hashes | {"model.norm.weight": "0"}))
+        other.offer(welcome(engine))
+        with pytest.raises(WeightFileError, match=r"model\.norm\.weight is another tensor in the engine"):
+            other.load("default", tmp_path / "adapter")
+
+
+def served(model: Path, hashes: dict[str, str]) -> Any:
+    """The parts of a launched engine that AdapterFiles reads."""
+    return SimpleNamespace(
+        options=EngineOptions(model=str(model)),
+        status=lambda: SimpleNamespace(version=1),
+        digests=lambda: Digests(1, hashes),
+    )
 
 
 def test_a_text_model_is_published_to_an_engine_of_the_multimodal_class(tmp_path):

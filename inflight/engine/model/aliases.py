@@ -5,19 +5,16 @@ one tensor. Its conversion for saving shows the checkpoint name of each part of 
 on tensors without values, and the resulting views have the offset and the strides of each part.
 """
 
-import copy
 import logging
 from typing import Any
 
-import msgspec
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from inflight.core.layout import Alias
-from inflight.engine.model.checkpoints import other_classes
 from inflight.weights.tensors import published_tensors
-from inflight.weights.towers import EngineNames, towers_of
+from inflight.weights.towers import towers_of
 
 logger = logging.getLogger("inflight.engine")
 
@@ -48,25 +45,6 @@ def ignored_aliases(model: PreTrainedModel) -> list[Alias]:
     towers = towers_of(model)
     own = {n: torch.empty(t.shape, device="meta") for n, t in model.state_dict().items() if n in towers}
     return [Alias(name, "", (), (), 0) for name in {**own, **_saved(model, own)}]
-
-
-def aliases_of_other_classes(model: PreTrainedModel, config: PretrainedConfig) -> list[Alias]:
-    """Return the names of the model's tensors in Transformers' other classes for this config of its checkpoint, such as
-    the multimodal class of Qwen3.5, of which the engine runs the text class."""
-    own = _empty(model)
-    aliases: list[Alias] = []
-    for auto in other_classes(config, type(model)):
-        try:
-            with torch.device("meta"):
-                other = auto.from_config(copy.deepcopy(config))
-        except Exception as error:  # a class can need values of its own tensors
-            logger.warning("weights under the names of %s cannot be published: %r", auto.__name__, error)
-            continue
-        names = EngineNames.of(other, own)
-        theirs = [_alias(name, name, tensor) for name, tensor in _empty(other).items()] + aliases_of(other)
-        renamed = [msgspec.structs.replace(alias, tensor=names(alias.tensor)) for alias in theirs]
-        aliases += [a for a in renamed if a.tensor in own and a.name not in own] + ignored_aliases(other)
-    return aliases
 
 
 def _saved(model: PreTrainedModel, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -156,15 +156,6 @@ def auto_class(config: PretrainedConfig) -> Any:
     return next((auto for auto, models in _AUTO_CLASSES if type(config) in models), None)
 
 
-def other_classes(config: PretrainedConfig, used: type[PreTrainedModel]) -> list[Any]:
-    """Return the classes like `auto_class` that load checkpoints with this config as another model than `used`."""
-    if brings_its_model(config):
-        return []
-    found = [(auto, models[type(config)]) for auto, models in _AUTO_CLASSES if type(config) in models]
-    made = {model[0] if isinstance(model, tuple) else model: auto for auto, model in found}
-    return [auto for model, auto in made.items() if model is not used]
-
-
 def model_class(config: PretrainedConfig) -> str:
     """Return the name of the class of language models that Transformers makes of a config."""
     if brings_its_model(config):

@@ -34,7 +34,7 @@ from inflight.core.text import first_line
 from inflight.engine.loop.own_columns import load_columns
 from inflight.engine.loop.sequence import Sequence
 from inflight.engine.model.adapters import SLOTS, adapter_layout
-from inflight.engine.model.aliases import aliases_of, aliases_of_other_classes, checkpoint_aliases, ignored_aliases
+from inflight.engine.model.aliases import aliases_of, checkpoint_aliases, ignored_aliases
 from inflight.engine.model.checkpoints import auto_class, compare_checkpoint
 from inflight.engine.model.device import resolve_device
 from inflight.engine.model.loading import (
@@ -237,7 +237,7 @@ def start(options: EngineOptions) -> Started:
         device=device,
         slot_table=weights,
         adapter_slots=adapters,
-        aliases=aliases_of(model) + ignored + aliases_of_other_classes(model, config),
+        aliases=aliases_of(model) + ignored,
         media_ids=media_token_ids(config),
         records_columns=records,
         reload_reason=reason,

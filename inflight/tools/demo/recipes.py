@@ -69,6 +69,8 @@ def check_options(options: DemoOptions) -> None:
         for other in others if name in given else ():
             if other in given:
                 raise InflightError(f"{reason}; leave out {_flag(other)}")
+    if "web_port" in given and not options.web:
+        raise InflightError("--web-port is the port of the live page: add --web, or leave out --web-port")
     if options.resume:
         for name in [one for one in given if one not in _OF_A_RESUMED_RUN]:
             raise InflightError(f"--resume uses the options of the run again; leave out {_flag(name)}")

@@ -23,6 +23,7 @@ from inflight.core.layout import WeightLayout
 from inflight.core.messages import Digests, Status, Welcome
 from inflight.core.options import EngineOptions
 from inflight.weights.engine.digests import sha256
+from inflight.weights.tensor_names import EngineNames
 from inflight.weights.trainer.lora import KEEP_THE_BASE
 from inflight.weights.trainer.sources import WeightSource
 from inflight.weights.trainer.state_dict_source import read_checkpoint
@@ -88,9 +89,15 @@ class AdapterFiles(WeightSource):
         if self._layout is None:
             raise LayoutMismatchError("the engine's adapters are not known yet: publish first")
         tensors = read_adapter(directory)
-        shapes = {spec.name: spec.shape for spec in self._layout.tensors}
+        shapes = {
+            spec.name.removeprefix(f"{place}."): spec.shape
+            for spec in self._layout.tensors
+            if spec.name.startswith(f"{place}.")
+        }
+        names = EngineNames(shapes)
+        tensors = {names(name): tensor for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            shape = shapes.get(f"{place}.{name}")
+            shape = shapes.get(name)
             if shape is None:
                 raise LayoutMismatchError(
                     f"{directory} adapts {name.rpartition('.')[0]}, where the engine has no adapters: it has them on "
@@ -130,6 +137,7 @@ class AdapterFiles(WeightSource):
             return
         assert self._weights is not None
         specs = {spec.name: spec for spec in self._weights.tensors}
+        names = EngineNames(specs)
         try:
             digests = self._engine.digests().tensors
         except BackendError as error:
@@ -140,12 +148,12 @@ class AdapterFiles(WeightSource):
             logger.warning("%s is compared with %s, the engine's checkpoint: %s", base, start, error)
             digests = {
                 name: sha256(tensor.to(getattr(torch, specs[name].dtype)))
-                for name, tensor in read_checkpoint(start)
-                if name in specs
+                for found, tensor in read_checkpoint(start)
+                if (name := names(found)) in specs
             }
         num_compared = 0
-        for name, tensor in read_checkpoint(checkpoint):
-            spec = specs.get(name)  # others are parts of tensors, or other names
+        for found, tensor in read_checkpoint(checkpoint):
+            spec = specs.get(name := names(found))  # others are parts of tensors, or other names
             if spec is None or (tensor.is_floating_point() and tensor.itemsize == 1):  # has a scale
                 continue
             num_compared += 1

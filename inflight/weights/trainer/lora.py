@@ -21,8 +21,9 @@ from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
 from inflight.core.text import listed
 from inflight.weights.comparison import EngineWeights
+from inflight.weights.tensor_names import EngineNames
 from inflight.weights.tensors import fill, layout_of
-from inflight.weights.towers import EngineNames, towers_of
+from inflight.weights.towers import towers_of
 from inflight.weights.trainer import peft_layers
 from inflight.weights.trainer.sources import ModelSource, PublishedModel, same_objects
 
@@ -82,7 +83,7 @@ class PeftSource(ModelSource):
         """The base that was last compared: modules and parameters, and the write counts of `outside` and `inside`."""
 
     def offer(self, welcome: Welcome) -> WeightLayout:
-        self._names = EngineNames.of(self._base, [spec.name for spec in welcome.layout.tensors])
+        self._names = EngineNames(spec.name for spec in welcome.layout.tensors)
         self.plan(welcome.adapter_layout)
         if welcome.adapter_layout is not None:
             return welcome.adapter_layout
@@ -162,7 +163,7 @@ class PeftSource(ModelSource):
                 continue
             peft_layers.refuse_copies(name, module)
             if peft_layers.is_adapted(module):
-                parts += _lora_parts(self._names(name), module)
+                parts += _lora_parts(self._names(f"{name}.weight").removesuffix(".weight"), module)
                 self._merged_once = self._merged_once or bool(getattr(module, "merged_adapters", None))
         for name, tensor, adapted in peft_layers.base_parts(self._base):
             if name in towers:

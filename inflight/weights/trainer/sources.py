@@ -16,8 +16,8 @@ from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
 from inflight.core.text import listed
 from inflight.weights.comparison import EngineWeights
+from inflight.weights.tensor_names import EngineNames
 from inflight.weights.tensors import fill, layout_of, published_tensors, unwrap
-from inflight.weights.towers import EngineNames
 from inflight.weights.trainer.peft_layers import is_of_peft
 
 
@@ -87,7 +87,7 @@ class PublishedModel:
 
     def named_for(self, engine: WeightLayout) -> "PublishedModel":
         """Return this model with the engine's names of its tensors, in the same order."""
-        names = EngineNames.of(self.root, [spec.name for spec in engine.tensors])
+        names = EngineNames(spec.name for spec in engine.tensors)
         return replace(self, tensors={names(name): tensor for name, tensor in self.tensors.items()})
 
     def has_changed(self) -> bool:

@@ -23,7 +23,7 @@ from inflight.core.errors import LayoutMismatchError, ProtocolError, WeightFileE
 from inflight.core.layout import Alias, WeightLayout
 from inflight.core.messages import Welcome
 from inflight.core.text import listed
-from inflight.weights.tensor_names import ModuleTree, unwrapped
+from inflight.weights.tensor_names import EngineNames, ModuleTree, unwrapped
 from inflight.weights.trainer.sources import WeightSource
 
 logger = logging.getLogger("inflight.weights")
@@ -86,17 +86,17 @@ def copy_state_dict(
     """Fill a slot, cast to the dtypes of its views. The copies are done when this returns.
 
     A tensor can have its own name, another name of the model or a checkpoint, names of its parts (the experts of a
-    layer), and the prefixes of wrappers (`module.`, `_orig_mod.`, `base_model.model.`, …). The prefix of the model's
-    body can be absent. Tensors of two names must be equal. Tensors of parts that the engine's model lacks (layers for
-    multi-token prediction, value heads) are ignored with a warning. All pairs are read to the end, as other ranks might
-    be gathering too. Then it raises LayoutMismatchError, naming tensors that are repeated, missing, of another shape or
-    without values, or for which the model has no place.
+    layer), names of another class for the same checkpoint, and the prefixes of wrappers (`module.`, `_orig_mod.`,
+    `base_model.model.`, …). The prefix of the model's body can be absent. Tensors of two names must be equal. Tensors
+    of parts that the engine's model lacks (layers for multi-token prediction, value heads) are ignored with a warning.
+    All pairs are read to the end, as other ranks might be gathering too. Then it raises LayoutMismatchError, naming
+    tensors that are repeated, missing, of another shape or without values, or for which the model has no place.
     """
     places = _places(views, aliases)
     ignored = {alias.name for alias in aliases if not alias.tensor}
     missing = {name: view.numel() for name, view in views.items()}
     """Maps a tensor to its number of missing elements."""
-    tree = ModuleTree(places)
+    tree, engine_name = ModuleTree(places), EngineNames(places)
     wrong: list[str] = []
     unknown: list[str] = []
     num_pairs = 0
@@ -108,7 +108,7 @@ def copy_state_dict(
                 raise TypeError(f"weights are pairs of a name and a tensor, got {str(pair)[:80]}")
         if name.endswith("rotary_emb.inv_freq"):
             continue  # Old checkpoints contain it; the model computes it.
-        names = [name, plain := unwrapped(name), *(f"{body}{plain}" for body in tree.bodies())]
+        names = [name, plain := unwrapped(name), engine_name(plain), *(f"{body}{plain}" for body in tree.bodies())]
         if not ignored.isdisjoint(names):
             continue
         place = next((places[each] for each in names if each in places), None)
@@ -126,9 +126,7 @@ def copy_state_dict(
     for device in {view.device for view in views.values() if view.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     absent = [name for name, left in missing.items() if left and left == views[name].numel()]
-    strange = (
-        unknown if absent else [n for n in unknown if tree.has_place_for(n)] or tree.beyond_the_last_layer(unknown)
-    )
+    strange = [name for name in unknown if absent or tree.has_place_for(name)] or tree.beyond_the_last_layer(unknown)
     wrong += [f"{name}: only in what was handed over" for name in strange]
     wrong += [f"{name}: only in the engine" for name in absent]
     wrong += [f"{name}: came in part only" for name, left in missing.items() if left and name not in absent]

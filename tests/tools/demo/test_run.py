@@ -55,6 +55,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_runs(monkeypat
         ({"real": True, "max_tokens": 32}, "--max-tokens"),
         ({"data": Path("a"), "task": "chain_sum"}, "--task"),
         ({"sync": True, "ahead": "4"}, "--ahead"),
+        ({"web_port": 9000}, "--web-port"),
         ({"resume": Path("a"), "out": Path("b")}, "--out"),
         ({"resume": Path("a"), "group_size": 4}, "--group-size"),
     ],
