@@ -102,13 +102,14 @@ class WeightLayout(msgspec.Struct, frozen=True):
         for quantised weights; None if there are none."""
         others = {spec.name: spec.dtype for spec in other.tensors}
         pairs = [(spec.name, spec.dtype, others[spec.name]) for spec in self.tensors]
-        wrong = [f"{name}: {theirs} for {ours}" for name, ours, theirs in pairs if not _casts(theirs, ours)]
+        wrong = [f"{name}: {theirs} for {ours}" for name, ours, theirs in pairs if not is_cast(theirs, ours)]
         return listed(wrong, 4, "; ") if wrong else None
 
 
-def _casts(source: str, target: str) -> bool:
-    """Return whether a cast gives the numbers. Types of one byte are codes, which need a scale."""
-    return source == target or (DTYPE_BYTES[source] > 1 and ("float" in source) == ("float" in target))
+def is_cast(source: str, target: str) -> bool:
+    """Return whether a cast from one dtype to another keeps the numbers. Types of one byte are codes that need a
+    scale."""
+    return source == target or (DTYPE_BYTES.get(source, 0) > 1 and ("float" in source) == ("float" in target))
 
 
 def _runs(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> Iterator[list[tuple[str, tuple[int, ...], str]]]:

@@ -32,7 +32,7 @@ mistake planted in the tests 5e-3."""
 LENGTHS = (40, 23, 8, 1)
 """Lengths of the test sequences, in tokens."""
 _MAX_PARAMETERS = 130_000_000
-"""Limit for a twin with its towers, which are dropped when it is built."""
+"""Limit for a twin with its towers. The build drops them."""
 _MAX_TWINS = 16
 _WEIGHT_STD = 0.2
 _STEP = 0.3

@@ -94,7 +94,7 @@ class EngineWeights:
         ours: dict[str, str] = {}
         dtypes: dict[str, Any] = {}
         known, strangers = set[int](), list[tuple[str, torch.Tensor]]()
-        for name, tensor in named_tensors:  # Merged layers are made here one by one, and none is kept.
+        for name, tensor in named_tensors:  # An iterator makes merged layers one by one. They are not kept.
             if (spec := self._specs.get(name)) is None:
                 strangers.append((name, tensor))
                 continue

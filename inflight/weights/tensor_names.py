@@ -17,7 +17,7 @@ def unwrapped(name: str) -> str:
 
 
 def in_decoder(name: str) -> str:
-    """Remove the path of a decoder without towers or with towers from a tensor's name.
+    """Remove the path of the text decoder from a tensor's name.
 
     Qwen3.5 and Llama 4 have a class for text and a class with towers: their decoders are `model` in one of them, and
     `model.language_model` or `language_model.model` in the other. Towers have other names (`visual`, `vision_model`).
@@ -46,7 +46,7 @@ class ModuleTree:
         self._children: dict[str, set[str]] = {"": set()}
         """Maps the path of a module to the names of its modules."""
         self._holders: set[str] = set()
-        """Paths of modules with tensors of their own, except the model itself."""
+        """Paths of modules that hold tensors themselves. The model is left out."""
         for name in names:
             *path, _ = in_decoder(name).split(".")
             for depth, part in enumerate(path):
@@ -56,7 +56,7 @@ class ModuleTree:
         self._holders.discard("")
 
     def bodies(self) -> Iterable[str]:
-        """Return the prefixes that names in a checkpoint can lack, as those of a saved `base_model` do."""
+        """Return the prefixes that names in a checkpoint can lack. A checkpoint of the model's body lacks one."""
         return (f"{child}." for child in self._children[""])
 
     def has_place_for(self, name: str) -> bool:

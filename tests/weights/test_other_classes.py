@@ -30,7 +30,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.engine import Engine
 from inflight.training.model.forward import score_tokens
 from inflight.weights.engine.digests import sha256
-from inflight.weights.tensors import published_tensors, slot_views
+from inflight.weights.tensors import layout_of, published_tensors, slot_views
 from inflight.weights.trainer.adapter_files import AdapterFiles
 from inflight.weights.trainer.lora import PeftSource
 from inflight.weights.trainer.sources import ModelSource, classify
@@ -193,7 +193,7 @@ def test_adapters_of_a_multimodal_model(dense, tmp_path, lora_rank):
 
 
 class _Weights:
-    """The engine's weights, of which a publisher asks for the differences."""
+    """Compares all values with the engine's weights."""
 
     def __init__(self, engine: Engine):
         self._views = slot_views(engine.slot_table.slots[0].buffer, engine.slot_table.layout)
@@ -261,6 +261,12 @@ def test_a_text_model_is_published_to_an_engine_of_the_multimodal_class(tmp_path
         assert torch.equal(views["model.language_model.norm.weight"], model.model.norm.weight)
         inner = {name.replace("model.", "model.language_model.", 1): t for name, t in published_tensors(model).items()}
         assert same(views, inner)
+
+
+def test_two_tensors_never_get_one_name():
+    model = torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2), "language_model": torch.nn.Linear(2, 2)})
+    layout = layout_of({"model.weight": torch.zeros(2, 2), "model.bias": torch.zeros(2)})
+    assert classify(model).named_for(layout).tensors.keys() == dict(model.named_parameters()).keys()
 
 
 def test_other_models_are_refused_as_before(engine, dense):

@@ -86,9 +86,11 @@ class PublishedModel:
         return self.kind in ("fsdp", "zero")
 
     def named_for(self, engine: WeightLayout) -> "PublishedModel":
-        """Return this model with the engine's names of its tensors, in the same order."""
+        """Return this model with the engine's names of its tensors, in the same order. If two tensors would get one
+        name, all names stay."""
         names = EngineNames(spec.name for spec in engine.tensors)
-        return replace(self, tensors={names(name): tensor for name, tensor in self.tensors.items()})
+        tensors = {names(name): tensor for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors) if len(tensors) == len(self.tensors) else self
 
     def has_changed(self) -> bool:
         """Return whether the model has other parameters or buffers now. New values do not count."""

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from inflight.core.errors import LayoutMismatchError, ProtocolError, WeightFileError
-from inflight.core.layout import Alias, WeightLayout
+from inflight.core.layout import Alias, WeightLayout, is_cast
 from inflight.core.messages import Welcome
 from inflight.core.text import listed
 from inflight.weights.tensor_names import EngineNames, ModuleTree, unwrapped
@@ -153,9 +153,7 @@ def _problem(place: _Place, tensor: torch.Tensor, missing: Mapping[str, int]) ->
         return "is a DTensor; hand over what its full_tensor() returns, which all ranks call"
     if tensor.is_meta:
         return "has no values (it is on the meta device)"
-    if tensor.is_floating_point() != place.view.is_floating_point() or (
-        tensor.dtype.itemsize == 1 and tensor.dtype != place.view.dtype
-    ):
+    if not is_cast(str(tensor.dtype).removeprefix("torch."), str(place.view.dtype).removeprefix("torch.")):
         return f"{place.view.dtype} in the engine, {tensor.dtype} in what was handed over, which needs more than a cast"
     return None
 
