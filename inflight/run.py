@@ -29,6 +29,7 @@ from inflight.stream.held_groups import SavedGroup
 from inflight.stream.rollout_codec import Arrays, RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
 from inflight.training.random_state import random_state, restore_random_state
 from inflight.training.ranks.group import RankGroup
+from inflight.training.schedules import LIVE_S
 
 if TYPE_CHECKING:
     from inflight.weights.trainer.publisher import Publisher
@@ -155,14 +156,14 @@ class Run:
             if 0 < self._publisher.version >= header.version:
                 raise RunFileError(
                     f"version {self._publisher.version} was published already, and the run goes on from "
-                    f"{header.version}; load a run before anything is published"
+                    f"{header.version}; load a run before anything is published, on a newly launched engine"
                 )
         with self._together():
             if header.version:
                 self._publisher.continue_from(header.version)
                 self._publisher.publish(*(() if weights is None else (weights,)))
             if engine.rank == 0 and header.engine is not None:
-                engine.wait_for_version(header.version)
+                engine.wait_for_version(header.version, timeout_s=LIVE_S)
                 shift_ns = header.clock.shift_to(_Clock.read())
                 published = [(version, ns + shift_ns) for version, ns in header.engine.published]
                 engine.staleness.restore(published, header.engine.changes)

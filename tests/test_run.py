@@ -33,6 +33,7 @@ from inflight.core.messages import Prompt
 from inflight.core.rollout import Turn
 from inflight.core.sampling import SamplingParams
 from inflight.run import _Clock, _describe, _File, _read, _saved_groups, _write
+from inflight.stream.assignments import OF_CLIENT
 from inflight.stream.ledger import Ledger
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 6, "max_context": 256, "threads": 1}
@@ -332,3 +333,13 @@ def test_a_killed_trainer_goes_on_with_the_step_after_its_checkpoint(tmp_path):
     assert summary["steps"] == 8
     assert summary["dropped"]["num_failed_groups"] == 0
     assert [p.name for p in Path(tmp_path).glob("checkpoint-*")] == ["checkpoint-000008"]
+
+
+def test_requests_of_a_servers_clients_are_not_in_the_file():
+    """No client would take them in another process."""
+    ledger = Ledger()
+    with ledger.table.lock:
+        ledger.engines.begin(Prompt([1], SamplingParams(), metadata={OF_CLIENT: True}), None)
+        ledger.engines.begin(Prompt([1], SamplingParams()), None)
+    ledger.expect([0, 1], reserved=True)
+    assert [group.ids.group_id for group in ledger.engines.snapshot()] == [1]

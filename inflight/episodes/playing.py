@@ -146,8 +146,8 @@ class Player:
                             "trained; return a number, or call session.reward"
                         )
                     self._counts[_NO_REWARD] += 1
-                ended = finish_reason(session, reason, reward)
-                return session.rollouts(ended, reward, parts) or [group.nothing(sample, ended)]
+                ended = finish_reason(reason, reward)
+                return session.rollouts(ended, reward, parts) or [group.nothing(sample, ended or "cancelled")]
 
     async def _attempt(self, session: Session, row: Any) -> tuple[str, Reward, Exception | None]:
         """Run the rollout function once. Returns the reason of its end, its result, and its exception."""
@@ -235,14 +235,11 @@ def settle(
     return session.total_reward or 0.0, {}, reason
 
 
-def finish_reason(session: Session, reason: str, reward: float | None) -> str:
-    """Return "length" for an episode that was cut by a limit or in its last turn, "cancelled" for one that takes no
-    part in training, and "error" after an exception."""
+def finish_reason(reason: str, reward: float | None) -> str | None:
+    """Return "length" for an episode that a limit has cut, "cancelled" for one that takes no part in training, "error"
+    after an exception, and None if the ends of its turns decide."""
     if reason.startswith("error"):
         return "error"
     if reason != "completed":
         return "cancelled" if reward is None else "length"
-    if session.last is None:
-        return "stop"
-    segment, number = session.last
-    return segment.drawn[number].turn.finish_reason
+    return None

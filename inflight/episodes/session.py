@@ -100,7 +100,7 @@ class Session:
         returns True to end the turn, or `Feedback`. template_kwargs: variables of the chat template. Raises EpisodeEnd,
         and InvalidRequestError for messages that do not fit the chat template.
         """
-        self._check_open()
+        await self._check_open()
         if isinstance(messages, (str, Mapping)) or not all(isinstance(message, Mapping) for message in messages):
             raise TypeError(
                 f'messages must be a list of messages such as {{"role": "user", "content": …}}, got {messages!r}'
@@ -131,7 +131,7 @@ class Session:
         """Draw the tokens after these. If they begin with an earlier turn and everything before it, they continue its
         token sequence. If they leave an earlier sequence at some token, also within a turn, they are a branch from
         there. The other arguments are as in `chat`. Raises EpisodeEnd."""
-        self._check_open()
+        await self._check_open()
         token_ids = [int(token) for token in token_ids]
         segment, given = self.conversations.continue_tokens(
             token_ids, self.turns.adapter if adapter is None else adapter
@@ -146,7 +146,7 @@ class Session:
         shared tokens it has at most as many tokens as the reply could have. A stop string that begins in the shared
         tokens does not end it. The other arguments are as in `chat`.
         Raises EpisodeEnd, and ValueError if `at` or n is out of range."""
-        self._check_open()
+        await self._check_open()
         most = min(len(reply.token_ids) - (reply.finish_reason == "stop"), reply.request.max_tokens - 1)
         if not 0 <= at <= most or n < 1:
             raise ValueError(f"at must be in [0, {most}], and n at least 1, got {at} and {n}")
@@ -157,7 +157,7 @@ class Session:
         """Return an address for an agent that calls the API of OpenAI or Anthropic. Its requests are calls of `chat`.
         Only programs on this machine reach it, unless `Episodes` has `agents`. rewards: requests can also set rewards.
         An agent that runs code of the policy could then set its own. It needs the extra `serve`. Raises EpisodeEnd."""
-        self._check_open()
+        await self._check_open()
         return (await self.turns.agent_server()).open(self, rewards=rewards)
 
     # ---- rewards ------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Session:
         functions and arguments in the same order. Results are saved if they are JSON-like, bytes, tuples, or arrays of
         NumPy. Functions that might have a state are called again: methods, functions within functions, and functions
         with `function.on_restart = "replay"`. The attribute `on_restart` of an object changes it for its methods."""
-        self._check_open()
+        await self._check_open()
         if 0 < self._limits.max_calls <= self.num_calls:
             self._end("max_calls")
         self.num_calls += 1
@@ -270,15 +270,15 @@ class Session:
         for task in self._drawing:
             task.cancel()
 
-    def rollouts(self, finish_reason: str, reward: float | None, parts: Mapping[str, float]) -> list[Rollout]:
-        """Return a rollout for each segment with a drawn turn."""
+    def rollouts(self, finish_reason: str | None, reward: float | None, parts: Mapping[str, float]) -> list[Rollout]:
+        """Return a rollout for each segment with a drawn turn. finish_reason: None takes each segment's last one."""
         rollouts = [
             segment.rollout(
                 group_id=self.group_id,
                 sample=self.sample,
                 params=self.params,
                 metadata=self.metadata,
-                finish_reason=finish_reason,
+                finish_reason=finish_reason or segment.drawn[-1].turn.finish_reason,
             )
             for segment in self.segments
             if segment.drawn
@@ -298,8 +298,9 @@ class Session:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         return min(max_tokens, self.params.max_tokens)
 
-    def _check_open(self) -> None:
+    async def _check_open(self) -> None:
         if self.ended is not None:
+            await asyncio.sleep(0)  # A function that catches all exceptions and tries again leaves time to others.
             raise EpisodeEnd(self.ended)
 
     def _end(self, reason: str) -> NoReturn:

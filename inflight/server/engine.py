@@ -1,6 +1,6 @@
 """The part of an engine that a server uses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from inflight.core.sampling import SamplingParams
@@ -15,7 +15,12 @@ class ServedEngine(ComparedEngine, RecordedEngine, Protocol):
     @property
     def tokenizer(self) -> Any: ...
     async def asubmit(
-        self, prompts: Any, params: SamplingParams | None = None, *, adapter: str | None = None
+        self,
+        prompts: Any,
+        params: SamplingParams | None = None,
+        *,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        adapter: str | None = None,
     ) -> list[int]: ...
     def abandon(self, group_ids: Sequence[int]) -> None: ...
     def cancel(self, group_ids: Sequence[int] | None = None) -> None: ...

@@ -24,6 +24,7 @@ from inflight.server.options import ServerOptions
 from inflight.server.request_log import RequestLog
 from inflight.server.responses import ApiError
 from inflight.server.updates import Updates
+from inflight.stream.assignments import OF_CLIENT
 
 Endpoint = Callable[["Served", Request], Awaitable[Response]]
 _CHECK_S = 0.01
@@ -106,7 +107,10 @@ class Served:
             may_draw = await self._until_drained(request_id)
             self._num_submitting += 1
             try:
-                group_ids = await self.engine.asubmit(prompts, params, adapter=adapter.place or None)
+                of_client = [{OF_CLIENT: True}] * len(prompts)
+                group_ids = await self.engine.asubmit(
+                    prompts, params, metadata=of_client, adapter=adapter.place or None
+                )
             finally:
                 self._num_submitting -= 1
         except BaseException:

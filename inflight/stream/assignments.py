@@ -13,6 +13,9 @@ from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
 from inflight.stream.held_groups import SavedGroup
 from inflight.stream.training_queue import TrainingQueue
 
+OF_CLIENT = "client"
+"""Key in the metadata of a prompt that a client of the server has sent."""
+
 
 class Assignments:
     """The engines of groups. A group whose engine has ended is unassigned until another engine continues it."""
@@ -99,13 +102,14 @@ class Assignments:
             record.version = 0
 
     def snapshot(self) -> list[SavedGroup[Rollout]]:
-        """Return all outstanding groups with their samples so far, in the order in which `next` returns them."""
+        """Return all outstanding groups with their samples so far, in the order in which `next` returns them. Groups of
+        a server's clients are left out: no client waits for them in another process."""
         with self._table.lock:
             lent = sorted(group_id for group_id, record in self._table.records.items() if record.state is State.LENT)
             in_order = dict.fromkeys([*lent, *self._table.ready, *sorted(self._table.records)])
             groups: list[SavedGroup[Rollout]] = []
             for record in (self._table.records[group_id] for group_id in in_order):
-                if not record.is_wanted or record.prompt is None:
+                if not record.is_wanted or record.prompt is None or OF_CLIENT in record.prompt.metadata:
                     continue
                 arrived = list(record.rollouts)
                 is_open = record.state is State.OPEN

@@ -127,6 +127,9 @@ def grpo(
         score_reference = reference_scorer(
             objective, model, reference, reward_kl_weight=config.reward_kl_weight, autocast=config.autocast
         )
+        are_episodes = not getattr(engine, "can_pin", True)
+        if score is not None and are_episodes:
+            raise ValueError("episodes have rewards of their own: leave score out, or return it from the episode")
         score, add_teacher = prepare_teacher(
             teacher, score, objective, model, engine, config.sampling, autocast=config.autocast
         )
@@ -134,7 +137,7 @@ def grpo(
             check_supported(model, config)
         check_finite(model)
         check_belong(model, optimizer, publisher)
-        if score is None and teacher is None and getattr(engine, "can_pin", True):
+        if score is None and teacher is None and not are_episodes:
             raise ValueError("only episodes have rewards: give a score function, or a teacher")
         adapter = trained_adapter(engine, model)
         if adapter is not None and resolve_schedule(config.schedule) is SCHEDULES["one_step_off"]:
@@ -311,6 +314,7 @@ class _Trainer:
             advantages=config.advantages,
             skip_uniform=config.skips_uniform_groups,
             mask_truncated=config.mask_truncated,
+            adapters=[self.adapter],
         )
         measure_taken(meter, new, batch)
         present.scored.groups += part.groups

@@ -276,3 +276,34 @@ def test_arguments_of_the_model_reach_the_tool_and_nothing_else(engine):
 
     outcome(engine, calls, n=1)
     assert [message["content"] for [message] in replies] == ["f s 90"]
+
+
+def test_a_function_that_catches_everything_and_tries_again_ends_at_its_time_limit(engine):
+    async def stubborn(session, row):
+        while True:
+            try:
+                await session.complete(row)
+            except Exception:
+                continue
+
+    limits = inflight.Limits(max_turns=2, episode_s=1.0, cleanup_s=1.0)
+    group, counts = outcome(engine, stubborn, limits=limits, n=2)
+    assert {rollout.finish_reason for rollout in group} <= {"cancelled", "length"}
+    assert sum(counts[reason] for reason in ("episode_timeout", "max_turns")) == 2
+
+
+@pytest.mark.parametrize("order", [("stop", "length"), ("length", "stop")])
+def test_each_sequence_of_an_episode_ends_as_its_own_last_turn(engine, order):
+    async def answers(session, row):
+        for reason in order:  # half of the first tokens end an answer
+            for _ in range(60):
+                reply = await session.complete(row, max_tokens=1 if reason == "length" else 40)
+                if reply.finish_reason == reason:
+                    break
+        return float(session.sample)
+
+    params = inflight.SamplingParams(n=2, max_tokens=40, stop_token_ids=tuple(range(0, 199, 2)))
+    [group] = collect(engine, inflight.Episodes(engine, answers), [[1, 2, 3]], params)
+    for rollout in group:
+        assert rollout.finish_reason == rollout.turns[-1].finish_reason
+    assert {rollout.finish_reason for rollout in group} == {"length", "stop"}

@@ -2,11 +2,12 @@
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from made_frames import ends, make_frame, starts
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, wait_until
 
 import inflight
 from inflight.core.frames import Finish, GroupStart
@@ -191,3 +192,18 @@ def test_columns_are_read_from_any_token_on(begin):
         columns = {"token_ids": np.array([i, -i], np.int32), "logprobs": np.zeros(2, np.float32)}
         store.append(np.array([tokens.row, other.row]), 1, i, columns)
     assert store.read(tokens, begin)["token_ids"].tolist() == list(range(begin, 300))
+
+
+def test_requests_of_clients_are_marked_as_such(served):
+    """So that a saved run leaves them out."""
+    engine = served.engine
+    engine.pause()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(served.client.completions.create, model="policy", prompt=[1, 2], max_tokens=2)
+            wait_until(lambda: bool(engine.stream.ledger.table.records))
+            assert engine.stream.ledger.engines.snapshot() == []
+            engine.resume()
+            assert answer.result(60).usage.completion_tokens
+    finally:
+        engine.resume()

@@ -127,3 +127,30 @@ def test_prompts_without_an_adapter_are_warned_of_once(model_dir, caplog):
             for _ in range(2):
                 engine.submit([[1, 2]], SAMPLING)
     assert caplog.text.count("name one in submit") == 1
+
+
+def test_tokens_of_other_adapters_are_not_trained(engine):
+    """In step with the trainer, all tokens in the loss are of the weights that are trained."""
+
+    async def play(session, row):
+        mine = await session.complete(row, adapter="one")
+        other = await session.complete(row, adapter="two")
+        base = await session.complete(row)
+        return float(sum(mine.token_ids) % 3 + len(other.token_ids) + len(base.token_ids))
+
+    model = with_adapters("qwen3", *NAMES)
+    model.set_adapter("one")
+    with inflight.Episodes(engine, play) as episodes:
+        reports = run(engine, model, source=episodes)
+    for report in reports:
+        assert {rollout.adapter for rollout in report.rollouts} == {"one", "two", None}
+        assert report.stats.mismatch.logprob_diff < 1e-3
+
+
+def test_a_score_function_is_refused_for_episodes(engine):
+    model = with_adapters("qwen3", *NAMES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with engine.publisher(model) as publisher, inflight.Episodes(engine, _play, adapter="one") as episodes:
+        config = inflight.GRPOConfig(steps=1)
+        with pytest.raises(ValueError, match="episodes have rewards of their own: leave score out"):
+            inflight.grpo(episodes, publisher, model, optimizer, prompts(), reward, config)

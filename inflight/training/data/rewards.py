@@ -8,7 +8,7 @@ from math import isfinite, isnan
 from statistics import fmean
 
 from inflight.core.arguments import named
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, samples_of
 from inflight.stream.held_groups import Group
 from inflight.training.data.scoring import BatchScore, GroupScorer, Prepare, Reward, Score, Scorer
 
@@ -83,9 +83,9 @@ class Rewards(GroupScorer):
 
 
 def mean_parts(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """Return the mean of each score function by its name, over the rollouts with a result of that function."""
+    """Return the mean of each score function by its name, over the samples with a result of that function."""
     parts: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, part in rollout.rewards.items():
+    for first, *_ in samples_of(rollouts):  # All token sequences of an episode have its rewards.
+        for name, part in first.rewards.items():
             parts.setdefault(name, []).append(part)
     return {name: fmean(values) for name, values in parts.items()}

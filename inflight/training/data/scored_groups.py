@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import isnan, nan
 from statistics import fmean
@@ -181,13 +181,16 @@ class ScoredGroups:
         advantages: str | Advantages = "grpo",
         skip_uniform: bool = False,
         mask_truncated: bool = False,
+        adapters: Collection[str | None] | None = None,
     ) -> PackedBatch | None:
         """Pack the groups for a trainer that has this version's weights. Returns None if nothing is left.
 
-        foreign_versions: `StalenessMeter.foreign_versions`, for adapters that are published one by one.
-        skip_uniform: leave out groups whose advantages are all 0. mask_truncated: leave out rollouts that ended at
-        their maximum length. The batch's totals count both. Raises ValueError for a reward that is None or not finite,
-        and if the number of advantages differs from the number of rollouts.
+        adapters: leave out rollouts that other adapters have drawn; None in it stands for the weights alone. Rewards of
+        these rollouts count in the advantages of their group, and their tokens in no total. foreign_versions:
+        `StalenessMeter.foreign_versions`, for adapters that are published one by one. skip_uniform: leave out groups
+        whose advantages are all 0. mask_truncated: leave out rollouts that ended at their maximum length. The batch's
+        totals count both. Raises ValueError for a reward that is None or not finite, and if the number of advantages
+        differs from the number of rollouts.
         """
         rollouts = self.rollouts
         values = list(resolve_advantages(advantages)(self.groups))
@@ -200,6 +203,8 @@ class ScoredGroups:
         # Staleness rules see every rollout, so that totals and counts do not depend on later omissions.
         foreign = [foreign_versions(r.adapter, r.weight_versions) for r in rollouts] if foreign_versions else None
         included = take_out_stale(rollouts, staleness, trainer_version, taken_ns := now_ns(), self.dropped, foreign)
+        if adapters is not None:
+            included = {index: one for index, one in included.items() if rollouts[index].adapter in adapters}
         without_gradient = self._without_gradient(values, skip_uniform, mask_truncated) & included.keys()
         kept = [index for index in included if index not in without_gradient]
         self.totals = _totals_of([rollouts[index] for index in included], [rollouts[index] for index in kept])

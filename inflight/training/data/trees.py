@@ -67,6 +67,8 @@ def _of_group(group: Sequence[Rollout], value_of: "Value") -> list[np.ndarray]:
     origins = [_origin(group, index) for index in range(len(group))]
     paths = _paths(group, origins)
     returns = {leaf: _return(group, path) for leaf, path in enumerate(paths)}
+    if len(set(returns.values())) == 1:  # Rounding would leave differences.
+        return columns
     forest = _Forest(_nodes(paths), returns, [rollout.sample for rollout in group], origins)
     for node in forest.nodes:
         columns[node.rollout][node.begin : node.end] = value_of(node, forest)

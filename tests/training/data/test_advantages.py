@@ -7,8 +7,9 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from made_batches import make_group
+from made_batches import make_group, make_rollouts
 
+import inflight
 from inflight.core.rollout import Rollout, Turn
 from inflight.training.data.advantages import (
     ADVANTAGES,
@@ -267,3 +268,10 @@ def test_dr_grpo_weighs_turns_down_by_the_documented_factor(n, p):
 def test_a_lone_sample_of_several_turns_has_nothing_to_be_compared_with():
     [values] = turn_values([[[1.0, 2.0]]], [[np.array([1, 0, 1], bool)]], "rloo")
     assert values.tolist() == [0, 0, 0]
+
+
+def test_equal_rewards_of_spared_turns_give_no_advantage_at_all():
+    rollouts = make_rollouts(4)
+    for rollout in rollouts:
+        rollout.reward = 0.1
+    assert inflight.spared_advantages([rollouts]) == [0.0] * 4

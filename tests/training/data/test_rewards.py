@@ -176,3 +176,11 @@ def test_what_cannot_be_is_refused(arguments, message):
     scores, *weights = arguments
     with pytest.raises(ValueError, match=message):
         Rewards(scores, weights=weights[0] if weights else None)
+
+
+def test_parts_of_an_episode_count_once_however_many_sequences_it_has():
+    rollouts = make_rollouts(3)
+    for rollout, sample, correct in zip(rollouts, (0, 0, 1), (1.0, 1.0, 0.0), strict=True):
+        rollout.group_id, rollout.sample, rollout.rewards = 0, sample, {"correct": correct}
+        rollout.turns = (Turn(0, len(rollout.token_ids), True, None),)
+    assert mean_parts(rollouts) == {"correct": 0.5}
