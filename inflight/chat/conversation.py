@@ -72,7 +72,8 @@ class Conversation:
         the next answer. None if the template cannot be continued; `begin` renders the whole conversation then.
 
         token_ids: the first prompt and everything after it. Its end was drawn; the token that ends the answer can be
-        missing. messages: the messages of these tokens. Only the last one is used, the answer as a message.
+        missing. messages: the messages of these tokens; the last one is the answer. The result is None if an earlier
+        one changes the beginning of the next answer. Earlier ones can be left out if none does.
         new_messages: messages of users, tools and systems; for an answer that was not drawn the result is None.
         """
         if not token_ids or not new_messages:
@@ -81,9 +82,10 @@ class Conversation:
             return None
         calls = calls_of(messages[-1]) if messages and messages[-1].get("role") == "assistant" else []
         others = [calls, tools, template_kwargs]
-        guarded, (calls, tools, template_kwargs), mark = self._encoder.guard(new_messages, others)
-        suffix = self._suffixes.after(calls, guarded, tools, template_kwargs)
-        if suffix is None:
+        guarded, (calls, tools, template_kwargs), mark = self._encoder.guard([*messages, *new_messages], others)
+        earlier, new = guarded[: len(messages)][:-1], guarded[len(messages) :]
+        suffix = self._suffixes.after(calls, new, tools, template_kwargs)
+        if suffix is None or not self._suffixes.agrees(suffix, earlier, calls, new, tools, template_kwargs):
             return None
         ids = self._encoder.encode(suffix.text, mark, inside=True)
         return ids[self._num_drawn(token_ids[-1], ids, suffix.close) :]

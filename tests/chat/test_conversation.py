@@ -158,6 +158,18 @@ def test_the_suffix_does_not_depend_on_what_came_before(made, name):
         assert texts[2].endswith(texts[0])
 
 
+@pytest.mark.parametrize("name", sorted(set(STOCK) - NO_RESULTS))
+def test_results_do_not_depend_on_what_came_before(made, name):
+    """Some templates write the content of an answer after the results of its calls."""
+    conversation = made[name][1]
+    answer = {**call("c1"), "content": "I look."}
+    deep = [{"role": "system", "content": "Be brief."}, USER, call("c1"), result("c1"), SAID, USER, answer]
+    for new in ([result("c1")], [result("c1"), NEXT]):
+        short = conversation.extend([1], [answer], new, TOOLS)
+        assert short
+        assert conversation.extend([1], deep, new, TOOLS) == short
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_stop_token_that_was_drawn_is_not_doubled(made, name):
     tokenizer, conversation = made[name]
@@ -236,6 +248,50 @@ def test_a_template_that_ends_whole_conversations_continues_by_the_mark():
     more = conversation.extend([65], [USER, call("c1")], [result("c1")], TOOLS)
     assert tokenizer.decode(more) == "<|im_start|>tool: Paris<|im_start|>assistant: "
     assert conversation.extend([65, tokenizer.eos_token_id], [USER, call("c1")], [result("c1")], TOOLS) == more
+
+
+THINKS = """{% set ns = namespace(quiet=false) %}{% for m in messages %}
+{%- if '/no_think' in m.content and m.role != 'assistant' %}{% set ns.quiet = true %}{% endif %}
+{%- if '/think' in m.content and m.role != 'assistant' %}{% set ns.quiet = false %}{% endif %}
+{%- set said = m.content.split('</think>')[-1] if m.role == 'assistant' else m.content %}
+{{- '<|im_start|>' + m.role + ': ' + said.replace('/no_think', '') }}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant: <think>{% if ns.quiet %}</think>{% endif %}{% endif %}"""
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
+@pytest.mark.parametrize("text", ["is it?", "<|im_end|>", "<think>", "think", " ", ""])
+def test_a_beginning_of_an_answer_that_an_earlier_message_decides_is_not_guessed(text, tools):
+    tokenizer = byte_tokenizer_for(THINKS)
+    conversation = Conversation(tokenizer)
+    answer, new = {"role": "assistant", "content": "<think>Hm.</think>Here."}, [{"role": "user", "content": text}]
+    for system, as_usual in [("Be brief.", True), ("Be brief. /no_think", False)]:
+        first = [{"role": "system", "content": system}, USER]
+        more = conversation.extend([*conversation.begin(first, tools), *b"Here."], [*first, answer], new, tools)
+        whole = tokenizer.decode(conversation.begin([*first, answer, *new], tools))
+        assert whole.endswith("<think>" if as_usual else "<think></think>")
+        assert (more is not None) == as_usual
+        assert more is None or whole.endswith(tokenizer.decode(more))
+
+
+def test_only_the_end_of_the_conversation_counts():
+    """A template can close an answer differently in a longer conversation."""
+    template = THINKS.replace("<|im_end|>", "{% if m.role == 'user' or loop.length < 4 %}<|im_end|>{% endif %}")
+    tokenizer = byte_tokenizer_for(template)
+    conversation = Conversation(tokenizer)
+    messages = [{"role": "system", "content": "Be brief."}, USER, SAID]
+    more = tokenizer.decode(conversation.extend([65], messages, [NEXT]))
+    assert more == "<|im_end|><|im_start|>user: And then?<|im_end|><|im_start|>assistant: <think>"
+    assert not tokenizer.decode(conversation.begin([*messages, NEXT])).endswith(more)
+
+
+def test_a_conversation_that_the_template_cannot_render_is_continued():
+    refusal = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
+    tokenizer = byte_tokenizer_for(refusal + THINKS)
+    conversation = Conversation(tokenizer)
+    usual = conversation.extend([65], [USER, SAID], [NEXT])
+    assert usual
+    for messages in ([SAID], [], [{"role": "system", "content": "/no_think"}, USER, SAID]):
+        assert conversation.extend([65], messages, [NEXT]) == usual
 
 
 def test_results_and_a_user_follow_together(made):
