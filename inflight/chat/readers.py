@@ -162,7 +162,8 @@ class Reader:
         """Return all calls of the reply; no calls if one cannot be read."""
         try:
             message = parse_response(self._text, dict(self._template), prefix=self._prefix, tools=self._tools)
-            return [call for name, value in message.items() if name.startswith(CALLS) for call in _calls_of(value)]
+            calls = [call for name, value in message.items() if name.startswith(CALLS) for call in _calls_of(value)]
+            return _with_ids(calls)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return []
 
@@ -187,8 +188,8 @@ def _format_of(template: Template) -> _Format:
 
 
 def _calls_of(value: Any) -> list[dict[str, Any]]:
-    """Convert a value, or JSON text of values, to tool calls. Raises KeyError, TypeError or ValueError if it has
-    none."""
+    """Convert a value, or JSON text of values, to tool calls with the ids that were drawn. Raises KeyError, TypeError
+    or ValueError if it has none."""
     if isinstance(value, str):
         value = _json_values(value)
     if isinstance(value, list):
@@ -204,7 +205,20 @@ def _calls_of(value: Any) -> list[dict[str, Any]]:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     (name + text).encode()  # A lone surrogate cannot be sent.
     called = {"name": name, "arguments": text}
-    return [{"id": f"chatcmpl-tool-{uuid.uuid4().hex}", "type": "function", "function": called}]
+    return [{"id": value.get("id"), "type": "function", "function": called}]
+
+
+def _with_ids(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls of one reply with ids. A call without an id, or with the one of an earlier call, gets a new
+    one."""
+    used = {""}
+    for call in calls:
+        drawn = call["id"].strip() if isinstance(call["id"], str) else ""
+        # A lone surrogate cannot be sent.
+        is_new = drawn not in used and drawn == drawn.encode(errors="replace").decode()
+        call["id"] = drawn if is_new else f"chatcmpl-tool-{uuid.uuid4().hex}"
+        used.add(call["id"])
+    return calls
 
 
 def _json_values(text: str) -> list[Any]:

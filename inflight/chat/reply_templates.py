@@ -28,8 +28,9 @@ _OBJECT = r'(?(DEFINE)(?P<object>\{(?:[-+.,:\[\]\w\s]++|"(?:[^"\\]++|\\.)*+"|(?&
 
 def _call(pattern: str) -> dict[str, Any]:
     """Return the field of a call that a pattern spans. Its group `values` is JSON with name and arguments; otherwise
-    the groups `name` and `arguments` are there."""
-    transform = "{values}" if "<values>" in pattern else {"name": "{name}", "arguments": "{arguments}"}
+    the groups `name` and `arguments` are there, and in some formats `id`."""
+    groups = [group for group in ("name", "arguments", "id") if f"<{group}>" in pattern]
+    transform = "{values}" if "<values>" in pattern else {group: f"{{{group}}}" for group in groups}
     return {"open_pattern": _OBJECT + pattern, "close_pattern": "", "repeats": True, "transform": transform}
 
 
@@ -66,7 +67,8 @@ _TAGGED: Fields = {
 _MISTRAL: Fields = {
     "tool_calls": _call(r"\[TOOL_CALLS\]\s*(?P<values>\[(?:\s*(?&object)\s*,?)++\s*\])"),
     "tool_calls_by_name": _call(
-        r"\[TOOL_CALLS\]\s*+(?P<name>[^\s\[{]++)\s*+(?:\[CALL_ID\][^\[{]*+)?(?:\[ARGS\])?\s*+(?P<arguments>(?&object))"
+        r"\[TOOL_CALLS\]\s*+(?P<name>[^\s\[{]++)\s*+(?:\[CALL_ID\](?P<id>[^\[{]*+)|(?P<id>))(?:\[ARGS\])?\s*+"
+        r"(?P<arguments>(?&object))"
     ),
 }
 _DEEPSEEK: Fields = {
@@ -79,7 +81,8 @@ _DEEPSEEK: Fields = {
 }
 _KIMI: Fields = {
     "tool_calls": _call(
-        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?"
+        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
+        r"(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)"
         r"\s*<\|tool_call_argument_begin\|>\s*(?P<arguments>(?&object))"
         r"\s*(?:<\|tool_call_end\|>|\Z)"
     )

@@ -314,6 +314,24 @@ def test_ids_of_calls_are_shortened_for_templates_that_want_it():
         assert (id in more) == (id == short)
 
 
+@pytest.mark.parametrize(
+    ("drawn", "id"),
+    [
+        ('[TOOL_CALLS] [{"name": "find", "arguments": {"zip": "75001"}, "id": "VvvODy9mT"}]', "VvvODy9mT"),
+        ('[TOOL_CALLS]find[CALL_ID]VvvODy9mT[ARGS]{"zip": "75001"}', "VvvODy9mT"),
+    ],
+    ids=["JSON", "by name"],
+)
+def test_a_result_names_the_id_that_was_drawn(drawn, id):
+    tokenizer = byte_tokenizer_for(MISTRAL)
+    conversation = Conversation(tokenizer)
+    prompt, ids = conversation.begin([USER], TOOLS), tokenizer(f"{drawn}</s>", add_special_tokens=False)["input_ids"]
+    answer = conversation.read(prompt, ids, TOOLS)
+    new = [result(answer["tool_calls"][0]["id"])]
+    more = conversation.extend([*prompt, *ids], [USER, answer], new, TOOLS)
+    assert tokenizer.decode(more) == f"[TOOL_RESULTS]Paris {id}[/TOOL_RESULTS]"
+
+
 def test_a_message_that_fails_does_not_decide_for_others(made):
     conversation = Conversation(byte_tokenizer_for(MISTRAL))
     assert conversation.extend([65], [USER, call("c1")], [{"role": "tool", "content": "Paris"}], TOOLS) is None

@@ -98,6 +98,49 @@ def test_calls_of_json(template, call, arguments):
     assert both(reading(template), f"So: {broken}") == ("", f"So: {broken}", [])
 
 
+def _kimi(*ids):
+    calls = "".join(f"<|tool_call_begin|>{id}<|tool_call_argument_begin|>{{}}<|tool_call_end|>" for id in ids)
+    return KIMI.format(calls)
+
+
+def _json_calls(*ids):
+    return ", ".join(json.dumps({"name": "find", "arguments": {}, "id": id}) for id in ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        (
+            "<|tool_calls_section_begin|>",
+            _kimi("functions.find:0", "functions.find:1"),
+            ["functions.find:0", "functions.find:1"],
+        ),
+        ("<|tool_calls_section_begin|>", _kimi("find:0 ", "functions.find"), ["find:0", "functions.find"]),
+        ("<|tool_calls_section_begin|>", _kimi("functions.find:0", "functions.find:0"), ["functions.find:0", None]),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]find[CALL_ID]VvvODy9mT[ARGS]{}", ["VvvODy9mT"]),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]find[CALL_ID] a1 [ARGS]{}[TOOL_CALLS]find[CALL_ID]a1[ARGS]{}", ["a1", None]),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]find[CALL_ID][ARGS]{}[TOOL_CALLS]find[ARGS]{}", [None, None]),
+        ("[TOOL_CALLS]", f"[TOOL_CALLS] [{_json_calls('VvvODy9mT', 'b2', 'b2')}]", ["VvvODy9mT", "b2", None]),
+        ("[TOOL_CALLS]", f"[TOOL_CALLS][{_json_calls('', 5, None, [], ' ', chr(0xD800))}]", [None] * 6),
+        ("<tool_call>", '<tool_call>{"name": "find", "arguments": {}}</tool_call>', [None]),
+        ("<tool_call>", "<tool_call><function=find></function></tool_call>", [None]),
+        (
+            "<｜tool▁calls▁begin｜>",
+            DEEPSEEK.format("<｜tool▁call▁begin｜>find<｜tool▁sep｜>{}<｜tool▁call▁end｜>" * 2),
+            [None, None],
+        ),
+        ("<|channel|><|message|>", "<|channel|>commentary to=functions.find<|message|>{}", [None]),
+    ],
+)
+def test_a_call_has_the_id_that_was_drawn_or_a_new_one(template, text, expected):
+    prompt = "<|start|>assistant" if "channel" in template else ""
+    calls = reading(template, prompt=prompt)().feed(text, last=True).calls
+    ids = [call["id"] for call in calls]
+    assert [None if id.startswith("chatcmpl-tool-") else id for id in ids] == expected
+    assert len(set(ids)) == len(ids)
+    assert {call["function"]["name"] for call in calls} == {"find"}
+
+
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
 def test_a_call_with_a_number_that_json_does_not_have_is_text(number):
     text = f'<tool_call>{{"name": "find", "arguments": {{"count": {number}}}}}</tool_call>'
