@@ -67,7 +67,7 @@ def _of_group(group: Sequence[Rollout], value_of: "Value") -> list[np.ndarray]:
     origins = [_origin(group, index) for index in range(len(group))]
     paths = _paths(group, origins)
     returns = {leaf: _return(group, path) for leaf, path in enumerate(paths)}
-    if len(set(returns.values())) == 1:  # Rounding would leave differences.
+    if len(set(returns.values())) == 1 and value_of is not _vineppo:  # Rounding would leave differences.
         return columns
     forest = _Forest(_nodes(paths), returns, [rollout.sample for rollout in group], origins)
     for node in forest.nodes:
