@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight.server.nccl_protocol import Rendezvous
-from inflight.server.requests import read_body, read_fields, read_request
+from inflight.server.requests import read_body, read_fields, read_request, unless_gone
 from inflight.server.responses import ApiError, answer, as_api_error
 from inflight.server.served import Served
 from inflight.weights.nccl import why_not
@@ -206,13 +206,14 @@ async def pause(served: Served, request: Request) -> Response:
     if mode not in ("keep", "wait", "abort"):
         raise ApiError(400, f"mode must be keep, wait or abort, got {mode!r}", param="mode")
     if mode == "wait":
-        await served.drain()
+        await unless_gone(request, served.drain())
     elif mode == "abort":
-        await asyncio.to_thread(served.engine.pause)
+        await served.pause()
         await served.abort(None)
     elif served.options.honor_pause:
-        await asyncio.to_thread(served.engine.pause)
-    served.paused = True
+        await served.pause()
+    else:
+        served.paused = True
     generating = mode == "keep" and not served.options.honor_pause
     if generating:  # unless somebody else has paused the engine
         generating = not (await asyncio.to_thread(served.engine.status)).paused
@@ -220,9 +221,8 @@ async def pause(served: Served, request: Request) -> Response:
 
 
 async def resume(served: Served, request: Request) -> Response:
-    """End a pause."""
-    await asyncio.to_thread(served.engine.resume)
-    served.paused = False
+    """End a pause, also one that still waits for requests."""
+    await served.resume()
     return answer({"status": "resumed"})
 
 

@@ -56,9 +56,13 @@ class Served:
         self.loop: asyncio.AbstractEventLoop
         self.paused = False
         """A client has paused and not resumed."""
+        self._pausing = asyncio.Lock()
+        """Held while the engine is paused or resumed, so that the later of two calls has the last effect."""
+        self._num_resumed = 0
+        """Calls of `resume`. Each ends the drains before it."""
         self._num_submitting = 0
         """Requests that the engine is about to accept."""
-        self._draining = False
+        self._num_draining = 0
         self._waiting: dict[asyncio.Future[bool], str] = {}
         """Maps requests that wait for the end of `drain` to their ids. The result is False for aborted ones."""
         self._bell: Bell
@@ -124,7 +128,7 @@ class Served:
 
     async def _until_drained(self, request_id: str) -> bool:
         """Wait while `drain` runs. False for a request that was aborted in the meantime."""
-        while self._draining:
+        while self._num_draining:
             self._waiting[waiting := asyncio.get_running_loop().create_future()] = request_id
             try:
                 if not await waiting:
@@ -157,15 +161,39 @@ class Served:
         """Requests in progress."""
         return len(self.running) + self._num_submitting + len(self._waiting)
 
+    async def pause(self, *, num_resumed: int | None = None) -> None:
+        """Pause the engine, also if the caller is cancelled meanwhile. num_resumed: calls of `resume` so far; after
+        another one, raise ApiError instead."""
+
+        async def pause() -> None:
+            async with self._pausing:
+                if num_resumed not in (None, self._num_resumed):
+                    raise ApiError(409, "the engine was resumed before this pause took effect")
+                await asyncio.to_thread(self.engine.pause)
+                self.paused = True
+
+        await asyncio.shield(pause())
+
+    async def resume(self) -> None:
+        """Resume the engine, and end the drains in progress."""
+        self._num_resumed += 1
+        async with self._pausing:
+            await asyncio.to_thread(self.engine.resume)
+            self.paused = False
+
     async def drain(self) -> None:
-        """Pause the engine when it has drawn all requests in progress, read or not. New requests wait. An engine
-        that a client has paused stays as it is. Raises ApiError if that takes too long; then nothing is paused."""
+        """Pause the engine when it has drawn all requests in progress, read or not. New requests wait. An engine that
+        a client has paused stays as it is. Raises ApiError if that takes too long, or if a client resumes meanwhile;
+        then nothing is paused."""
+        num_resumed = self._num_resumed
         if self.paused and (await asyncio.to_thread(self.engine.status)).paused:
             return
-        self._draining = True
+        self._num_draining += 1
         try:
             wait = Wait()
-            while self._num_submitting or not all(generation.drawn for generation in self.running):
+            while self._num_resumed == num_resumed and (
+                self._num_submitting or not all(generation.drawn for generation in self.running)
+            ):
                 await asyncio.sleep(_CHECK_S)
                 wait.tick()
                 wait.tell("a client pauses the engine once it draws nothing more")
@@ -175,11 +203,11 @@ class Served:
                         f"the engine still draws after {self.options.drain_timeout_s:g} s, and goes on; pause with "
                         "mode=abort, or start the server with a larger --drain-timeout-s",
                     )
-            await asyncio.to_thread(self.engine.pause)
+            await self.pause(num_resumed=num_resumed)
         finally:
-            self._draining = False
+            self._num_draining -= 1
             for future in self._waiting:
-                if not future.done():
+                if not (self._num_draining or future.done()):
                     future.set_result(True)
 
     def _ended(self, adapter: Adapter, generation: Generation, taken: bool) -> None:

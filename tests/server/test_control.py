@@ -4,6 +4,7 @@ them."""
 import asyncio
 import copy
 import hashlib
+import http.client
 import threading
 
 import openai
@@ -20,6 +21,7 @@ from waiting import wait_until
 import inflight
 from inflight.integrations.directory import DirectoryTransfer
 from inflight.server.adapters import Adapter
+from inflight.server.control import resume
 from inflight.server.options import ServerOptions
 from inflight.server.responses import ApiError
 from inflight.server.served import Served
@@ -279,13 +281,75 @@ def test_a_pause_that_waits_lets_answers_end_and_later_ones_wait(truth):
     assert answers[1]["finish_reason"] == "length"
 
 
+def test_resume_ends_a_pause_that_waits(truth):
+    engine, server, _ = truth
+    answers, pauses = [], []
+    engine.pause()  # so that the request does not end before the pause does
+    asking = threading.Thread(target=lambda: answers.append(draw(server, 200)))
+    asking.start()
+    wait_until(lambda: engine.status().num_waiting == 1)
+    pausing = threading.Thread(target=lambda: pauses.append(call(server, "POST", "/pause?mode=wait")))
+    pausing.start()
+    wait_until(lambda: server._served._num_draining)
+    assert call(server, "POST", "/resume")[0] == 200
+    for thread in (asking, pausing):
+        thread.join(60)
+    [(status, answer)] = pauses
+    assert (status, "was resumed" in answer["error"]["message"]) == (409, True)
+    assert answers[0]["finish_reason"] == "length"
+    assert call(server, "GET", "/is_paused")[1] == {"is_paused": False}
+
+
+def test_resume_during_the_end_of_a_pause_has_the_last_word(truth, monkeypatch):
+    engine, _, _ = truth
+    pauses, is_pausing, may_pause = engine.pause, threading.Event(), threading.Event()
+
+    def pause():
+        is_pausing.set()
+        may_pause.wait(60)
+        pauses()
+
+    monkeypatch.setattr(engine, "pause", pause)
+
+    async def pause_and_resume():
+        served = Served(engine, ServerOptions())
+        pausing = asyncio.ensure_future(served.drain())
+        assert await asyncio.to_thread(is_pausing.wait, 60)
+        resuming = asyncio.ensure_future(resume(served, None))
+        await asyncio.wait([resuming], timeout=0.5)  # It waits for the pause.
+        may_pause.set()
+        await asyncio.wait_for(asyncio.gather(pausing, resuming), 60)
+        assert not served.paused
+
+    asyncio.run(pause_and_resume())
+    assert not engine.status().paused
+
+
+def test_a_pause_that_waits_ends_with_its_client(truth):
+    engine, server, _ = truth
+    answers = []
+    engine.pause()
+    asking = threading.Thread(target=lambda: answers.append(draw(server, 200)))
+    asking.start()
+    wait_until(lambda: engine.status().num_waiting == 1)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/pause?mode=wait")
+    wait_until(lambda: server._served._num_draining)
+    connection.close()
+    wait_until(lambda: not server._served._num_draining)
+    engine.resume()
+    asking.join(60)
+    assert answers[0]["finish_reason"] == "length"
+    assert call(server, "GET", "/is_paused")[1] == {"is_paused": False}
+
+
 def test_a_request_that_a_pause_keeps_waiting_holds_the_place_of_its_adapter(truth):
     engine, _, _ = truth
 
     async def wait_and_leave():
         served, adapter = Served(engine, ServerOptions()), Adapter("a", "", "place-0")
         served.adapters.loaded["a"] = served.adapters._taken["place-0"] = adapter
-        served._draining = True
+        served._num_draining = 1
         waiting = asyncio.ensure_future(served.begin([[5]], inflight.SamplingParams(), adapter, request_id="1"))
         await asyncio.sleep(0)
         await served.adapters.unload("a")
@@ -314,7 +378,7 @@ def test_a_request_that_waits_for_a_pause_is_counted_and_aborted(truth, request_
     wait_until(lambda: engine.status().num_waiting == 1)
     pausing = threading.Thread(target=call, args=(server, "POST", "/pause?mode=wait"))
     pausing.start()
-    wait_until(lambda: server._served._draining)
+    wait_until(lambda: server._served._num_draining)
     late = threading.Thread(target=ask, args=("late",))
     late.start()
     wait_until(lambda: call(server, "GET", "/load")[1]["server_load"] == 2)
