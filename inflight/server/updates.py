@@ -1,16 +1,19 @@
 """Updates of weights and adapters that clients of a server request: one publisher, in one thread."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from inflight.core.errors import WeightFileError
+from inflight.core.errors import EngineBusyError, EngineHungError, WeightFileError
 from inflight.server.engine import ServedEngine
 from inflight.weights.trainer.adapter_files import AdapterFiles
 from inflight.weights.trainer.publisher import Publisher
 from inflight.weights.trainer.state_dict_source import Weights
+
+logger = logging.getLogger("inflight.server")
 
 Value = TypeVar("Value")
 _MOST_LABELS = 1000
@@ -118,9 +121,16 @@ class Updates:
         self._close_publisher()
 
     def _publisher_of(self, kind: str) -> Publisher:
-        """Return the publisher. An engine has one publisher, of weights or of adapters."""
+        """Return the publisher. An engine has one publisher, of weights or of adapters. Raises the error of its last
+        publish, except an engine's silence: that ended the publisher, and another one replaces it."""
         if self._publisher is not None and (self._kind != kind or self._publisher.closed):
             self._close_publisher()
+        if self._publisher is not None:
+            try:
+                self._publisher.check()
+            except (EngineHungError, EngineBusyError) as error:
+                logger.warning("another publisher replaces one that ended: %s", error)
+                self._close_publisher()
         if self._publisher is None:
             self._publisher = self._engine.publisher(self.files if kind == "adapters" else None, check_finite=True)
             self._kind = kind

@@ -13,7 +13,7 @@ from tiny_adapters import error, with_adapters
 from waiting import wait_until
 
 import inflight
-from inflight.core.errors import WeightFileError
+from inflight.core.errors import EngineBusyError, EngineHungError, WeightFileError
 from inflight.server.adapters import Adapters
 from inflight.server.updates import Updates
 from inflight.weights.trainer.adapter_files import read_adapter
@@ -221,6 +221,9 @@ def test_a_change_that_cannot_be_published_is_taken_back(saved):
     class Publisher:
         closed, version = False, 3
 
+        def check(self):
+            """It has no error."""
+
         def publish(self):
             raise inflight.InflightError("it cannot")
 
@@ -236,6 +239,52 @@ def test_a_change_that_cannot_be_published_is_taken_back(saved):
         asyncio.run(updates.publish_adapters(lambda files: files.tensors.update({"place-0": {}}), "step-4"))
     assert updates.files.tensors == {}
     assert updates.labels == {}, "another version will have the number"
+    updates.close()
+
+
+@pytest.mark.parametrize("silence", [EngineHungError, EngineBusyError])
+def test_a_publisher_that_an_engine_has_ended_by_its_silence_is_replaced(silence):
+    """As of an engine that is stopped for a while."""
+
+    class Publisher:
+        closed, version, error = False, 3, None
+
+        def check(self):
+            if self.error is not None:
+                raise self.error
+
+        def publish(self):
+            self.check()
+            self.version += 1
+            return self.version
+
+        def wait_copied(self):
+            if len(made) == 1:
+                self.error = silence("it lent no slot")
+            self.check()
+
+        def close(self):
+            self.closed = True
+
+    made = []
+
+    class Engine:
+        def publisher(self, source, *, check_finite):
+            assert all(publisher.closed for publisher in made)
+            made.append(Publisher())
+            return made[-1]
+
+        def status(self):
+            return SimpleNamespace(version=3)
+
+        def wait_for_version(self, version):
+            assert version == 4
+
+    updates = Updates(Engine())
+    with pytest.raises(silence, match="it lent no slot"):
+        asyncio.run(updates.publish_adapters(lambda files: None))
+    assert asyncio.run(updates.publish_adapters(lambda files: None)) == 4
+    assert len(made) == 2
     updates.close()
 
 
@@ -269,6 +318,9 @@ def test_a_version_that_is_refused_after_it_was_copied_leaves_no_name():
         def publish(self):
             self.version += 1
             return self.version
+
+        def check(self):
+            """It has no error."""
 
         def wait_copied(self):
             raise inflight.InflightError("it has NaN")
