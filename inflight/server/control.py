@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -36,6 +36,8 @@ _NO_NCCL = f"no tensors come over NCCL here, where no trainer was met in vLLM's 
 
 class _Pause(msgspec.Struct):
     mode: str | None = None
+    wait_for_inflight_requests: bool | Literal["true", "True", "1", "false", "False", "0"] | None = None
+    """True means mode=wait, as in earlier versions of vLLM. A query has text."""
 
 
 class _Update(msgspec.Struct):
@@ -202,9 +204,13 @@ async def pause(served: Served, request: Request) -> Response:
     """Pause. mode=keep: nothing stops, unless the server honours pauses. wait: requests in progress end first, within a
     bound. abort: they are cancelled."""
     value = await read_body(request, _MOST_BYTES) | dict(request.query_params)
-    mode = read_fields(value, _Pause).mode or "abort"
+    fields = read_fields(value, _Pause)
+    waits = fields.wait_for_inflight_requests in (True, "true", "True", "1")
+    mode = fields.mode or ("wait" if waits else "abort")
     if mode not in ("keep", "wait", "abort"):
         raise ApiError(400, f"mode must be keep, wait or abort, got {mode!r}", param="mode")
+    if waits and mode != "wait":
+        raise ApiError(400, f"wait_for_inflight_requests means mode=wait, got mode={mode}", param="mode")
     if mode == "wait":
         await unless_gone(request, served.drain())
     elif mode == "abort":

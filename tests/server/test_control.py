@@ -264,21 +264,46 @@ def test_a_pause_of_a_paused_engine_does_not_wait_for_requests_that_wait(truth):
     assert answers[0]["finish_reason"] == "length"
 
 
-def test_a_pause_that_waits_lets_answers_end_and_later_ones_wait(truth):
+@pytest.mark.parametrize(
+    ("query", "body"),
+    [
+        ("?mode=wait", None),
+        ("?wait_for_inflight_requests=true&clear_cache=false", None),
+        ("?wait_for_inflight_requests=True&mode=wait", None),
+        ("", {"wait_for_inflight_requests": True}),
+        ("", {"wait_for_inflight_requests": False, "mode": "wait"}),
+    ],
+)
+def test_a_pause_that_waits_lets_answers_end_and_later_ones_wait(truth, query, body):
     engine, server, _ = truth
     answers = []
     first = threading.Thread(target=lambda: answers.append(draw(server, 200)))
     first.start()
     wait_until(lambda: engine.status().num_running == 1)
-    assert call(server, "POST", "/pause?mode=wait")[0] == 200
-    first.join()
+    assert call(server, "POST", f"/pause{query}", body)[0] == 200
+    first.join(60)
     assert answers[0]["finish_reason"] == "length"
     second = threading.Thread(target=lambda: answers.append(draw(server, 4)))
     second.start()
     wait_until(lambda: engine.status().num_waiting == 1)
     assert call(server, "POST", "/resume")[0] == 200
-    second.join()
+    second.join(60)
     assert answers[1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("mode=stop", "mode must be keep, wait or abort"),
+        ("mode=abort&wait_for_inflight_requests=true", "wait_for_inflight_requests means mode=wait, got mode=abort"),
+        ("wait_for_inflight_requests=perhaps", "Invalid enum value 'perhaps'"),
+    ],
+)
+def test_a_pause_of_another_mode_is_refused(truth, query, message):
+    _, server, _ = truth
+    status, answer = call(server, "POST", f"/pause?{query}")
+    assert (status, message in answer["error"]["message"]) == (400, True), answer
+    assert call(server, "GET", "/is_paused")[1] == {"is_paused": False}
 
 
 def test_resume_ends_a_pause_that_waits(truth):
