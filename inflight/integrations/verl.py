@@ -20,8 +20,10 @@ generators continue, and swap weights between two forward passes.
 # verl needs a separate environment.
 # pyright: reportMissingImports=false
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,13 +36,18 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout import base
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
+from inflight.core.waiting import LOG_EVERY_S
 from inflight.integrations.directory import DirectoryTransfer, bearer
+
+logger = logging.getLogger("inflight.client")
 
 NAME = "inflight"
 _TOKEN = "INFLIGHT_TOKEN"
 """Environment variable with the servers' token, if they have one."""
 _TIMEOUT_S = 3600.0
-"""Time limit for one response, against a server that hangs."""
+"""Time limit for one response and all repetitions of its request, against a server that hangs."""
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
+"""Bounds of the time before a repetition."""
 _STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
 
 
@@ -50,6 +57,7 @@ class InflightServer:
     def __init__(self, url: str, prompt_length: int, response_length: int):
         self._url, self._prompt_length, self._response_length = url, prompt_length, response_length
         self._session: aiohttp.ClientSession | None = None
+        self._next_log_s = 0.0
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], request_id: str, **media: Any
@@ -78,16 +86,26 @@ class InflightServer:
         )
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Return the response. Sends the request again after a 503 with Retry-After. Raises RuntimeError."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                headers=bearer(os.environ.get(_TOKEN, "")),
-                timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
+                connector=aiohttp.TCPConnector(limit=0), headers=bearer(os.environ.get(_TOKEN, ""))
             )
-        async with self._session.post(f"{self._url}{path}", json=body) as response:
-            if response.status != 200:
-                raise RuntimeError(f"{self._url} answered {response.status}: {(await response.text())[:1000]}")
-            return await response.json()
+        deadline_s = monotonic() + _TIMEOUT_S
+        while True:
+            left = aiohttp.ClientTimeout(total=deadline_s - monotonic())
+            async with self._session.post(f"{self._url}{path}", json=body, timeout=left) as response:
+                if response.status == 200:
+                    return await response.json()
+                message = f"{self._url} answered {response.status}: {(await response.text())[:1000]}"
+                retry_after = response.headers.get("Retry-After", "")
+            wait_s = min(max(int(retry_after), _LEAST_WAIT_S), _MOST_WAIT_S) if retry_after.isdecimal() else 0
+            if response.status != 503 or not wait_s or monotonic() + wait_s > deadline_s:
+                raise RuntimeError(message)
+            if monotonic() > self._next_log_s:
+                self._next_log_s = monotonic() + LOG_EVERY_S
+                logger.warning("requests are sent again in %g s: %s", wait_s, message)
+            await asyncio.sleep(wait_s)
 
 
 async def _nothing(*args: Any, **kwargs: Any) -> None:
