@@ -50,14 +50,11 @@ class FleetCalls:
             self._fleet.held_back = frozenset(
                 held for held, undo in UNDO.items() if verb == held or (held in before and verb != undo)
             )
-        self._fleet.long_call_s = timeout_s
         try:
             answers = self.call_all(lambda client: client.call(verb, arguments, returns, timeout_s=timeout_s))
         except BaseException:
             self._fleet.held_back = before  # An engine has refused, so that a successor must not follow.
             raise
-        finally:
-            self._fleet.long_call_s = None
         return next(iter(answers.values()))
 
     def call_all(self, call: Callable[[EngineClient], Value]) -> dict[Member, Value]:

@@ -36,8 +36,6 @@ class Fleet:
         self.members: list[Member] = []
         self.held_back: frozenset[str] = frozenset()
         """The verbs, pause and sleep, that the user has called and not undone."""
-        self.long_call_s: float | None = None
-        """Bound of a long call in progress, such as `wake`. Engines answer other calls after it."""
         self.gone: EngineDiedError | None = None
         """The reason why no engine is left."""
         self.closing = threading.Event()

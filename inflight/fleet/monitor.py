@@ -148,7 +148,7 @@ class EngineMonitor:
         process whose groups no other engine can continue is reported to waiting callers instead."""
         fleet, silent_s = self._fleet, frames.silent_s
         try:
-            status = frames.client.call("status", returns=Status, timeout_s=fleet.long_call_s)
+            status = frames.client.call("status", returns=Status)
         except EngineHungError as error:
             if fleet.can_spare(self.member):
                 logger.error("%s lives and does not answer: it counts as ended", self.member.name)

@@ -31,7 +31,8 @@ class EngineClient:
     A dedicated thread owns the socket, and callers wait for a future. While waiting for an answer, the client calls
     `check_engine`. That function raises EngineDiedError if the engine is known to be dead. Every call raises
     EngineHungError if the engine lives and does not answer within `answer_timeout_s` seconds, EngineDiedError if it has
-    ended, and the exceptions of the engine.
+    ended, and the exceptions of the engine. Time does not count while a call with a larger bound is in progress: the
+    engine answers others after it.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class EngineClient:
         self._check_engine = check_engine
         self._why_silent = _WHY_SILENT if keys is None else f"it has ended, cannot be reached, or {_WHY_SILENT}"
         self._closing = False
+        self._long_calls: set[Answer] = set()
+        """Calls in progress with a bound above `answer_timeout_s`."""
         self._connection = Connection(endpoint, self._take_unasked, keys=keys)
         self._thread = threading.Thread(target=self._run, name="inflight-control", daemon=True)
         self._thread.start()
@@ -81,10 +84,15 @@ class EngineClient:
         timeout_s: float | None = None,
     ) -> Callable[[], Value]:
         """Send a call at once, and return a function that waits for its value. Both raise the same as `call`."""
-        answer, bound_s = self.call_soon(verb, arguments), self.answer_timeout_s if timeout_s is None else timeout_s
+        answer = self.call_soon(verb, arguments)
 
         def value() -> Value:
-            result = self._wait_for(answer, f"did not answer {verb}", bound_s, self._why_silent)
+            if timeout_s is not None and timeout_s > self.answer_timeout_s:
+                self._long_calls.add(answer)
+            try:
+                result = self._wait_for(answer, f"did not answer {verb}", timeout_s, self._why_silent)
+            finally:
+                self._long_calls.discard(answer)
             return read(msgpack_decoder(returns), expect(result, Result).value)
 
         return value
@@ -100,12 +108,14 @@ class EngineClient:
         self._connection.wake()
         self._thread.join()
 
-    def _wait_for(self, answer: Answer, what: str, bound_s: float, reason: str) -> FromEngine:
-        """Wait for the answer and return it. Raises EngineDiedError, or EngineHungError after `bound_s` seconds.
+    def _wait_for(self, answer: Answer, what: str, timeout_s: float | None, reason: str) -> FromEngine:
+        """Wait for the answer and return it. Raises EngineDiedError, and EngineHungError after `timeout_s` seconds.
 
-        what: completes "the engine …", as in "did not answer pause". reason: a possible reason for the silence.
+        what: completes "the engine …", as in "did not answer pause". timeout_s: None: `answer_timeout_s`, and time
+        during longer calls does not count. reason: a possible reason for the silence.
         """
-        wait, dead = Wait(), None
+        wait, dead, silent_s = Wait(), None, 0.0
+        bound_s = self.answer_timeout_s if timeout_s is None else timeout_s
         while True:
             concurrent.futures.wait([answer], timeout=_CHECK_S)
             if answer.done():
@@ -117,8 +127,10 @@ class EngineClient:
             except EngineDiedError as error:
                 dead = error
                 continue
-            wait.tick()
-            if wait.waited_s > bound_s:
+            passed_s = wait.tick()
+            if timeout_s is not None or not self._long_calls:
+                silent_s += passed_s
+            if silent_s > bound_s:
                 known = "the engine lives and" if self.keys is None else f"the engine at {self.endpoint}"
                 raise EngineHungError(f"{known} {what} within {bound_s:g} s: {reason}")
             wait.tell(f"the engine {what}")
