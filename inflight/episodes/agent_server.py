@@ -1,6 +1,7 @@
 """Serves sessions over HTTP: an agent draws the turns of an episode by the API of OpenAI or of Anthropic."""
 
 import asyncio
+import inspect
 import ipaddress
 import logging
 import re
@@ -52,6 +53,8 @@ _RECORDED = (
     *("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_weight_versions"),
     "include_stop_str_in_output",
 )
+_OF_CHAT = inspect.signature(Session.chat).parameters.keys()
+"""Names that are no variables of a chat template."""
 _MODEL = "inflight"
 _EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -288,7 +291,7 @@ async def _draw(
     episode has ended, and ClientDisconnect."""
     session = opened.session
     _check(fields, session.params)
-    plain, variables = plain_messages(fields.messages), template_kwargs(fields)
+    plain, variables = plain_messages(fields.messages), template_kwargs(fields, _OF_CHAT)
     if not plain or plain[-1]["role"] == "assistant":
         raise ApiError(400, "messages must end with a message of a user or a tool", param="messages")
     draw = asyncio.ensure_future(session.chat(plain, tools=fields.tools, max_tokens=fields.max_tokens, **variables))

@@ -1,7 +1,7 @@
 """Convert prompts of requests to token ids."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -61,13 +61,14 @@ def chat_prompt(
         raise ApiError(400, str(error), param="messages") from error
 
 
-def template_kwargs(fields: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Return the variables of the chat template. Raises ApiError for a name that has another meaning."""
+def template_kwargs(fields: ChatRequest | TokenizeRequest, taken: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return the variables of the chat template. Raises ApiError for a name that has another meaning. taken: further
+    names that have one."""
     kwargs = dict(fields.chat_template_kwargs or {})
     if (effort := getattr(fields, "reasoning_effort", None)) is not None:
         kwargs.setdefault("reasoning_effort", effort)
-    if taken := _OURS.intersection(kwargs):
-        raise ApiError(400, f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", param="chat_template_kwargs")
+    if given := (_OURS | taken) & kwargs.keys():
+        raise ApiError(400, f"chat_template_kwargs cannot set {', '.join(sorted(given))}", param="chat_template_kwargs")
     return kwargs
 
 

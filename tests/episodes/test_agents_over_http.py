@@ -156,6 +156,10 @@ def test_tool_calls_come_back_as_clients_write_them(chat_engine, text, stream):
         ({"add_generation_prompt": False}, "a turn needs the beginning of an answer"),
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output is not supported here"),
         ({"parallel_tool_calls": False}, "a turn can have several tool calls"),
+        *(
+            ({"chat_template_kwargs": {name: 5}}, f"chat_template_kwargs cannot set {name}")
+            for name in ("adapter", "every", "max_tokens", "self", "watch")
+        ),
         ({"messages": []}, "messages must end with a message of a user"),
         ({"messages": [USER, {"role": "assistant", "content": "3"}]}, "messages must end with"),
         ({"messages": [{"content": "3"}]}, r"messages\[0\] has no role"),
