@@ -11,7 +11,7 @@ from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, logprob_error
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_adapters import error, publish_adapters, with_adapters
-from tiny_models import CONFIGS, GPU_MODELS, make_model, marks, publish, run
+from tiny_models import CONFIGS, GPU_MODELS, make_model, publish, run
 from toy_recurrent import make_toy
 from transformers import AutoModelForCausalLM
 
@@ -147,8 +147,12 @@ MODES = {
     "preempted": {"kv_cache_tokens": 128, "max_prefill_tokens": 9, "overlap": True},
     "without graphs": {"cuda_graphs": False},
 }
-CASES = [pytest.param(name, mode, marks=marks(name, always=mode == "whole")) for name in RUNNABLE for mode in MODES]
-"""Every model with whole prompts, and some in the other modes."""
+CASES = [
+    pytest.param(name, mode, marks=() if mode == "whole" or name == "gemma3" else pytest.mark.slow)
+    for name in RUNNABLE
+    for mode in MODES
+]
+"""CI runs every model with whole prompts, and one with windows in all modes."""
 
 
 @pytest.mark.medium

@@ -80,7 +80,7 @@ def _keeps_latents(engine: Engine, name: str) -> bool:
 LATENT = Kind(
     "latent",
     FUSED_LATENT + UNFUSED_LATENT,
-    (WIDE.name, "deepseek_v2", "minicpm3", "longcat_flash", "glm_moe_dsa-shared"),
+    (WIDE.name, "deepseek_v2", "minicpm3", "glm_moe_dsa-shared"),
     _latent,
     _keeps_latents,
 )
