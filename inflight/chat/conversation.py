@@ -73,7 +73,7 @@ class Conversation:
 
         token_ids: the first prompt and everything after it. Its end was drawn; the token that ends the answer can be
         missing. messages: the messages of these tokens; the last one is the answer. The result is None if an earlier
-        one changes the beginning of the next answer. Earlier ones can be left out if none does.
+        one changes the beginning of the next answer. Without the earlier ones this is not checked.
         new_messages: messages of users, tools and systems; for an answer that was not drawn the result is None.
         """
         if not token_ids or not new_messages:

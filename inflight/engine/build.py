@@ -53,6 +53,8 @@ logger = logging.getLogger("inflight.engine")
 _PREFILL_TOKENS = {"cuda": 2048, "cpu": 256}
 _PREFILL_TOKENS_OF_EXPERTS = 512
 """On a CPU for a mixture, whose experts share the tokens of a pass."""
+_ROUTERS = ("Router", "Gating", "MoEV1Gate")
+"""Ends of the names of Transformers' classes that choose experts."""
 
 
 class Parts:
@@ -162,7 +164,7 @@ def _resolved(options: EngineOptions, model: PreTrainedModel, device: torch.devi
     recorded experts exclude. Raises UnsupportedModelError if the model does not support an option."""
     config = model.config.get_text_config()
     usual = _PREFILL_TOKENS[device.type]
-    if device.type == "cpu" and any(type(module).__name__.endswith("Router") for module in model.modules()):
+    if device.type == "cpu" and any(type(module).__name__.endswith(_ROUTERS) for module in model.modules()):
         usual = _PREFILL_TOKENS_OF_EXPERTS
     prefill_tokens = options.max_prefill_tokens or usual
     return msgspec.structs.replace(

@@ -93,7 +93,7 @@ class InflightServer:
             )
         deadline_s = monotonic() + _TIMEOUT_S
         while True:
-            left = aiohttp.ClientTimeout(total=deadline_s - monotonic())
+            left = aiohttp.ClientTimeout(total=max(1.0, deadline_s - monotonic()))
             async with self._session.post(f"{self._url}{path}", json=body, timeout=left) as response:
                 if response.status == 200:
                     return await response.json()

@@ -13,7 +13,7 @@ from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
 from inflight.stream.held_groups import SavedGroup
 from inflight.stream.training_queue import TrainingQueue
 
-OF_CLIENT = "client"
+OF_CLIENT = "inflight.client"
 """Key in the metadata of a prompt that a client of the server has sent."""
 
 

@@ -179,7 +179,7 @@ def grpo(
                 each.continue_after(progress.step)
         trainer = _Trainer(engine, publisher, learner, progress, ranks, adapter)
         # Episodes name adapters themselves.
-        of_prompts = adapter if getattr(engine, "can_pin", True) else None
+        of_prompts = None if are_episodes else adapter
         admission = Admission(engine, publisher, examples, score, config, progress, of_prompts)
         if config.train_as_they_finish:
             admission.while_incomplete = trainer.compute
@@ -293,9 +293,10 @@ class _Trainer:
             return
         present.taken = scored
         drawn_with = {rollout.adapter for rollout in new.rollouts}
-        if self.adapter is not None and drawn_with and self.adapter not in drawn_with:
+        if drawn_with and self.adapter not in drawn_with:
+            trained = "the weights alone" if self.adapter is None else f"the adapter {self.adapter!r}"
             raise InflightError(
-                f"the trainer trains the adapter {self.adapter!r}, and other weights have drawn all tokens of a step: "
+                f"the trainer trains {trained}, and other weights have drawn all tokens of a step: "
                 f"pass Episodes(…, adapter={self.adapter!r}), or name it in session.complete"
             )
         score = self.learner.score_reference

@@ -134,3 +134,8 @@ def test_zero_experts_are_recorded_by_their_numbers(zeros, dtype):
     recorder.add(recorded)
     assert recorder.dtype == dtype
     assert recorder.take().tolist() == chosen[:, None].tolist()
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("qwen3-moe", 512), ("qwen3", 256)])
+def test_mixtures_take_more_prompt_tokens_per_pass(make_engine, name, tokens):
+    assert make_engine(name).options.max_prefill_tokens == tokens

@@ -34,7 +34,7 @@ def verl(monkeypatch):
     sys.modules["verl.workers.rollout"].base.BaseRollout = type("Rollout", (), {})
     replica.TokenOutput = lambda **fields: fields
     monkeypatch.delitem(sys.modules, "inflight.integrations.verl", raising=False)
-    module = importlib.import_module("inflight.integrations.verl", raising=False)
+    module = importlib.import_module("inflight.integrations.verl")
     monkeypatch.setattr(module, "_LEAST_WAIT_S", 0.01)
     monkeypatch.setattr(module, "_MOST_WAIT_S", 0.01)
     yield module

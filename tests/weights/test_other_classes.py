@@ -261,6 +261,11 @@ def test_a_text_model_is_published_to_an_engine_of_the_multimodal_class(tmp_path
         assert torch.equal(views["model.language_model.norm.weight"], model.model.norm.weight)
         inner = {name.replace("model.", "model.language_model.", 1): t for name, t in published_tensors(model).items()}
         assert same(views, inner)
+        weights = dict(model.state_dict().items())
+        for tensors in (weights, {name.removeprefix("model."): tensor for name, tensor in weights.items()}):
+            views = empty_views(engine)
+            copy_state_dict(views, engine.aliases, iter(tensors.items()))
+            assert same(views, inner)
 
 
 def test_two_tensors_never_get_one_name():

@@ -19,7 +19,7 @@ import inflight
 from inflight.core.errors import EngineHungError, LayoutMismatchError, NonFiniteWeightsError, WeightFileError
 from inflight.engine.model.aliases import aliases_of
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
-from inflight.weights.trainer.state_dict_source import copy_state_dict
+from inflight.weights.trainer.state_dict_source import _warn_once, copy_state_dict
 
 PARAMS = inflight.SamplingParams(max_tokens=6, ignore_eos=True)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -401,6 +401,7 @@ REFUSED = [
 
 def test_tensors_of_other_parts_are_ignored_and_tensors_that_change_the_output_are_not(caplog):
     """As at launch: the output does not depend on a value head, and does on a bias."""
+    _warn_once.cache_clear()
     model = make_model("qwen3")
     layout = layout_of(model)
     views = slot_views(torch.zeros(layout.total_bytes, dtype=torch.uint8), layout)

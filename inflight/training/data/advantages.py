@@ -264,7 +264,7 @@ def _spared(samples: Sequence[Sequence[Rollout]]) -> list[float]:
     if any(rollout.reward is None for rollout, *_ in samples):
         raise ValueError("spared_advantages needs rewards: leave out the samples that have none")
     rewards = [rollout.reward or 0.0 for rollout, *_ in samples]
-    if set(weights) == {1.0} and len(set(rewards)) == 1:  # Rounding would leave differences.
+    if len(samples) > 1 and set(weights) == {1.0} and len(set(rewards)) == 1:  # Rounding would leave differences.
         return [0.0] * len(samples)
     total = fsum(w * r for w, r in zip(weights, rewards, strict=True))
     others = max(1, len(samples) - 1)

@@ -96,7 +96,7 @@ def copy_state_dict(
     ignored = {alias.name for alias in aliases if not alias.tensor}
     missing = {name: view.numel() for name, view in views.items()}
     """Maps a tensor to its number of missing elements."""
-    tree, engine_name = ModuleTree(places), EngineNames(places)
+    tree, engine_names = ModuleTree(places), (EngineNames(views), EngineNames(places))
     wrong: list[str] = []
     unknown: list[str] = []
     num_pairs = 0
@@ -108,7 +108,8 @@ def copy_state_dict(
                 raise TypeError(f"weights are pairs of a name and a tensor, got {str(pair)[:80]}")
         if name.endswith("rotary_emb.inv_freq"):
             continue  # Old checkpoints contain it; the model computes it.
-        names = [name, plain := unwrapped(name), engine_name(plain), *(f"{body}{plain}" for body in tree.bodies())]
+        names = [name, plain := unwrapped(name), *(engine_name(plain) for engine_name in engine_names)]
+        names += [f"{body}{plain}" for body in tree.bodies()]
         if not ignored.isdisjoint(names):
             continue
         place = next((places[each] for each in names if each in places), None)

@@ -275,3 +275,4 @@ def test_equal_rewards_of_spared_turns_give_no_advantage_at_all():
     for rollout in rollouts:
         rollout.reward = 0.1
     assert inflight.spared_advantages([rollouts]) == [0.0] * 4
+    assert inflight.spared_advantages([rollouts[:1]]) == [0.1], "the baseline of one sample is 0"
