@@ -51,7 +51,7 @@ class Suffix:
 
 
 _MARK, _CALL, _THOUGHT_AND_CALL = "mark", "call", "thought and call"
-"""The ways, by the answer that stands for the one that was drawn."""
+"""The ways to find a suffix. Each has another placeholder for the drawn answer."""
 
 
 class Suffixes:
@@ -80,8 +80,8 @@ class Suffixes:
         tools: Tools | None,
         template_kwargs: Mapping[str, Any],
     ) -> bool:
-        """Return whether the text after the last new content is the same with the earlier messages, those before the
-        answer. True if the template cannot render them. suffix: of the other arguments."""
+        """Return whether the text after the last new content stays the same with the earlier messages. True if the
+        template cannot render them. earlier: the messages before the answer. suffix: of the other arguments."""
         way = self._way(calls, new, tools, template_kwargs)
         if way is None or not earlier:
             return True

@@ -162,8 +162,8 @@ class Served:
         return len(self.running) + self._num_submitting + len(self._waiting)
 
     async def pause(self, *, num_resumed: int | None = None) -> None:
-        """Pause the engine, also if the caller is cancelled meanwhile. num_resumed: calls of `resume` so far; after
-        another one, raise ApiError instead."""
+        """Pause the engine, even if the caller is cancelled. num_resumed: number of calls of `resume` so far. If there
+        was another one, this raises ApiError and pauses nothing."""
 
         async def pause() -> None:
             async with self._pausing:

@@ -129,7 +129,7 @@ def grpo(
         )
         are_episodes = not getattr(engine, "can_pin", True)
         if score is not None and are_episodes:
-            raise ValueError("episodes have rewards of their own: leave score out, or return it from the episode")
+            raise ValueError("episodes have rewards: leave score out, or return the score from the rollout function")
         score, add_teacher = prepare_teacher(
             teacher, score, objective, model, engine, config.sampling, autocast=config.autocast
         )

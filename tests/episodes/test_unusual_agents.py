@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import json
-from types import SimpleNamespace
 
 import pytest
 from episode_functions import collect
@@ -65,17 +64,17 @@ def test_results_of_unusual_tools_become_text(engine):
     assert contents[2] == "3"
 
 
-def test_an_episode_ends_as_its_last_turn_does():
-    """A side conversation began after the one that the last turn belongs to."""
-
-    def segment(*reasons):
-        return SimpleNamespace(drawn=[SimpleNamespace(turn=SimpleNamespace(finish_reason=each)) for each in reasons])
-
-    main, side = segment("stop", "stop"), segment("length")
-    session = SimpleNamespace(segments=[main, side], last=(main, 1))
-    assert finish_reason(session, "completed", 1.0) == "stop"  # type: ignore[arg-type]
-    session.last = (side, 0)
-    assert finish_reason(session, "completed", 1.0) == "length"  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("reason", "reward", "ended"),
+    [
+        ("completed", 1.0, None),  # each sequence ends as its last turn does
+        ("max_turns", 1.0, "length"),
+        ("max_turns", None, "cancelled"),
+        ("error: ValueError", None, "error"),
+    ],
+)
+def test_the_end_of_an_episode_is_the_end_of_its_sequences(reason, reward, ended):
+    assert finish_reason(reason, reward) == ended
 
 
 def test_fewer_tokens_than_min_tokens_can_be_left(engine):

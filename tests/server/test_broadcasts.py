@@ -156,8 +156,8 @@ def wrong(tensors):
     name, tensor = tensors[3]
     yield "shape", [*tensors[:3], (name, torch.zeros(3, 5)), *tensors[4:]], 422, name
     yield "missing", tensors[:-1], 422, tensors[-1][0]
-    yield "unknown", [*tensors, ("model.nothing", torch.zeros(2))], 422, "model.nothing"
-    yield "first unknown", [("model.nothing", torch.zeros(2)), *tensors], 422, "model.nothing"
+    yield "unknown", [*tensors, ("model.layers.0.nothing", torch.zeros(2))], 422, "model.layers.0.nothing"
+    yield "first unknown", [("model.layers.0.nothing", torch.zeros(2)), *tensors], 422, "model.layers.0.nothing"
     yield "not finite", [*tensors[:3], (name, torch.full_like(tensor, float("nan"))), *tensors[4:]], 422, name
 
 

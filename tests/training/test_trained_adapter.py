@@ -152,5 +152,5 @@ def test_a_score_function_is_refused_for_episodes(engine):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with engine.publisher(model) as publisher, inflight.Episodes(engine, _play, adapter="one") as episodes:
         config = inflight.GRPOConfig(steps=1)
-        with pytest.raises(ValueError, match="episodes have rewards of their own: leave score out"):
+        with pytest.raises(ValueError, match="episodes have rewards: leave score out"):
             inflight.grpo(episodes, publisher, model, optimizer, prompts(), reward, config)
