@@ -188,7 +188,7 @@ class Suffixes:
 
 
 def _answer(way: str, calls: Calls, new: Sequence[Message], tools: Tools | None) -> Message:
-    """Return the message that stands for the answer."""
+    """Return the placeholder for the answer."""
     if way == _MARK:
         return _SAID
     # Without a thought, some templates write an empty one into the last message. With a user after the results, some

@@ -61,7 +61,7 @@ class Twin:
     is_causal: bool
     """True if later tokens do not change the logits of the first token."""
     has_towers: bool
-    """True if text runs through parts that look like towers. Other twins have lost their towers."""
+    """True if text runs through parts that look like towers. Other twins have no towers."""
 
     def with_attention(self, name: str) -> PreTrainedModel:
         """Build the same model with the attention of this name. Raises the errors of the build."""

@@ -55,10 +55,6 @@ class ModuleTree:
             self._holders.add(".".join(path))
         self._holders.discard("")
 
-    def bodies(self) -> Iterable[str]:
-        """Return the prefixes that names in a checkpoint can lack. A checkpoint of the model's body lacks one."""
-        return (f"{child}." for child in self._children[""])
-
     def has_place_for(self, name: str) -> bool:
         """Return whether a tensor is an adapter, or belongs to a layer or a module with tensors that the model has.
         Tensors of other parts (towers for images, value heads) do not change the model's output."""

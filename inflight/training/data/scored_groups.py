@@ -185,7 +185,7 @@ class ScoredGroups:
     ) -> PackedBatch | None:
         """Pack the groups for a trainer that has this version's weights. Returns None if nothing is left.
 
-        adapters: leave out rollouts that other adapters have drawn; None in it stands for the weights alone. Rewards of
+        adapters: leave out rollouts that other adapters have drawn; None means the weights alone. Rewards of
         these rollouts count in the advantages of their group, and their tokens in no total. foreign_versions:
         `StalenessMeter.foreign_versions`, for adapters that are published one by one. skip_uniform: leave out groups
         whose advantages are all 0. mask_truncated: leave out rollouts that ended at their maximum length. The batch's

@@ -96,7 +96,9 @@ def copy_state_dict(
     ignored = {alias.name for alias in aliases if not alias.tensor}
     missing = {name: view.numel() for name, view in views.items()}
     """Maps a tensor to its number of missing elements."""
-    tree, engine_names = ModuleTree(places), (EngineNames(views), EngineNames(places))
+    engine_names = EngineNames(views), EngineNames(places)
+    bodies = {f"{name.partition('.')[0]}." for name in views}
+    """Prefixes that names in a checkpoint of the model's body lack."""
     wrong: list[str] = []
     unknown: list[str] = []
     num_pairs = 0
@@ -109,7 +111,7 @@ def copy_state_dict(
         if name.endswith("rotary_emb.inv_freq"):
             continue  # Old checkpoints contain it; the model computes it.
         names = [name, plain := unwrapped(name), *(engine_name(plain) for engine_name in engine_names)]
-        names += [f"{body}{plain}" for body in tree.bodies()]
+        names += [f"{body}{plain}" for body in bodies]
         if not ignored.isdisjoint(names):
             continue
         place = next((places[each] for each in names if each in places), None)
@@ -127,8 +129,10 @@ def copy_state_dict(
     for device in {view.device for view in views.values() if view.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     absent = [name for name, left in missing.items() if left and left == views[name].numel()]
-    strange = [name for name in unknown if absent or tree.has_place_for(name)] or tree.beyond_the_last_layer(unknown)
-    wrong += [f"{name}: only in what was handed over" for name in strange]
+    if unknown:
+        tree = ModuleTree(places)
+        strange = [n for n in unknown if absent or tree.has_place_for(n)] or tree.beyond_the_last_layer(unknown)
+        wrong += [f"{name}: only in what was handed over" for name in strange]
     wrong += [f"{name}: only in the engine" for name in absent]
     wrong += [f"{name}: came in part only" for name, left in missing.items() if left and name not in absent]
     if wrong:

@@ -255,7 +255,7 @@ def test_samples_without_branches_are_compared_as_a_group():
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "vineppo"])  # which compares rewards that follow
 @pytest.mark.parametrize("reward", [0.1, 0.7, -1 / 3])
 def test_equal_returns_give_no_advantage_at_all(kind, reward):
-    """Not even one of rounding, or the group would not count as uniform."""
+    """An advantage by rounding would hide that the group is uniform."""
     group = [sequence(index, index, [(3, True, reward)]) for index in range(7)]
     group.append(sequence(7, 0, [(2, True, None), (1, True, reward)], forked_from=(0, 1)))
     group[-1].turns = (Turn(0, 2, True, 0.0), Turn(2, 3, True, reward))
