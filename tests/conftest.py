@@ -56,7 +56,7 @@ def decided_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(1)
     model = Qwen3ForCausalLM(make_truth_teller().config)
     with torch.no_grad():
-        model.lm_head.weight.mul_(40.0)
+        model.lm_head.weight.mul_(100.0)
     model.save_pretrained(directory)
     return str(directory)
 

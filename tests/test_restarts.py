@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from closest_draw import FAR, closest_draw
 from tiny_adapters import with_adapters
 from tiny_models import make_model
 from truth_teller import make_truth_teller, teach
@@ -21,6 +22,7 @@ from inflight.fleet.process import local
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 6, "max_context": 256, "threads": 1}
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3, 5], [8, 9, 7, 9, 3]]
+PARAMS = SamplingParams(n=3, max_tokens=120, seed=13, ignore_eos=True)
 
 
 def kill_after(engine, tokens: int, number: int = signal.SIGKILL, but_not: int = 0) -> int:
@@ -39,8 +41,10 @@ def rollouts_of(engine) -> dict[tuple[int, int], inflight.Rollout]:
 @pytest.fixture(scope="module")
 def undisturbed(decided_dir):
     with inflight.launch(decided_dir, **OPTIONS) as engine:
-        engine.submit(PROMPTS, SamplingParams(n=3, max_tokens=120, seed=7, ignore_eos=True))
-        return rollouts_of(engine)
+        engine.submit(PROMPTS, PARAMS)
+        rollouts = rollouts_of(engine)
+    assert closest_draw(decided_dir, rollouts.values(), PARAMS.seed) > FAR
+    return rollouts
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,7 @@ def undisturbed(decided_dir):
 def test_rollouts_are_token_for_token_those_of_an_engine_that_lived(decided_dir, undisturbed, tokens):
     with inflight.launch(decided_dir, **OPTIONS, restarts=2) as engine:
         first = engine.pid
-        engine.submit(PROMPTS, SamplingParams(n=3, max_tokens=120, seed=7, ignore_eos=True))
+        engine.submit(PROMPTS, PARAMS)
         kill_after(engine, tokens)
         rollouts = rollouts_of(engine)
         assert engine.pid != first

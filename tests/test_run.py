@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from closest_draw import FAR, closest_draw
 from transformers import Qwen3ForCausalLM
 from truth_teller import make_truth_teller, teach
 from waiting import PATIENCE_S, wait_until
@@ -38,7 +39,7 @@ from inflight.stream.ledger import Ledger
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 6, "max_context": 256, "threads": 1}
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3, 5], [8, 9, 7, 9, 3], [2, 3], [8, 4, 6, 2]]
-PARAMS = SamplingParams(n=3, seed=7, ignore_eos=True, return_entropy=True)
+PARAMS = SamplingParams(n=3, seed=13, ignore_eos=True, return_entropy=True)
 LENGTHS = [60, 190, 200, 170, 210, 180, 220]  # two prompts run at a time, and no two of these end with the same pass
 
 
@@ -59,7 +60,9 @@ def wait_for_tokens(engine, count: int) -> None:
 def undisturbed(decided_dir):
     with inflight.launch(decided_dir, **OPTIONS) as engine:
         submit_all(engine)
-        return by_sample(engine.stream.groups())
+        rollouts = by_sample(engine.stream.groups())
+    assert closest_draw(decided_dir, rollouts.values(), PARAMS.seed) > FAR
+    return rollouts
 
 
 @pytest.fixture

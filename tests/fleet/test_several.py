@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from closest_draw import FAR, closest_draw
 from transformers import Qwen3ForCausalLM
 from truth_teller import make_truth_teller, teach
 from waiting import draw_some, wait_until
@@ -29,7 +30,7 @@ from inflight.training.schedules import Example
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 6, "max_context": 2048, "threads": 1}
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3, 5], [8, 9, 7, 9, 3], [2, 3]]
-PARAMS = SamplingParams(n=2, max_tokens=100, seed=7, ignore_eos=True)
+PARAMS = SamplingParams(n=2, max_tokens=100, seed=13, ignore_eos=True)
 LAST_VERSION = 8000
 GREEDY = SamplingParams(n=2, max_tokens=150, temperature=0.0)
 
@@ -77,7 +78,9 @@ def undisturbed(decided_dir):
         assembler, groups = Assembler(), []
         while engine.has_work:
             groups += assembler.add(engine.step())
-        return {(r.group_id, r.sample): r.token_ids.tolist() for group in groups for r in group}
+        rollouts = [rollout for group in groups for rollout in group]
+    assert closest_draw(decided_dir, rollouts, PARAMS.seed) > FAR
+    return {(r.group_id, r.sample): r.token_ids.tolist() for r in rollouts}
 
 
 @pytest.fixture(scope="module")
