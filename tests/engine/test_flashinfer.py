@@ -7,7 +7,7 @@ import fake_flashinfer
 import numpy as np
 import pytest
 import torch
-from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, logprob_error, ragged_prompts
+from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, full_forwards, ragged_prompts, worst_error
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_adapters import error, publish_adapters, with_adapters
@@ -165,7 +165,7 @@ def test_recorded_logprobs_equal_a_full_forward(fake_gpu, make_engine, name, mod
     sizes = graph_sizes(6 + min(PROMPT_ROWS, engine.options.max_prefill_tokens))
     assert engine.runner.num_graphs == (0 if mode == "without graphs" else 2 * len(sizes))
     rollouts = run(engine, ragged_prompts(12, PARAMS), arrivals=[0, 2, 30] * 4)
-    assert max(logprob_error(model, r) for r in rollouts) < TOLERANCE
+    assert worst_error(model, rollouts) < TOLERANCE
 
 
 def by_kernels(monkeypatch):
@@ -271,7 +271,7 @@ def test_tokens_of_layers_with_a_state_are_no_rows_of_a_graph(fake_gpu, make_eng
     rollouts = run(engine, ragged_prompts(6, PARAMS))
     assert engine.attention == "flashinfer"
     assert not engine.runner.num_graphs
-    assert max(logprob_error(model, r) for r in rollouts) < TOLERANCE
+    assert worst_error(model, rollouts) < TOLERANCE
 
 
 def test_a_swap_picks_the_graphs_of_the_other_slot(fake_gpu, make_engine):
@@ -360,7 +360,7 @@ def test_in_bfloat16_the_engine_is_as_close_to_float32_as_transformers_is(tmp_pa
     with Engine(options) as engine:
         assert (engine.runner.num_graphs > 0) == cuda_graphs or name == "qwen3-moe"
         rollouts = run(engine, ragged_prompts(24, PARAMS), arrivals=[0, 9] * 12)
-    theirs = [full_forward_logprobs(model, rollout) for rollout in rollouts]
-    exact = [full_forward_logprobs(model.float(), rollout) for rollout in rollouts]
+    theirs = full_forwards(model, rollouts)
+    exact = full_forwards(model.float(), rollouts)
     ours = np.concatenate([rollout.logprobs for rollout in rollouts]) - np.concatenate(exact)
     assert np.abs(ours).mean() < 1.5 * np.abs(np.concatenate(theirs) - np.concatenate(exact)).mean()

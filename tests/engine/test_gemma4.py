@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from architectures import RIGHT, VOCABULARY, make_model
-from full_forward import full_forward_logprobs, ragged_prompts
-from live_engine import live, worst_error
+from full_forward import full_forward_logprobs, ragged_prompts, worst_error
+from live_engine import live
 from tiny_models import publish, run
 from transformers import AutoModelForCausalLM
 

@@ -11,9 +11,9 @@ import family_check
 import numpy as np
 import pytest
 import torch
-from full_forward import full_forward_logprobs, ragged_prompts
+from full_forward import full_forwards, ragged_prompts, worst_error
 from ladder import LATENT, STATES, TOY, WIDE, Kind
-from live_engine import live, worst_error
+from live_engine import live
 from tiny_adapters import error, publish_adapters, with_adapters
 from tiny_models import publish, run
 from transformers import AutoModelForCausalLM
@@ -111,11 +111,9 @@ def test_in_bf16_recorded_logprobs_are_as_close_to_fp32_as_those_of_transformers
         for _ in range(2)
     )
     exact.float()
-    expected = [full_forward_logprobs(exact, r) for r in rollouts]
+    expected, of_transformers = full_forwards(exact, rollouts), full_forwards(rounded, rollouts)
     ours = np.concatenate([np.abs(e - r.logprobs) for e, r in zip(expected, rollouts, strict=True)])
-    theirs = np.concatenate(
-        [np.abs(e - full_forward_logprobs(rounded, r)) for e, r in zip(expected, rollouts, strict=True)]
-    )
+    theirs = np.concatenate([np.abs(e - t) for e, t in zip(expected, of_transformers, strict=True)])
     assert ours.mean() <= 1.2 * theirs.mean()
 
 
@@ -138,10 +136,10 @@ def test_each_token_is_of_the_version_that_it_records(make_kind_engine, kind, na
             publish(engine, models[-1])
     late = run(engine, ragged_prompts(8, [SamplingParams(max_tokens=8, ignore_eos=True)]))  # the same prompts again
     errors: dict[int, list[float]] = {version: [] for version in range(len(models))}
-    for rollout in rollouts:
-        for version, model in enumerate(models):
+    for version, model in enumerate(models):
+        for rollout, expected in zip(rollouts, full_forwards(model, rollouts), strict=True):
             drawn = rollout.weight_versions == version
-            errors[version] += np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs)[drawn].tolist()
+            errors[version] += np.abs(expected - rollout.logprobs)[drawn].tolist()
     assert max(errors[0]) < kind.tolerance
     assert worst_error(models[-1], late) < kind.tolerance, "prefixes and states of earlier versions are not reused"
     if policy == "recompute":

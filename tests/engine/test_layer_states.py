@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from full_forward import worst_error
 from ladder import TOY, TOY_KIND
-from live_engine import live, worst_error
+from live_engine import live
 from tiny_models import publish, run
 
 import inflight

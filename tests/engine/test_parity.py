@@ -6,7 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, logprob_error, ragged_prompts
+from full_forward import (
+    PARAMS,
+    TOLERANCE,
+    full_forward_logprobs,
+    full_forwards,
+    logprob_error,
+    ragged_prompts,
+    worst_error,
+)
 from tiny_models import CONFIGS, SOME_AT_ONCE, VOCABULARY, make_model, marks, publish, run
 
 from inflight.core.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
@@ -47,7 +55,7 @@ def test_recorded_logprobs_equal_a_full_forward(make_engine, name, mode):
     engine = make_engine(name, **MODES[mode])
     rollouts = run(engine, prompts, arrivals=arrivals)
     assert len(rollouts) == sum(prompt.params.n for prompt in prompts)
-    worst = max(logprob_error(model, r) for r in rollouts)
+    worst = worst_error(model, rollouts)
     assert worst < TOLERANCES[name]
     assert (engine.runner.unfused_reason is None) == (mode != "unfused")
     assert (engine.scheduler.preemption.count > 0) == (mode == "preempted")
@@ -65,11 +73,9 @@ def test_in_bf16_recorded_logprobs_are_as_close_to_fp32_as_those_of_transformers
     exact.load_state_dict(rounded.state_dict())  # the weights that both have
     engine = make_engine(name, dtype="bfloat16", fused=fused, max_prefill_tokens=9)
     rollouts = run(engine, ragged_prompts(12, PARAMS[:1]), arrivals=[0, 9, 20] * 4)
-    expected = [full_forward_logprobs(exact, r) for r in rollouts]
+    expected, of_transformers = full_forwards(exact, rollouts), full_forwards(rounded, rollouts)
     ours = np.concatenate([np.abs(e - r.logprobs) for e, r in zip(expected, rollouts, strict=True)])
-    theirs = np.concatenate(
-        [np.abs(e - full_forward_logprobs(rounded, r)) for e, r in zip(expected, rollouts, strict=True)]
-    )
+    theirs = np.concatenate([np.abs(e - t) for e, t in zip(expected, of_transformers, strict=True)])
     # Of a mixture rounding sends tokens to other experts, so that the figures of few tokens scatter.
     assert ours.mean() <= (1.5 if name in MIXTURES else 1.2) * theirs.mean()
     assert (engine.runner.unfused_reason is None) == fused
@@ -81,7 +87,7 @@ def test_a_custom_attention_backend_computes_every_layer_of_every_pass(make_engi
     model = make_model("llama")
     model.set_attn_implementation("eager")
     rollouts = run(engine, ragged_prompts(8, PARAMS))
-    assert max(logprob_error(model, r) for r in rollouts) < TOLERANCE
+    assert worst_error(model, rollouts) < TOLERANCE
     assert (engine.attention, engine.cache.block_size) == ("counting", 32)
     assert engine.memory.backend.num_calls > 40 * model.config.num_hidden_layers
 
@@ -106,7 +112,7 @@ def test_recorded_logprobs_equal_a_full_forward_on_the_gpu(make_engine, name):
     model = make_model(name)
     model.set_attn_implementation("eager")
     rollouts = run(make_engine(name, device="cuda", dtype="float32"), ragged_prompts(24, PARAMS), arrivals=[0, 9] * 12)
-    assert max(logprob_error(model, r) for r in rollouts) < 4 * TOLERANCES[name]
+    assert worst_error(model, rollouts) < 4 * TOLERANCES[name]
 
 
 @pytest.mark.medium
@@ -219,11 +225,11 @@ def test_after_a_swap_keys_and_values_are_kept_or_computed_again(make_engine, po
             publish(engine, models[-1])
     assert len(rollouts) == 24
     errors = {version: [] for version in range(len(models))}
-    for rollout in rollouts:
-        assert len(rollout.token_ids) == 40
-        for version, model in enumerate(models):
+    assert {len(rollout.token_ids) for rollout in rollouts} == {40}
+    for version, model in enumerate(models):
+        for rollout, expected in zip(rollouts, full_forwards(model, rollouts), strict=True):
             drawn = rollout.weight_versions == version
-            errors[version] += np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs)[drawn].tolist()
+            errors[version] += np.abs(expected - rollout.logprobs)[drawn].tolist()
     assert max(errors[0]) < TOLERANCE
     if policy == "recompute":
         assert max(errors[1] + errors[2]) < TOLERANCE

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from full_forward import worst_error
 from hybrids import FAMILIES, OF_EACH_KIND, model_of
 from inflight_kernels import layer_states
 from ladder import STATES
-from live_engine import live, worst_error
+from live_engine import live
 from tiny_adapters import publish_adapters, with_adapters
 from tiny_models import run
 from transformers import PretrainedConfig

@@ -24,21 +24,43 @@ def ragged_prompts(count: int, params: list[SamplingParams], seed: int = 0) -> l
 
 
 @torch.no_grad()
+def full_forwards(model: torch.nn.Module, rollouts: list[Rollout]) -> list[np.ndarray]:
+    """Log-probabilities of the drawn tokens of each rollout, from whole forward passes over prompts and answers. A pass
+    takes a few rollouts of about one length, padded at their ends, which causal layers do not see."""
+    ids = [torch.from_numpy(np.concatenate([r.prompt_token_ids, r.token_ids])).long() for r in rollouts]
+    by_length = sorted(range(len(ids)), key=lambda index: len(ids[index]))
+    found: dict[int, np.ndarray] = {}
+    for first in range(0, len(by_length), AT_ONCE):
+        indices = by_length[first : first + AT_ONCE]
+        padded = torch.nn.utils.rnn.pad_sequence([ids[index] for index in indices], batch_first=True)
+        for index, logits in zip(indices, model(padded, use_cache=False).logits.double(), strict=True):
+            rollout, drawn = rollouts[index], torch.from_numpy(rollouts[index].token_ids).long()
+            start = len(rollout.prompt_token_ids) - 1
+            logprobs = torch.log_softmax(logits[start : start + len(drawn)] / (rollout.params.temperature or 1.0), -1)
+            found[index] = logprobs.gather(1, drawn[:, None])[:, 0].numpy()
+    return [found[index] for index in range(len(rollouts))]
+
+
 def full_forward_logprobs(model: torch.nn.Module, rollout: Rollout) -> np.ndarray:
     """Log-probabilities of the drawn tokens from one whole forward pass over prompt and answer."""
-    ids = np.concatenate([rollout.prompt_token_ids, rollout.token_ids])
-    logits = model(torch.from_numpy(ids).long()[None], use_cache=False).logits[0].double()
-    logprobs = torch.log_softmax(logits / (rollout.params.temperature or 1.0), -1)
-    start = len(rollout.prompt_token_ids) - 1
-    return logprobs[torch.arange(start, len(ids) - 1), torch.from_numpy(rollout.token_ids).long()].numpy()
+    return full_forwards(model, [rollout])[0]
 
 
 def logprob_error(model: torch.nn.Module, rollout: Rollout) -> float:
     """The largest difference between recorded log-probabilities and those of `full_forward_logprobs`."""
-    return float(np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max())
+    return worst_error(model, [rollout])
+
+
+def worst_error(model: torch.nn.Module, rollouts: list[Rollout]) -> float:
+    """The largest `logprob_error` of rollouts that drew tokens."""
+    rollouts = [rollout for rollout in rollouts if len(rollout.token_ids)]
+    expected = full_forwards(model, rollouts)
+    return max(float(np.abs(e - r.logprobs).max()) for e, r in zip(expected, rollouts, strict=True))
 
 
 TOLERANCE = 5e-5
+AT_ONCE = 8
+"""Rollouts of one forward pass."""
 
 
 PARAMS = [

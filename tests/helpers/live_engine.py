@@ -1,7 +1,6 @@
 """An engine with chunked, grouped, forked, cancelled and preempted sequences."""
 
-import torch
-from full_forward import PARAMS, logprob_error, ragged_prompts
+from full_forward import PARAMS, ragged_prompts
 from kv_blocks import check_blocks
 
 from inflight.core.messages import Prompt
@@ -9,10 +8,6 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.engine import Engine
 from inflight.stream.assembler import Assembler
-
-
-def worst_error(model: torch.nn.Module, rollouts: list[Rollout]) -> float:
-    return max(logprob_error(model, r) for r in rollouts if len(r.token_ids))
 
 
 def live(engine: Engine) -> list[Rollout]:

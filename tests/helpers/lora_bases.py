@@ -4,7 +4,6 @@ from pathlib import Path
 
 import peft_kinds
 import pytest
-from full_forward import logprob_error
 from peers_python import PEERS_PYTHON
 from tiny_models import WIDE_HEADS, make_model
 
@@ -87,8 +86,3 @@ class Bases:
     def close(self) -> None:
         for engine in self._engines.values():
             engine.close()
-
-
-def worst_error(rollouts, model) -> float:
-    """How far recorded log-probabilities are from the model's own forward pass."""
-    return max(logprob_error(model, r) for r in rollouts)

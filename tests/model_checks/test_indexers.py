@@ -5,9 +5,8 @@ import pytest
 import torch
 from family_configs import Family
 from family_overrides import VARIANTS
-from full_forward import full_forward_logprobs
+from full_forward import full_forward_logprobs, worst_error
 from hybrids import model_of
-from live_engine import worst_error
 from made_batches import make_group, one_by_one
 from tiny_models import run
 from transformers import DeepseekV32Config

@@ -7,8 +7,9 @@ from typing import Any
 import peft_kinds
 import pytest
 import torch
+from full_forward import worst_error
 from http_calls import answered, call
-from lora_bases import MOST, PARAMS, PROMPT, RIGHT_ALONE, Bases, base_name, marked, worst_error
+from lora_bases import MOST, PARAMS, PROMPT, RIGHT_ALONE, Bases, base_name, marked
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import VOCABULARY, make_model
 
@@ -31,7 +32,7 @@ def from_files(bases: Bases, model, directory) -> float | str:
             return str(refused)
         engine.wait_for_version(publisher.publish())
     [group] = engine.generate([PROMPT], PARAMS, adapter="default")
-    return worst_error(group, model)
+    return worst_error(model, group)
 
 
 def over_http(bases: Bases, model, directory) -> float | str:
@@ -48,7 +49,7 @@ def over_http(bases: Bases, model, directory) -> float | str:
     assert call(server, "POST", "/v1/unload_lora_adapter", {"lora_name": name})[0] == 200
     rollouts = [answered(PROMPT, choice) for choice in drawn["choices"]]
     assert len(rollouts) == 2
-    return worst_error(rollouts, model)
+    return worst_error(model, rollouts)
 
 
 LORA_GA = "init lora_ga, of gradients"

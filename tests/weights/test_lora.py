@@ -9,7 +9,8 @@ from typing import Any
 import peft_kinds
 import pytest
 import torch
-from lora_bases import MOST, PARAMS, PROMPT, RIGHT_ALONE, base_name, marked, worst_error
+from full_forward import worst_error
+from lora_bases import MOST, PARAMS, PROMPT, RIGHT_ALONE, base_name, marked
 from peft import LoraConfig, PeftConfig, PeftType, get_peft_model
 from tiny_adapters import error, with_adapters
 from tiny_models import make_model
@@ -42,7 +43,7 @@ def outcome(engine, model, adapter) -> float | str:
     with publisher:
         engine.wait_for_version(publisher.publish())
     [group] = engine.generate([PROMPT], PARAMS, adapter=adapter)
-    return worst_error(group, model)
+    return worst_error(model, group)
 
 
 def plain_name(name: str) -> str:
