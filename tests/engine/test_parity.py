@@ -419,8 +419,8 @@ def test_experts_are_recorded_for_every_token(make_engine, device):
 def test_greedy_output_equals_generate(make_engine, name):
     model = make_model(name)
     model.set_attn_implementation("eager")
-    prompts = ragged_prompts(12, [SamplingParams(max_tokens=30, temperature=0)], seed=3)
-    rollouts = run(make_engine(name), prompts, arrivals=list(range(12)))
+    prompts = ragged_prompts(6, [SamplingParams(max_tokens=30, temperature=0)], seed=3)
+    rollouts = run(make_engine(name), prompts, arrivals=list(range(6)))
     for prompt, rollout in zip(prompts, rollouts, strict=True):
         ids = torch.tensor([prompt.token_ids])
         expected = model.generate(
