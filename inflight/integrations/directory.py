@@ -67,14 +67,17 @@ class DirectoryTransfer:
         written."""
         directory = self._directory / f"version-{self._count + 1:08d}"
         shutil.rmtree(directory, ignore_errors=True)  # of an earlier run
-        with file_errors(WeightFileError, f"cannot write to {directory}"):
-            directory.mkdir(parents=True)
+        tensors = iter(iterator)
         try:
-            self._write(directory, iterator)
+            with file_errors(WeightFileError, f"cannot write to {directory}"):
+                directory.mkdir(parents=True)
+            self._write(directory, tensors)
             with ThreadPoolExecutor(len(self._urls)) as threads:
                 list(threads.map(lambda url: self._publish(url, directory, version), self._urls))
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
+            for _ in tensors:  # Other ranks gather each tensor with this one.
+                pass
             raise
         for other in self._directory.glob("version-" + "[0-9]" * 8):  # the last one, and versions of an earlier run
             if other != directory:

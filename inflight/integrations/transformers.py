@@ -82,6 +82,10 @@ class PublishCallback(TrainerCallback):
         if self._unpublished >= self._every:
             self._publish()
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.load_best_model_at_end and self.publisher is not None:
+            self.publisher.wait_copied()  # the best model is loaded next, into the same parameters
+
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._unpublished or args.load_best_model_at_end:
             self._publish()

@@ -238,6 +238,8 @@ def _sampling_params(trainer: Any) -> SamplingParams:
         if ours == "stop_token_ids":
             value = [*eos_token_ids, *value]
         settings[ours] = [value] if ours == "stop" and isinstance(value, str) else value
+    if settings["max_tokens"] is None:
+        raise InvalidRequestError("max_completion_length=None does not bound completions; set it")
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list | set) else value
         for name, value in settings.items()

@@ -39,8 +39,8 @@ class EpisodeRollouts(EngineRollouts):
         """ahead: as in `EngineRollouts`."""
         super().__init__(episodes.engine, ahead=ahead)
         self._drawing = self._episodes = episodes
-        self._rows: dict[bool, dict[bytes, Any]] = {}
-        """Rows of the training dataset (True) and of the evaluation dataset (False) by their prompts."""
+        self._rows: dict[bool, tuple[Any, dict[bytes, Any]]] = {}
+        """The training dataset (True) and the evaluation dataset (False), and their rows by prompts."""
 
     def _cancel(self, group_ids: list[int]) -> None:
         self._episodes.cancel(group_ids)
@@ -58,9 +58,10 @@ class EpisodeRollouts(EngineRollouts):
 
     def _row(self, prompt: Prompt, trainer: Any) -> Any:
         training = bool(trainer.model.training)
-        if training not in self._rows:
-            self._rows[training] = _rows_by_prompt(trainer.train_dataset if training else trainer.eval_dataset)
-        row = self._rows[training].get(_key(prompt))
+        dataset = trainer.train_dataset if training else trainer.eval_dataset
+        if training not in self._rows or self._rows[training][0] is not dataset:
+            self._rows[training] = dataset, _rows_by_prompt(dataset)
+        row = self._rows[training][1].get(_key(prompt))
         if row is None:
             raise InvalidRequestError(
                 f"the prompt {prompt!r} is not in the trainer's dataset, so that its episode has no row"

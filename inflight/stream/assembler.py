@@ -135,7 +135,7 @@ class Assembler:
         complete."""
         group = request.group
         group_id = group.start.group_id
-        lacks = request.lacks() if reason is not None else []
+        lacks = request.lacks() if reason not in (None, "error") else []  # a row with a NaN has no sampling mask
         if lacks:
             self.faults[group_id] = TokenColumnError(
                 f"request {request.request_id} of group {group_id} asked for {', '.join(lacks)}, and the engine "

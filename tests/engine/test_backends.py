@@ -108,6 +108,12 @@ def test_recorded_logprobs_are_those_of_the_weights_that_are_live(engine, traine
     assert worst_error(engine, before) > FAR  # so old weights would fail the checks above
 
 
+def test_prompts_are_computed_in_parts(backend, tmp_path):
+    make_tied().save_pretrained(tmp_path)
+    with launch(str(tmp_path), backend, max_prefill_tokens=16) as engine:
+        assert worst_error(engine, make_tied()) < TOLERANCE
+
+
 @no_ties
 def test_filters_record_what_they_leave(engine, trainer):
     """top-k, top-p and min-p: the probabilities of what they left add up to 1."""

@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import torch
 
-from inflight.core.errors import InflightError
+from inflight.core.errors import InflightError, WeightFileError
 from inflight.integrations.directory import DirectoryTransfer
 
 
@@ -49,3 +49,12 @@ def test_versions_of_an_earlier_run_are_deleted_when_the_next_one_is_live(tmp_pa
         )
     assert {path.name for path in tmp_path.iterdir()} == {"version-00000001", "version-final", "notes"}
     assert list((tmp_path / "version-00000001").iterdir())
+
+
+def test_tensors_are_read_to_the_end_if_they_cannot_be_written(tmp_path):
+    """Each of them may be gathered with other ranks."""
+    (tmp_path / "file").touch()
+    tensors = iter([("a", torch.zeros(2)), ("b", torch.zeros(2))])
+    with pytest.raises(WeightFileError, match="cannot write to"):
+        DirectoryTransfer("http://127.0.0.1:9", tmp_path / "file").send_weights(tensors)
+    assert not list(tensors)

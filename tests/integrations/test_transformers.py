@@ -205,6 +205,13 @@ def test_deepspeed_steps_only_when_nothing_reads_its_parameters():
     assert publisher.waited == 1
 
 
+def test_the_best_model_is_loaded_only_when_nothing_reads_the_parameters():
+    callback = PublishCallback(publisher := Counting())
+    for loads, waited in ((False, 0), (True, 1)):
+        callback.on_epoch_end(SimpleNamespace(load_best_model_at_end=loads), STATE, None)
+        assert publisher.waited == waited
+
+
 def test_every_counts_steps():
     with pytest.raises(ValueError, match="every must be at least 1, got 0"):
         PublishCallback(Counting(), every=0)

@@ -235,6 +235,8 @@ def test_sampling_settings_reach_the_engine():
     assert integration._sampling_params(settings(generation_kwargs={"stop": ["a", "b"]})).stop == ("a", "b")
     endless = integration._sampling_params(settings(generation_kwargs={"ignore_eos": True, "stop_token_ids": [9]}))
     assert (endless.ignore_eos, endless.stop_token_ids) == (True, (9,))
+    with pytest.raises(InvalidRequestError, match="max_completion_length=None does not bound"):
+        integration._sampling_params(settings(max_completion_length=None))
 
 
 @pytest.mark.parametrize("name", ["n", "seed", "temperature", "num_beams", "return_sampling_mask", "do_sample"])

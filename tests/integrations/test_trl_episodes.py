@@ -225,3 +225,11 @@ def test_an_evaluation_without_rewards_does_not_end_training(chat_path, tmp_path
         EpisodeRollouts(SimpleNamespace(engine=engine))._row(
             "q", SimpleNamespace(model=SimpleNamespace(training=False), eval_dataset=None)
         )
+
+
+def test_rows_are_those_of_the_trainer_that_asks():
+    rollouts = EpisodeRollouts(SimpleNamespace(engine=None))
+    for answer in (1, 2):  # Two trainers, one after the other.
+        rows = [{"prompt": "q", "answer": answer}]
+        trainer = SimpleNamespace(model=SimpleNamespace(training=True), train_dataset=rows)
+        assert rollouts._row("q", trainer) == rows[0]

@@ -41,6 +41,7 @@ def test_a_chosen_share_of_a_gpu_stays_where_little_is_free(monkeypatch):
         ({"vllm": {"max_num_seqs": 3}}, "is said by the option 'max_sequences'"),
         ({"vllm": {"enable_lora": True}}, "is said by the option 'lora_rank'"),
         ({"vllm": {"async_scheduling": True}}, "cannot be chosen"),
+        ({"vllm": {"spec_method": "ngram"}}, "cannot be chosen: it is not tried"),
     ],
 )
 def test_options_that_vllm_does_not_have(options, message):

@@ -10,15 +10,17 @@ from pretend_vllm import END, MEDIA, PretendCore, make_pretender
 
 import inflight
 from inflight.core.errors import BackendError, DeviceMemoryError, InvalidRequestError, ProtocolError
-from inflight.core.layout import Alias
+from inflight.core.layout import Alias, WeightLayout
 from inflight.core.messages import LIVE_VERSION, Prompt, SlotReady
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.loop.sequence import Sequence
 from inflight.engine.process.process import state_of
+from inflight.integrations.vllm_backend import sampling
 from inflight.integrations.vllm_backend.build import start
 from inflight.integrations.vllm_backend.columns import ASKED, ColumnRecorder, asked
 from inflight.integrations.vllm_backend.sampling import request_arguments
+from inflight.integrations.vllm_backend.staged_slots import StagedSlots
 from inflight.integrations.vllm_backend.worker import StagedWeights, by_checkpoint_names
 from inflight.stream.assembler import Assembler
 
@@ -380,6 +382,18 @@ def test_requests_that_vllm_cannot_serve(engine, params, message):
     assert not engine.has_work
 
 
+def test_requests_that_would_end_the_second_model_runner_are_refused(engine, monkeypatch):
+    monkeypatch.setattr(sampling, "_MOST_BIASES", 3)
+    monkeypatch.setattr(sampling, "_MOST_STOPS", 10)
+    for params, message in (
+        (SamplingParams(logit_bias=dict.fromkeys(range(4), 1.0)), "logit_bias of more than 3 tokens"),
+        (SamplingParams(min_tokens=1, stop_token_ids=(1, 2, 3)), "min_tokens with more than 10 stop ids"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.requests.submit([Prompt([1], params)])
+    engine.requests.submit([Prompt([1], SamplingParams(min_tokens=1, stop_token_ids=(1, 2), max_tokens=1))])
+
+
 def test_a_request_that_vllm_refuses_later_ends_alone(engine, core, monkeypatch, caplog):
     add = core.add_request
 
@@ -412,6 +426,17 @@ def test_cancelled_sequences_leave_the_queue(engine):
     engine.step()
     engine.requests.cancel([gone])
     assert sum(map(len, engine.scheduler._backlog._queues.values())) < 100
+
+
+def test_a_slot_that_stayed_lent_is_not_the_base_of_a_second_publisher():
+    slots = StagedSlots.make(WeightLayout.build([("w", (8,), "float32")]), 1, torch.device("cpu"))
+    try:
+        for _ in range(2):
+            assert slots.attach() == [0]
+            assert slots.whole is None
+            slots.withdraw([])
+    finally:
+        slots.slots[0].unlink()
 
 
 def test_without_vllm_there_is_an_error_that_says_what_to_do(monkeypatch):

@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import own_columns
 import pytest
+import torch
 from made_frames import make_frame
-from tiny_models import run
+from tiny_models import make_model, publish, run
 
 from inflight.core import columns
 from inflight.core.columns import COLUMNS, TOKENS, TokenColumn, asked_columns
@@ -100,6 +101,21 @@ def test_a_request_whose_tokens_lack_a_column_ends_as_an_error(lacking):
     assert [(group[0].group_id, group[0].finish_reason) for group in groups] == [(0, "error"), (1, "stop")]
     assert assembler.faults.keys() == {0}
     assert "request 0 of group 0 asked for entropies" in str(assembler.faults[0])
+
+
+@pytest.mark.medium
+def test_a_sample_with_bad_numbers_ends_as_an_error_without_its_mask(make_engine):
+    engine, model, assembler = make_engine(), make_model("qwen3"), Assembler()
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    publish(engine, model)
+    params = SamplingParams(max_tokens=3, top_k=4, return_sampling_mask=True)
+    engine.requests.submit([Prompt([1, 2], params)])
+    groups = []
+    while engine.has_work:
+        groups += assembler.add(engine.step())
+    assert [rollout.finish_reason for group in groups for rollout in group] == ["error"]
+    assert not assembler.faults
 
 
 def test_whoever_waits_for_the_request_gets_the_error_and_others_get_theirs(wire):

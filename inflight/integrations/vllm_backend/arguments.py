@@ -51,7 +51,11 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "async_scheduling": (False, "a token would be told of one step after the weights that drew it"),
     "pipeline_parallel_size": (None, "several steps would be under way when weights change"),
     "data_parallel_size": (None, "launch([EngineOptions(…), …]) makes several engines"),
-    "speculative_config": (None, "it is not tried with weights that change"),
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        (None, "it is not tried with weights that change"),
+    ),
+    "prefill_context_parallel_size": (None, "workers are counted by tensor_parallel_size alone"),
     "worker_extension_cls": (f"{StagedWeights.__module__}.StagedWeights", "inflight has one of its own"),
     "lora_modules": (None, "adapters are those of the options lora_rank and adapters, and are published"),
     "enable_sleep_mode": (None, "sleep() frees the KV cache without it"),

@@ -11,6 +11,10 @@ _MAX_SEED = 2**63
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
 """Bounds of vLLM. It raises a smaller temperature to the lower one, and refuses a larger one."""
 
+_MOST_BIASES, _MOST_STOPS, _ROOM_FOR_EOS = 1024, 128, 8
+"""Bounds of vLLM's second model runner (vllm/v1/worker/gpu/sample/logit_bias.py). An engine ends if they are exceeded.
+End-of-sequence ids count as stop ids."""
+
 
 def refuse(name: str, sequence: Sequence) -> None:
     """Raise InvalidRequestError for parameters that vLLM cannot handle or handles differently. name: the prompt's name
@@ -25,6 +29,12 @@ def refuse(name: str, sequence: Sequence) -> None:
         "top_p together with min_p: vLLM cuts in another order": params.top_p < 1 and params.min_p > 0,
         "repetition_penalty together with logit_bias: vLLM applies them in another order": (
             params.repetition_penalty != 1 and bool(params.logit_bias)
+        ),
+        f"logit_bias of more than {_MOST_BIASES:,} tokens: vLLM's second model runner ends at them": (
+            len(params.logit_bias) > _MOST_BIASES
+        ),
+        f"min_tokens with more than {_MOST_STOPS} stop ids: vLLM's second model runner ends at them": (
+            params.min_tokens > 0 and len(params.stop_token_ids) + _ROOM_FOR_EOS > _MOST_STOPS
         ),
         "a version: vLLM holds the live weights alone": sequence.pin is not None,
     }

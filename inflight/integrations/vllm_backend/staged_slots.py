@@ -52,6 +52,11 @@ class StagedSlots(SlotTable):
         """The slot that holds the live version; None if it was, or might have been, written to since."""
         return None if self._lent_live else self._holds_live
 
+    def attach(self, *, in_use: int | None = None) -> list[int]:
+        lent = super().attach(in_use=in_use)
+        self._lent_live = self._lent_live or self._holds_live in lent
+        return lent
+
     def lend(self, *, in_use: int | None = None) -> list[int]:
         lent = super().lend(in_use=in_use)
         self._lent_live = self._lent_live or self._holds_live in lent

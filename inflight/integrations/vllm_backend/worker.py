@@ -82,6 +82,17 @@ class Attached(msgspec.Struct, frozen=True):
     """Columns are recorded."""
 
 
+class _CpuGenerator(torch.Generator):
+    """A generator of a CPU with the offset that generators of GPUs have. vLLM draws a token after each part of a
+    prompt, drops it, and sets the offset back. Here the numbers of that draw stay used."""
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        pass
+
+
 class StagedWeights:
     """The part of a worker that takes new weights."""
 
@@ -114,6 +125,8 @@ class StagedWeights:
         self._inflight_cores = attached.cores
         self._inflight_preparation: Future[None] | None = None
         on_gpu = runner.device.type == "cuda"
+        if not on_gpu:
+            torch.Generator = _CpuGenerator  # pyright: ignore[reportAttributeAccessIssue]
         # One stream for all preparations: memory that one frees serves the next one.
         self._inflight_stream = torch.cuda.Stream(runner.device) if on_gpu else None
         self._inflight_kv_bytes = [storage.nbytes() for storage in self._inflight_kv_storages()]
