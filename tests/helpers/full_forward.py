@@ -26,7 +26,7 @@ def ragged_prompts(count: int, params: list[SamplingParams], seed: int = 0) -> l
 @torch.no_grad()
 def full_forwards(model: torch.nn.Module, rollouts: list[Rollout]) -> list[np.ndarray]:
     """Log-probabilities of the drawn tokens of each rollout, from whole forward passes over prompts and answers. A pass
-    takes a few rollouts of about one length, padded at their ends, which causal layers do not see."""
+    takes a few rollouts of about one length. They are padded at their ends. Causal layers do not see that."""
     ids = [torch.from_numpy(np.concatenate([r.prompt_token_ids, r.token_ids])).long() for r in rollouts]
     by_length = sorted(range(len(ids)), key=lambda index: len(ids[index]))
     found: dict[int, np.ndarray] = {}

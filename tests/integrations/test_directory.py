@@ -52,7 +52,7 @@ def test_versions_of_an_earlier_run_are_deleted_when_the_next_one_is_live(tmp_pa
 
 
 def test_tensors_are_read_to_the_end_if_they_cannot_be_written(tmp_path):
-    """Each of them may be gathered with other ranks."""
+    """Other ranks can take part in the gather of each."""
     (tmp_path / "file").touch()
     tensors = iter([("a", torch.zeros(2)), ("b", torch.zeros(2))])
     with pytest.raises(WeightFileError, match="cannot write to"):
