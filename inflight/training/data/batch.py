@@ -58,8 +58,8 @@ class PackedBatch:
     routed_experts: torch.Tensor | None = None
     """i16[T, layers, k], the experts that each token used in the engine, −1 if unknown."""
     sample_tokens: torch.Tensor | None = None
-    """i64[B], drawn tokens of the sample that each sequence is a part of; None: each sequence is a sample. Only an
-    episode can have several."""
+    """i64[B], drawn tokens of the sample that each sequence is a part of, also in its sequences that are left out of
+    the batch but count in the averages; None: each sequence is a sample. Only an episode can have several."""
     included: torch.Tensor | None = None
     """bool[T], false on drawn tokens that are left out of the loss but still count in its average."""
     proximal_logprobs: torch.Tensor | None = None
@@ -283,7 +283,6 @@ def pack(
     group_index = {group_id: index for index, group_id in enumerate(dict.fromkeys(r.group_id for r in rollouts))}
     groups = np.array([group_index[r.group_id] for r in rollouts])
     drawn_tokens = np.array([mask.sum() for mask in masks])
-    samples = samples_of(rollouts)
     return PackedBatch(
         input_ids=torch.from_numpy(
             np.concatenate([part for r in rollouts for part in (r.prompt_token_ids, r.token_ids)]).astype(np.int64)
@@ -299,7 +298,7 @@ def pack(
         groups=torch.from_numpy(groups),
         totals=StepTotals(
             num_tokens=int(drawn_tokens.sum()),
-            num_sequences=len(samples),
+            num_sequences=len(samples_of(rollouts)),
             group_tokens=torch.from_numpy(np.bincount(groups, drawn_tokens).astype(np.int64)),
         ),
         columns={
@@ -309,7 +308,7 @@ def pack(
         sampling_mask=pack_masks(rollouts, masks),
         banned=pack_banned(rollouts, masks),
         routed_experts=routed_experts_column(rollouts),
-        sample_tokens=_tokens_of_samples(rollouts, samples, drawn_tokens),
+        sample_tokens=tokens_of_samples(rollouts, drawn_tokens),
         included=None if included is None else column(bool, False, _token_masks("included", rollouts, included)),
         trainer_version=trainer_version,
         foreign_versions=None if foreign_versions is None else column(np.int64, 0, foreign_versions),
@@ -336,10 +335,9 @@ def given_rollout(prompt: ArrayLike, answer: ArrayLike, *, request_id: int, grou
     )
 
 
-def _tokens_of_samples(
-    rollouts: Sequence[Rollout], samples: Sequence[Sequence[Rollout]], drawn_tokens: np.ndarray
-) -> torch.Tensor | None:
-    """Return `PackedBatch.sample_tokens`. drawn_tokens: i64[B]."""
+def tokens_of_samples(rollouts: Sequence[Rollout], drawn_tokens: np.ndarray) -> torch.Tensor | None:
+    """Return `PackedBatch.sample_tokens` of a batch with these sequences. drawn_tokens: i64[B]."""
+    samples = samples_of(rollouts)
     if len(samples) == len(rollouts):
         return None
     place_of = {id(rollout): place for place, sample in enumerate(samples) for rollout in sample}

@@ -14,7 +14,7 @@ from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout, samples_of
 from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
 from inflight.training.data.advantages import Advantages, resolve_advantages
-from inflight.training.data.batch import PackedBatch, pack
+from inflight.training.data.batch import PackedBatch, pack, tokens_of_samples
 from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.objective.aggregation import StepTotals
 
@@ -207,7 +207,8 @@ class ScoredGroups:
             included = {index: one for index, one in included.items() if rollouts[index].adapter in adapters}
         without_gradient = self._without_gradient(values, skip_uniform, mask_truncated) & included.keys()
         kept = [index for index in included if index not in without_gradient]
-        self.totals = _totals_of([rollouts[index] for index in included], [rollouts[index] for index in kept])
+        counted = [rollouts[index] for index in included]
+        self.totals = _totals_of(counted, [rollouts[index] for index in kept])
         if not kept:
             return None
         batch = pack(
@@ -219,6 +220,9 @@ class ScoredGroups:
         )
         batch.taken_ns = taken_ns
         batch.totals = self.totals
+        sample_tokens = tokens_of_samples(counted, np.array([rollout.num_drawn for rollout in counted]))
+        if sample_tokens is not None:
+            batch.sample_tokens = sample_tokens[[index not in without_gradient for index in included]]
         return batch
 
     def _without_gradient(

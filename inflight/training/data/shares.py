@@ -28,6 +28,8 @@ class ShareInfo(msgspec.Struct, frozen=True, kw_only=True):
     group_tokens: list[int]
     """Drawn tokens of each group of this share, in order of appearance, with rollouts left out of the batch."""
     trainer_version: int | None
+    sample_tokens: list[int] | None = None
+    """As in `PackedBatch`."""
     taken_ns: int = 0
     """As in `PackedBatch`."""
     is_filler: bool = False
@@ -62,6 +64,7 @@ class Share:
         packed = pack(self.rollouts, columns.pop("advantages"), **columns, trainer_version=info.trainer_version)
         groups = torch.tensor(info.group_tokens)
         packed.totals = StepTotals(info.num_tokens, info.num_sequences, groups, info.num_groups)
+        packed.sample_tokens = None if info.sample_tokens is None else torch.tensor(info.sample_tokens)
         packed.taken_ns = info.taken_ns
         if info.is_filler:
             packed.rollouts = ()
@@ -113,7 +116,11 @@ def _take(batch: PackedBatch, sequences: Sequence[int], info: ShareInfo) -> Shar
     starts = batch.cu_seqlens.tolist()
     rollouts = [batch.rollouts[sequence] for sequence in sequences]
     groups = dict.fromkeys(batch.groups[list(sequences)].tolist())
-    info = msgspec.structs.replace(info, group_tokens=[int(batch.totals.group_tokens[group]) for group in groups])
+    info = msgspec.structs.replace(
+        info,
+        group_tokens=[int(batch.totals.group_tokens[group]) for group in groups],
+        sample_tokens=None if batch.sample_tokens is None else batch.sample_tokens[list(sequences)].tolist(),
+    )
     answers = [
         slice(starts[s] + len(rollout.prompt_token_ids), starts[s + 1])
         for s, rollout in zip(sequences, rollouts, strict=True)

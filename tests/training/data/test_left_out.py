@@ -1,5 +1,6 @@
 """Rules, skipped groups, masked answers and ranks, in every combination: loss and gradient, restated in float64."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from made_batches import make_group
 
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, Turn
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.scored_groups import Dropped, ScoredGroups
 from inflight.training.data.shares import decode_share, encode_share, split
@@ -32,10 +33,12 @@ Gradient = dict[int, np.ndarray]
 
 
 def make_groups() -> list[list[Rollout]]:
-    """Groups with and without an advantage, with and without old tokens and answers that were cut off."""
+    """Groups with and without an advantage, with and without old tokens and answers that were cut off. The samples of
+    the last group have two or three token sequences."""
     rng = np.random.default_rng(5)
     groups = []
-    for index, rewards in enumerate([[1, 0, 0, 1], [1, 1, 1], [0, 3, 1], [0, 0, 0], [2, 2], [5, 1, 2, 2]]):
+    of_groups = [[1, 0, 0, 1], [1, 1, 1], [0, 3, 1], [0, 0, 0], [2, 2], [5, 1, 2, 2], [3, 1, 3, 1, 0, 3, 0]]
+    for index, rewards in enumerate(of_groups):
         group = make_group(rng, index, len(rewards), 4)
         for rollout, reward in zip(group, rewards, strict=True):
             rollout.reward = float(reward)
@@ -48,6 +51,10 @@ def make_groups() -> list[list[Rollout]]:
     for rollout in groups[3]:
         rollout.weight_versions[:] = 0
     groups[5][0].weight_versions[:], groups[5][0].finish_reason = 0, "length"
+    reasons = ("stop", "stop", "length", "length", "length", "stop", "length")
+    for rollout, sample, reason in zip(groups[6], (0, 1, 0, 1, 2, 0, 2), reasons, strict=True):
+        rollout.sample, rollout.finish_reason = sample, reason
+        rollout.turns = (Turn(0, len(rollout.token_ids), True, began_ns=1),)
     return groups
 
 
@@ -86,8 +93,9 @@ def restated(
     """Truncated importance sampling by loops, from the documentation."""
     there: list[tuple[int, Rollout, float, np.ndarray]] = []
     for index, group in enumerate(groups):
-        rewards = np.array([rollout.reward for rollout in group])
-        for rollout, advantage in zip(group, (rewards - rewards.mean()) / (rewards.std() + 1e-4), strict=True):
+        rewards = np.array(list({rollout.sample: rollout.reward for rollout in group}.values()))
+        for rollout in group:
+            advantage = (rollout.reward - rewards.mean()) / (rewards.std() + 1e-4)
             lags = TRAINER_VERSION - rollout.weight_versions
             takes_part = np.ones(len(lags), bool)
             is_rejected = False
@@ -101,14 +109,16 @@ def restated(
                 there.append((index, rollout, advantage, takes_part))
     tokens = sum(len(rollout.token_ids) for _, rollout, _, _ in there)
     of_group = {index: sum(len(r.token_ids) for other, r, _, _ in there if other == index) for index, *_ in there}
+    of_sample = Counter[tuple[int, int]]()
+    for index, rollout, _, _ in there:
+        of_sample[index, rollout.sample] += len(rollout.token_ids)
     loss, gradient = 0.0, {}
     for index, rollout, advantage, takes_part in there:
-        length = len(rollout.token_ids)
         weight = {
             "token": 1 / tokens,
-            "sequence": 1 / (len(there) * length),
+            "sequence": 1 / (len(of_sample) * of_sample[index, rollout.sample]),
             "group": 1 / (len(of_group) * of_group[index]),
-            "constant": 1 / (len(there) * 20),
+            "constant": 1 / (len(of_sample) * 20),
         }[aggregation]
         ours = current_logprobs(rollout)
         ratios = np.minimum(np.exp(ours - rollout.logprobs.astype(np.float64)), 2.0)
