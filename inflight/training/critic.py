@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from inflight.core.arguments import named
 from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.gae import Step, drawn_turns, gae
@@ -95,7 +96,9 @@ class Critic:
         rollouts = [rollout for group in groups for rollout in group]
         if not rollouts:
             return []
-        bare = [replace(rollout, columns={}, sampling_mask=None, routed_experts=None) for rollout in rollouts]
+        # Values do not depend on how tokens were sampled. Without these fields `pack` does not warn.
+        nothing: dict[str, Any] = {"columns": {}, "sampling_mask": None, "routed_experts": None}
+        bare = [replace(rollout, **nothing, params=SamplingParams()) for rollout in rollouts]
         batch = pack(bare, [0.0] * len(bare))
         batch.columns = {"place": torch.arange(len(batch.input_ids))}
         after = np.zeros(1 + len(batch.input_ids))  # [1 + t]: after token t of the batch

@@ -17,7 +17,7 @@ from torch import nn
 
 import inflight
 from inflight.core.errors import InflightError
-from inflight.core.rollout import Rollout, Turn
+from inflight.core.rollout import Rollout, SamplingMask, Turn
 from inflight.training.critic import Critic, value_loss
 from inflight.training.data.gae import gae
 from inflight.training.grpo import GRPOConfig, grpo
@@ -142,6 +142,17 @@ def test_advantages_are_those_of_the_values_before_the_step_and_equal_in_micro_b
     assert any((one != other).any() for one, other in zip(again, expected, strict=True))
     critic.forget()
     assert critic.step() is None
+
+
+def test_values_do_not_depend_on_sampling_and_warn_of_nothing(recwarn):
+    groups, critic = made_groups(), made_critic()
+    expected = critic(groups)
+    for rollout in [rollout for group in groups for rollout in group]:
+        rollout.params = inflight.SamplingParams(n=2, top_p=0.9, repetition_penalty=1.1, return_sampling_mask=True)
+        rollout.sampling_mask = SamplingMask.join([np.array([token], np.int32) for token in rollout.token_ids])
+    for one, other in zip(critic(groups), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not [str(warning.message) for warning in recwarn]
 
 
 def test_a_truncated_answer_continues_with_the_value_after_its_last_token_if_asked():
