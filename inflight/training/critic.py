@@ -130,13 +130,15 @@ class Critic:
 
     def step(self) -> CriticStats | None:
         """Take the optimizer steps on the rollouts whose advantages were computed since the last call. Returns None
-        without rollouts. A step whose gradient is not finite is not taken, and a warning is logged."""
+        without drawn tokens. A step whose gradient is not finite is not taken, and a warning is logged."""
         parts, self._parts = self._parts, []
         if not parts:
             return None
         of_values, returns = (
             torch.cat([part.columns[name][part.included] for part in parts]) for name in (VALUES, RETURNS)
         )
+        if not len(returns):
+            return None
         first: tuple[float, float] | None = None
         for _ in range(self.updates):
             loss = sum(self._backward(part, len(returns)) for part in parts)

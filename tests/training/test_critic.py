@@ -179,6 +179,17 @@ def test_a_step_that_is_not_finite_is_not_taken_and_values_that_are_not_are_name
         critic(groups)
 
 
+def test_no_step_is_taken_on_rollouts_without_a_drawn_token():
+    critic, groups = made_critic(), made_groups()
+    critic(groups)
+    critic.step()  # The momentum of this step would move the values.
+    before = critic.module.table.detach().clone()
+    prompts = [replace(rollout.until(0), finish_reason="stop", turns=()) for rollout in groups[1]]
+    assert not any(map(len, critic([prompts])))
+    assert critic.step() is None
+    assert torch.equal(critic.module.table.detach(), before)
+
+
 def test_the_clipped_loss_takes_the_larger_of_both():
     values, old = torch.tensor([1.0, 1.0, 1.0, 0.1]), torch.zeros(4)
     returns = torch.tensor([2.0, 0.0, 0.5, 0.0])
