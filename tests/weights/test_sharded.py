@@ -112,6 +112,7 @@ def test_parts_that_are_not_in_memory_as_trained_are_refused(alone, attributes, 
     "spread",
     [
         pytest.param("fsdp2", marks=pytest.mark.slow),
+        pytest.param("fsdp2-lora", marks=pytest.mark.slow),
         pytest.param("ddp", marks=pytest.mark.long),
         pytest.param("zero3", marks=pytest.mark.long),
     ],

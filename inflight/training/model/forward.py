@@ -136,7 +136,7 @@ def _score(
         logits_nV = _logits_in_rows(model, batch) if way == "rows" else _logits_one_by_one(model, batch)
         return _score_logits(logits_nV, batch, entropy, at)
     end_failed_backward(model)
-    head, experts = plain_head(inner) if way == "fused" else None, batch.routed_experts
+    head, experts = plain_head(inner, unwrap(model)) if way == "fused" else None, batch.routed_experts
     with (
         packed_attention(inner) as packed_in_backward_too,
         nullcontext() if experts is None else replay_routed_experts(model, experts[packed.source]),

@@ -43,9 +43,10 @@ _SHARDING = ("torch.distributed", "deepspeed")
 """Beginnings of the modules of hooks that gather and free sharded parameters."""
 
 
-def plain_head(model: Any) -> PlainHead | None:
+def plain_head(model: Any, outer: Any = None) -> PlainHead | None:
     """Return the scale and softcap that the model applies to its head's output. None if it does anything else. Tried
-    once per model on a few tokens."""
+    once per model on a few tokens. outer: the PEFT model around it; FSDP2 gathers the parameters outside of the layers
+    in the forward pass of this model only."""
     get_head = getattr(model, "get_output_embeddings", None)
     head: Any = get_head() if get_head else None
     if head is None:
@@ -55,7 +56,7 @@ def plain_head(model: Any) -> PlainHead | None:
         if head not in _found:
             # Quantized linear layers have a custom forward.
             is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-            _found[head] = _try(model, head) if is_linear else None
+            _found[head] = _try(model if outer is None else outer, model.config, head) if is_linear else None
         found = _found[head]
     if found is None and head not in _warned:
         _warned.add(head)
@@ -79,9 +80,9 @@ def check_at(k: int, vocab_size: int) -> None:
 
 
 @torch.no_grad()
-def _try(model: Any, head: nn.Linear) -> PlainHead | None:
+def _try(model: Any, config: Any, head: nn.Linear) -> PlainHead | None:
     """Replace the head's output by fixed numbers, and compare the resulting logits with them."""
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
     given = torch.linspace(-2, 2, 8, device=head.weight.device).view(1, 4, 2)
     calls = []
 
