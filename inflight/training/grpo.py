@@ -341,7 +341,7 @@ class _Trainer:
         causes = None
         if present.batches and probe is not None and step % config.probe_every == 0:
             with bf16_on_gpu(self.learner.model, config.autocast):
-                causes = probe.causes(present.batches[0])
+                causes = probe.causes(present.batches[0], micro_batch_tokens=config.micro_batch_tokens)
         demonstrations = self.learner.next_demonstrations()
         if self.ranks is not None:
             self.ranks.send("step")

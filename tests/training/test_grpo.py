@@ -346,6 +346,15 @@ def test_a_step_of_nothing_but_truncated_rollouts_is_not_taken(engine):
 # Reports
 
 
+def test_forward_passes_of_the_probe_are_bounded_like_those_of_the_loss(engine):
+    model, sizes = make_model("qwen3"), []
+    model.register_forward_pre_hook(lambda _, args, given: sizes.append(given["input_ids"].numel()), with_kwargs=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reports = run(engine, model, optimizer, steps=2, probe_every=1, micro_batch_tokens=16)
+    assert all(report.causes is not None for report in reports)
+    assert max(sizes) <= 16
+
+
 def test_a_report_is_numbers_under_flat_names(engine):
     model = make_model("qwen3")
     rules = (inflight.StalenessRule(max_version_lag=5),)

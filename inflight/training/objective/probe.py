@@ -60,21 +60,23 @@ class VersionProbe:
             self._remembered.popitem(last=False)
 
     @torch.no_grad()
-    def causes(self, batch: PackedBatch, *, max_sequences: int = 32) -> RatioCauses | None:
+    def causes(self, batch: PackedBatch, *, max_sequences: int = 32, micro_batch_tokens: int = 0) -> RatioCauses | None:
         """Return the ratios in the first `max_sequences` sequences of a batch, against the model as it is now. None if
-        the versions of all their tokens were forgotten."""
+        the versions of all their tokens were forgotten. micro_batch_tokens: maximum number of tokens of one forward
+        pass; 0: no bound."""
         batch = batch.select(range(min(max_sequences, batch.num_sequences)))
-        batch = batch.to(next(self._model.parameters()).device)
-        drawn = batch.drawn
-        versions, behavior = batch.weight_versions[drawn], batch.behavior_logprobs[drawn]
+        parts = batch.micro_batches(micro_batch_tokens) if micro_batch_tokens else [batch]
+        parts = [part.to(next(self._model.parameters()).device) for part in parts]
+        versions = torch.cat([part.weight_versions[part.drawn] for part in parts])
+        behavior = torch.cat([part.behavior_logprobs[part.drawn] for part in parts])
         with in_eval_mode(self._model):  # Dropout would add to the mismatch.
-            current = token_logprobs(self._model, batch)
+            current = torch.cat([token_logprobs(self._model, part) for part in parts])
         own = torch.full_like(current, torch.nan)
         for version in versions.unique().tolist():
             if version in self._remembered:
                 self._replica.load_state_dict(self._remembered[version])
                 mine = versions == version
-                own[mine] = token_logprobs(self._replica, batch)[mine]
+                own[mine] = torch.cat([token_logprobs(self._replica, part) for part in parts])[mine]
         known = ~own.isnan()
         if not known.any():
             return None

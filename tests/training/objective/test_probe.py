@@ -98,3 +98,23 @@ def test_a_probe_forgets_what_is_too_old_and_touches_neither_model_nor_batch():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="keep must be at least 1"):
         VersionProbe(model, keep=0)
+
+
+def test_micro_batches_bound_the_forward_passes_and_give_the_same_ratios():
+    model, batch = make_model("qwen3"), make_batch()
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda _, args, given: sizes.append(given["input_ids"].numel()), with_kwargs=True)
+    probe = VersionProbe(model)
+    for version in range(1, 4):
+        probe.remember(version)
+        train(model, version)
+    whole = probe.causes(batch)
+    assert max(sizes) > 60
+    sizes.clear()
+    parts = probe.causes(batch, micro_batch_tokens=60)
+    assert 0 < max(sizes) <= 60
+    for name in ("mismatch", "staleness", "total"):
+        one, other = getattr(parts, name), getattr(whole, name)
+        assert one.num_tokens == other.num_tokens > 0
+        assert one.kl == pytest.approx(other.kl, rel=1e-3)
+        assert one.logprob_diff == pytest.approx(other.logprob_diff, rel=1e-3)
