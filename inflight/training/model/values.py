@@ -30,7 +30,7 @@ def value_model(model: nn.Module) -> nn.Module:
         raise ValueError(f"{type(inner).__name__} has no output embeddings that a value head could replace")
     copied = copy.deepcopy(inner)
     config = copied.config.get_text_config()
-    new = nn.Linear(config.hidden_size, 1, device=head.weight.device, dtype=head.weight.dtype)
+    new = nn.Linear(head.weight.shape[1], 1, device=head.weight.device, dtype=head.weight.dtype)
     nn.init.zeros_(new.weight)
     nn.init.zeros_(new.bias)
     copied.set_output_embeddings(new)

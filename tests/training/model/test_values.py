@@ -10,7 +10,7 @@ from made_batches import make_batch
 from peft import LoraConfig, get_peft_model
 from tiny_models import VOCABULARY, make_model
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.training.data.batch import PackedBatch
@@ -101,6 +101,13 @@ def test_layers_with_a_state(family):
 def test_learned_positions_and_a_tied_head():
     model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_head=2)).eval()
     module, batch = with_head(model), make_batch()
+    torch.testing.assert_close(token_values(module, batch), one_by_one(module, batch), rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_that_is_narrower_than_the_layers():
+    shape = {"hidden_size": 32, "word_embed_proj_dim": 16, "num_attention_heads": 2, "ffn_dim": 32}
+    config = OPTConfig(vocab_size=VOCABULARY, num_hidden_layers=2, do_layer_norm_before=False, **shape)
+    module, batch = with_head(AutoModelForCausalLM.from_config(config).eval()), make_batch()
     torch.testing.assert_close(token_values(module, batch), one_by_one(module, batch), rtol=1e-4, atol=1e-4)
 
 
