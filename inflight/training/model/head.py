@@ -119,7 +119,6 @@ def scoring_head(
     entropies, and the log-probabilities of k other tokens. at: their ids i64[n, k]; a number: the k likeliest; None:
     k = 0. Yields a list that contains their ids after the forward pass."""
     module: Any = model.get_output_embeddings()
-    config: Any = model.config.get_text_config()
     drawn = batch.drawn
     found: list[torch.Tensor] = []
 
@@ -158,17 +157,27 @@ def scoring_head(
             scores = torch.cat([scores, plain.logprobs_at(hidden_nH, found[0], logprobs)], -1)
         return scores[None]
 
-    # This bypasses the type checks of configurations, which do not allow a softcap that is temporarily off.
-    fields = vars(config)
+    with without_softcap(model):
+        try:
+            module.forward = score
+            yield found
+        finally:
+            vars(module).pop("forward", None)
+
+
+@contextmanager
+def without_softcap(model: Any) -> Iterator[None]:
+    """Switch off the softcap of a Transformers model's logits inside the block."""
+    config: Any = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    fields = vars(config)  # This bypasses the type checks of configurations, which can require a number.
     try:
-        module.forward = score
-        if head.softcap is not None:
+        if softcap is not None:
             fields["final_logit_softcapping"] = None
-        yield found
+        yield
     finally:
-        vars(module).pop("forward", None)
-        if head.softcap is not None:
-            fields["final_logit_softcapping"] = head.softcap
+        if softcap is not None:
+            fields["final_logit_softcapping"] = softcap
 
 
 @dataclass(frozen=True, slots=True)

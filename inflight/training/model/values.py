@@ -4,15 +4,18 @@ B sequences, T tokens of a batch, F fed tokens.
 """
 
 import copy
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import check_adapters, check_vocabulary, transformers_model, try_way
-from inflight.training.model.forward_mode import scoring_way
+from inflight.training.model.forward_mode import Way, scoring_way
+from inflight.training.model.head import without_softcap
 from inflight.training.model.packing import has_states, pack_input, packed_attention
 from inflight.weights.tensors import is_peft, unwrap
 
@@ -35,8 +38,6 @@ def value_model(model: nn.Module) -> nn.Module:
     nn.init.zeros_(new.bias)
     copied.set_output_embeddings(new)
     copied.config.tie_word_embeddings = config.tie_word_embeddings = False
-    if getattr(config, "final_logit_softcapping", None) is not None:
-        config.final_logit_softcapping = None
     return copied.requires_grad_()
 
 
@@ -45,14 +46,22 @@ def token_values(module: nn.Module, batch: PackedBatch) -> torch.Tensor:
 
     module: called with input_ids i64[B, S], it returns f[B, S], f[B, S, 1], or an object with such `logits`, and the
     value at a position depends only on the tokens up to it. A model of Transformers is fed packed sequences if that
-    gives the same results as each alone (`scoring_way`). Raises UnsupportedModelError for a model that attends to later
-    positions, and ValueError for a token outside of its vocabulary, and for an output of another shape.
+    gives the same results as each alone (`scoring_way`). A softcap in its configuration does not apply to values.
+    Raises UnsupportedModelError for a model that attends to later positions, and ValueError for a token outside of its
+    vocabulary, and for an output of another shape.
     """
     module = getattr(module, "_orig_mod", module)
     check_adapters(module)
     inner = transformers_model(module)
     check_vocabulary(inner, batch)
-    way, device = scoring_way(inner, batch, try_way), next(module.parameters()).device
+    way = scoring_way(inner, batch, try_way)
+    with without_softcap(inner) if isinstance(inner, PreTrainedModel) else nullcontext():
+        return _compute(module, inner, batch, way)
+
+
+def _compute(module: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way) -> torch.Tensor:
+    """Return the values f[T]. inner: the Transformers model inside the wrappers of `module`."""
+    device = next(module.parameters()).device
     if way in ("fused", "packed"):
         packed = pack_input(batch, device, states=has_states(inner))
         with packed_attention(inner) as packed_in_backward_too:

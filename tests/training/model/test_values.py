@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from family_configs import all_families
+from family_weights import make_model as make_family
 from hybrids import OF_EACH_KIND, model_of
 from made_batches import make_batch
 from peft import LoraConfig, get_peft_model
@@ -102,6 +104,17 @@ def test_learned_positions_and_a_tied_head():
     model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_head=2)).eval()
     module, batch = with_head(model), make_batch()
     torch.testing.assert_close(token_values(module, batch), one_by_one(module, batch), rtol=1e-4, atol=1e-4)
+
+
+def test_a_softcap_stays_in_the_configuration_and_applies_to_no_value(tmp_path):
+    model = make_family(next(family for family in all_families() if family.name == "gemma3n_text"))
+    softcap, batch = model.config.final_logit_softcapping, make_batch()
+    module = with_head(model)
+    batch.input_ids %= model.config.vocab_size
+    assert token_values(module, batch).max() > softcap
+    torch.testing.assert_close(token_values(module, batch), one_by_one(module, batch), rtol=1e-3, atol=1e-3)
+    module.config.save_pretrained(tmp_path)
+    assert type(module.config).from_pretrained(tmp_path).final_logit_softcapping == softcap
 
 
 def test_a_head_that_is_narrower_than_the_layers():
