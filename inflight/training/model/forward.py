@@ -4,7 +4,8 @@ n drawn tokens, V vocabulary.
 """
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -77,13 +78,29 @@ def score_tokens(
             f"{type(model).__name__} cannot be fed packed sequences, so that its routed experts are not replayed"
         )
     try:
-        return _score(model, inner, batch, way, entropy, at)
+        with uncompiled(model, inner):
+            return _score(model, inner, batch, way, entropy, at)
     except ValueError as error:
         if not (inner.training and "when training" in str(error)):
             raise
         raise UnsupportedModelError(
             f"{type(inner).__name__} cannot be scored in train mode ({first_line(error)}); call model.eval()"
         ) from error
+
+
+@contextmanager
+def uncompiled(model: nn.Module, inner: nn.Module) -> Iterator[None]:
+    """Run a model that was compiled in place (`model.compile()`) without its compiled code inside the block, since
+    each batch would compile it again. inner: the Transformers model inside its wrappers."""
+    modules = dict.fromkeys((model, unwrap(model), inner))
+    compiled = [(module, call) for module in modules if (call := module._compiled_call_impl) is not None]
+    try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
 
 
 def check_adapters(model: nn.Module) -> None:

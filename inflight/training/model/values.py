@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from inflight.training.data.batch import PackedBatch
-from inflight.training.model.forward import check_adapters, check_vocabulary, transformers_model, try_way
+from inflight.training.model.forward import check_adapters, check_vocabulary, transformers_model, try_way, uncompiled
 from inflight.training.model.forward_mode import Way, scoring_way
 from inflight.training.model.head import without_softcap
 from inflight.training.model.packing import has_states, pack_input, packed_attention
@@ -55,7 +55,7 @@ def token_values(module: nn.Module, batch: PackedBatch) -> torch.Tensor:
     inner = transformers_model(module)
     check_vocabulary(inner, batch)
     way = scoring_way(inner, batch, try_way)
-    with without_softcap(inner) if isinstance(inner, PreTrainedModel) else nullcontext():
+    with uncompiled(module, inner), without_softcap(inner) if isinstance(inner, PreTrainedModel) else nullcontext():
         return _compute(module, inner, batch, way)
 
 

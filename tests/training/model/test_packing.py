@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_batches import make_batch, make_branches, one_by_one
+from peft import LoraConfig, get_peft_model
 from tiny_models import COMMON, CONFIGS, SOME_AT_ONCE, make_model
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Starcoder2Config
@@ -18,7 +19,7 @@ from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.model.forward import TokenScores, bf16_on_gpu, score_tokens, token_logprobs
 from inflight.training.model.forward_mode import scoring_way
 from inflight.training.model.packing import pack_input
-from inflight.training.model.values import token_values
+from inflight.training.model.values import token_values, value_model
 from inflight.training.objective.loss import loss_of_scores, policy_loss
 from inflight.training.objective.objective import resolve
 
@@ -137,6 +138,24 @@ def test_a_compiled_model_is_scored_uncompiled():
     model, batch = make_model("qwen3"), make_batch()
     compiled = torch.compile(model, backend="eager")
     assert torch.equal(score_tokens(compiled, batch).logprobs, score_tokens(model, batch).logprobs)
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_a_model_compiled_in_place_is_scored_uncompiled_and_stays_compiled(has_adapter):
+    def refuse(*_: object) -> None:
+        raise AssertionError("the model was compiled")
+
+    model, batch = make_model("qwen3"), make_batch()
+    expected, values = score_tokens(model, batch).logprobs, token_values(value_model(model), batch)
+    compiled = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])) if has_adapter else model
+    compiled.compile(backend=refuse)
+    torch.testing.assert_close(score_tokens(compiled, batch).logprobs, expected)
+    if not has_adapter:
+        of_values = value_model(model)
+        of_values.compile(backend=refuse)
+        torch.testing.assert_close(token_values(of_values, batch), values)
+    with pytest.raises(Exception, match="the model was compiled"):
+        compiled(input_ids=batch.input_ids[None, :4])
 
 
 @pytest.mark.medium
