@@ -40,6 +40,9 @@ class GroupStart(msgspec.Struct, frozen=True):
     """Ranges [begin, end) of token ids, in order, that the engine never draws."""
     adapter: str | None = None
     """Name of the LoRA adapter that draws the tokens."""
+    pin: Count | None = None
+    """The version of the weights that draws all tokens. The tokens can carry a larger version, since their version also
+    counts publishes of adapters. None: the live version at each token."""
 
 
 class TakenOver(msgspec.Struct, frozen=True, array_like=True):

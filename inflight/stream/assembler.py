@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from itertools import repeat
 
+import msgspec
 import numpy as np
 
 from inflight.core.columns import COLUMNS, SCORES, TOKENS, asked_columns
@@ -100,6 +101,7 @@ class Assembler:
                 self.num_unfinished_tokens_at[group.engine_id] -= num_tokens
                 self.num_unfinished_tokens_at[header.engine_id] += num_tokens
                 group.engine_id = header.engine_id
+                group.start = msgspec.structs.replace(group.start, pin=start.pin)
         for part in header.taken_over:
             if (request := self._requests.get(part.request_id)) is not None:  # record the worst case
                 request.prefix_tokens = max(part.num_tokens, request.prefix_tokens)

@@ -74,13 +74,13 @@ class Assignments:
             return num_left
 
     def pin_of(self, record: GroupRecord) -> int | None:
-        """Return the pin of a group, with the lock held. For LIVE_VERSION it is the version that has drawn its tokens,
-        also if their samples have all ended."""
+        """Return the pin of a group, with the lock held. For LIVE_VERSION it is the version that the engine has chosen,
+        if a token has been drawn."""
         group = self._table.assembler.groups.get(record.group_id)
         if group is None or record.pin != LIVE_VERSION:
             return record.pin
-        begun = [r for r in [*group.finished, *group.partial()] if len(r.weight_versions)]
-        return int(begun[0].weight_versions[0]) if begun else LIVE_VERSION
+        has_tokens = any(len(rollout.token_ids) for rollout in [*group.finished, *group.partial()])
+        return group.start.pin if has_tokens else LIVE_VERSION
 
     def assign(self, record: GroupRecord, at: Any) -> None:
         """Note that an engine is about to continue a group, with the lock held."""
@@ -118,8 +118,9 @@ class Assignments:
                     arrived = [*begun.finished, *begun.partial()] if begun is not None else []
                 calls, cancelled = list(record.calls.values()), sorted(record.cancelled)
                 reserved = record.owner is Owner.CALLER
+                prompt = msgspec.structs.replace(record.prompt, version=self.pin_of(record))
                 groups.append(
-                    SavedGroup(record.ids, reserved, record.prompt, record.origin, arrived, is_open, calls, cancelled)
+                    SavedGroup(record.ids, reserved, prompt, record.origin, arrived, is_open, calls, cancelled)
                 )
             return groups
 
@@ -165,4 +166,5 @@ def start_of(group: SavedGroup[Rollout]) -> GroupStart:
         group.forked_from,
         group.rollouts[0].banned,
         prompt.adapter,
+        prompt.version,
     )

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import inflight
 from inflight.core.errors import InvalidRequestError, LayoutMismatchError, UnsupportedModelError
-from inflight.core.messages import Prompt
+from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.model import adapters as adapters_module
@@ -171,6 +171,14 @@ def test_only_sequences_of_changed_adapters_are_computed_again(make_engine, monk
     publish(engine, make_model("qwen3"))
     engine.step()
     assert len(again) == 3
+
+
+def test_publishes_of_adapters_change_no_pin(make_engine):
+    engine = make_engine(lora_rank=4)
+    publish_adapters(engine, with_adapters("qwen3", "default"))
+    engine.requests.submit([Prompt([1, 2], SamplingParams(max_tokens=1), version=LIVE_VERSION)])
+    header = engine.step().header
+    assert (header.version, [start.pin for start in header.groups]) == (1, [0])
 
 
 def test_a_fork_goes_on_with_its_adapter(make_engine):

@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
-from made_frames import make_frame, starts
+from made_frames import make_frame
 
+from inflight.core.frames import GroupStart
 from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.fleet.calls import FleetCalls
@@ -72,8 +73,9 @@ def test_a_fork_of_a_prompt_of_the_live_version_keeps_the_version_that_has_drawn
         for _ in range(2):
             group_id = submissions.fork({"request_id": 0, "at": 0, "metadata": {}}, Prompt([1], SamplingParams()))
             forks.append(fleet.ledger.table.records[group_id])
-            fleet.ledger.table.assembler.add(make_frame(1, groups=starts(0) if len(forks) == 1 else []))
+            pinned = [GroupStart(0, 0, [1], SamplingParams(), pin=2)]
+            fleet.ledger.table.assembler.add(make_frame(1, groups=pinned if len(forks) == 1 else []))
     finally:
         submissions.close()
         calls.close()
-    assert [fork.pin for fork in forks] == [LIVE_VERSION, 5]
+    assert [fork.pin for fork in forks] == [LIVE_VERSION, 2]

@@ -300,11 +300,25 @@ def test_a_pinned_group_keeps_its_version_if_the_samples_that_have_begun_have_al
     with ledger.table.lock:
         records = [ledger.engines.begin(Prompt([1], params, version=LIVE_VERSION), engine) for _ in range(2)]
     ledger.expect([0, 1])
-    groups = [GroupStart(r.group_id, r.ids.first_request_id, [1], params) for r in records]
+    groups = [GroupStart(r.group_id, r.ids.first_request_id, [1], params, pin=2) for r in records]
+    # The version of the frame, 5, also counts publishes of adapters.
     ledger.frames.take_in(make_frame(1, 0, groups=groups, finishes=ends(0), next_group_id=2))
+    assert [group.prompt.version for group in ledger.engines.snapshot()] == [2, LIVE_VERSION]
     ledger.engines.unassign(engine, "engine", 7)
     assert records[0].drawn == {1: []}
-    assert [record.pin for record in records] == [5, LIVE_VERSION]  # the frame is of version 5
+    assert [record.pin for record in records] == [2, LIVE_VERSION]
+
+
+def test_a_pinned_group_without_tokens_gets_the_version_of_the_engine_that_continues_it():
+    ledger, other = Ledger(), Ledger()
+    with ledger.table.lock:
+        ledger.engines.begin(Prompt([1], SamplingParams(), version=LIVE_VERSION), object())
+    ledger.expect([0])
+    for sequence, pin in enumerate((2, 3)):
+        start = GroupStart(0, 0, [1], SamplingParams(), pin=pin)
+        ledger.frames.take_in(make_frame(sequence, sequence, groups=[start], next_group_id=1))
+    other.engines.restore(ledger.engines.snapshot(), ledger.engines.next_ids)
+    assert [record.pin for record in other.engines.unassigned] == [3]
 
 
 def test_a_group_that_finishes_while_its_submission_is_answered_is_offered_once(monkeypatch):

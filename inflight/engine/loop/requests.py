@@ -265,8 +265,9 @@ class Requests:
         self.next_group_id = max(self.next_group_id, group_id + 1)
         self._next_request_id = max(self._next_request_id, first + prompt.params.n)
         params, metadata = prompt.params, prompt.metadata
+        banned, adapter = self._banned, prompt.adapter
         self._starts.append(
-            GroupStart(group_id, first, prompt.token_ids, params, metadata, forked_from, self._banned, prompt.adapter)
+            GroupStart(group_id, first, prompt.token_ids, params, metadata, forked_from, banned, adapter, pin)
         )
         for sequence in sequences:
             if len(sequence.tokens) >= sequence.max_tokens:
