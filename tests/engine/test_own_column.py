@@ -1,5 +1,6 @@
 """A custom per-token column: a function, its name at launch, and its name in the request; nothing else."""
 
+import msgspec
 import numpy as np
 import own_columns
 import pytest
@@ -77,7 +78,9 @@ def test_over_the_wire_it_reaches_rollout_and_batch(model_dir):
 
 
 def test_a_column_of_another_length_than_its_rollout_is_refused(make_engine):
-    [rollout] = run(make_engine(columns=COLUMNS), [Prompt([1], SamplingParams(max_tokens=3, columns=("rank",)))])
+    [rollout] = run(
+        make_engine(columns=COLUMNS), [Prompt([1], SamplingParams(max_tokens=3, ignore_eos=True, columns=("rank",)))]
+    )
     rollout.columns["rank"] = rollout.columns["rank"][:2]
     with pytest.raises(ValueError, match="columns of different lengths"):
         pack([rollout], [1.0])
@@ -131,6 +134,26 @@ def test_two_columns_of_one_name_are_refused():
 def test_a_function_that_cannot_be_a_column_is_named(path, message):
     with pytest.raises(TokenColumnError, match=message):
         load_columns([path], vocab_size=9, device=torch.device("cpu"))
+
+
+def test_a_function_that_fails_in_a_pass_ends_only_the_requests_that_asked(make_engine, monkeypatch, caplog):
+    monkeypatch.setattr("inflight.engine.loop.own_columns._failed", set())
+    plain, asks = SamplingParams(max_tokens=3, ignore_eos=True), {"columns": ("needs_two", "rank")}
+    good, bad = (Prompt([1, 2], msgspec.structs.replace(plain, top_k=k, **asks)) for k in (0, 1))
+    others = [Prompt([1, 2], msgspec.structs.replace(plain, top_k=k)) for k in (0, 1)]
+    engine, assembler = make_engine(columns=("own_columns:needs_two", *COLUMNS)), Assembler()
+
+    def draw(*prompts):
+        engine.requests.submit(prompts)
+        rollouts = []
+        while engine.has_work:
+            rollouts += [rollout for group in assembler.add(engine.step()) for rollout in group]
+        return [(rollout.finish_reason, sorted(rollout.columns)) for rollout in rollouts]
+
+    assert draw(good, *others) == [("length", ["needs_two", "rank"]), ("length", []), ("length", [])]
+    assert draw(good, bad, *others) == [("error", ["rank"])] * 2 + [("length", [])] * 2
+    assert caplog.text.count("column needs_two raised ValueError: a row with one token") == 1
+    assert draw(good) == [("length", ["needs_two", "rank"])]
 
 
 def test_an_engine_with_such_a_function_does_not_start(make_engine):

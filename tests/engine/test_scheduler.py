@@ -369,6 +369,25 @@ def test_an_order_that_cannot_place_a_prompt_refuses_it(model_dir):
         assert not prioritising.has_work
 
 
+def until_the_third_token(sequence: Sequence) -> float:
+    """An order that fails on a sequence with three tokens."""
+    return 1 / (3 - len(sequence.tokens)) if len(sequence.tokens) < 3 else float("nan")
+
+
+def test_a_sequence_keeps_its_place_if_the_order_fails_later(model_dir, caplog):
+    prompt = Prompt([1, 2], SamplingParams(max_tokens=8, ignore_eos=True))
+    with engine(model_dir("llama"), f"{__name__}:until_the_third_token") as failing:
+        failing.requests.submit([prompt])
+        for num_tokens in range(1, 5):
+            failing.step()
+            [sequence] = failing.requests.unfinished.values()
+            assert len(sequence.tokens) == num_tokens
+            failing.sleep()
+            failing.wake()
+            assert sequence.place == (1 / (3 - num_tokens) if num_tokens < 3 else 1.0)
+    assert caplog.text.count("the order of scheduling failed") == 1
+
+
 @pytest.mark.parametrize("name", ["no_such_module:order", "inflight.engine.loop.order:no_such_order", "fcfs", ""])
 def test_an_order_that_is_not_there_is_an_error_that_says_how_to_name_one(name):
     with pytest.raises(ModelLoadError, match='"module:function"'):

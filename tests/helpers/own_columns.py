@@ -18,5 +18,11 @@ def whole_rows(logprobs_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tenso
     return logprobs_SV
 
 
+def needs_two(logprobs_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
+    if (logprobs_SV.isfinite().sum(-1) < 2).any():
+        raise ValueError("a row with one token")
+    return logprobs_SV[:, 0]
+
+
 def broken(logprobs_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
     raise ZeroDivisionError("no second token")

@@ -81,8 +81,8 @@ class _Rows:
     filtered: "_Filtered | None"
     entropy: bool
     top: int
-    own: dict[str, ColumnFunction]
-    """Custom columns that some row asked for."""
+    own: dict[str, torch.Tensor | None]
+    """Maps the custom columns that some row asked for to these rows i64[S], or to None for all rows."""
 
 
 class _Penalized(NamedTuple):
@@ -180,7 +180,7 @@ class Sampler:
             samples.columns |= columns
         if rows.own:
             logprobs_MV = (logits_MV.float() / _recorded_temperatures(rows.temperatures)).log_softmax(-1)
-            samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
+            samples.columns |= compute_columns(self._own_columns, rows.own, logprobs_MV, samples.tokens)
         self._last_tokens.index_copy_(0, rows.batch_rows, samples.tokens)
         if rows.penalized is not None and self._seen is not None:
             penalties = rows.penalized.penalties
@@ -194,7 +194,6 @@ class Sampler:
         if self._rows is None or self._rows.cohort is not cohort:
             special = [(i, cohort.sequences[i].params) for i in cohort.special]
             batch_rows = to_device(torch.from_numpy(cohort.rows), self._device)
-            asked = {name for _, params in special for name in params.columns}
             self._rows = _Rows(
                 cohort=cohort,
                 temperatures=to_device(torch.from_numpy(cohort.temperatures), self._device),
@@ -205,9 +204,18 @@ class Sampler:
                 filtered=_Filtered.of(special, self._device),
                 entropy=any(params.return_entropy for _, params in special),
                 top=max((params.top_logprobs for _, params in special), default=0),
-                own={name: f for name, f in self._own_columns.items() if name in asked},
+                own=self._own_rows(special, len(cohort.sequences)),
             )
         return self._rows
+
+    def _own_rows(self, special: Seq[tuple[int, SamplingParams]], num_rows: int) -> dict[str, torch.Tensor | None]:
+        """Map the custom columns that these (row, parameters) ask for to the rows, as in `_Rows.own`."""
+        asked = {n: [row for row, params in special if n in params.columns] for n in self._own_columns}
+        return {
+            name: to_device(rows, self._device, torch.int64) if len(rows) < num_rows else None
+            for name, rows in asked.items()
+            if rows
+        }
 
     def _adjust(self, logits_MV: torch.Tensor, rows: _Rows) -> torch.Tensor:
         if rows.penalized is not None:

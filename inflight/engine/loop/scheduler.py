@@ -13,7 +13,7 @@ import numpy as np
 from inflight.core.options import EngineOptions
 from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.loop.backlog import Backlog
-from inflight.engine.loop.order import Order, by_priority, check_order
+from inflight.engine.loop.order import Order, by_priority, check_order, keeping_last
 from inflight.engine.loop.preemption import Preemption
 from inflight.engine.loop.rows import NOBODY, NOT_PINNED, PREFILL, Rows
 from inflight.engine.loop.running import KVNamespaces, RunningSequences
@@ -42,8 +42,9 @@ class Scheduler:
         self._live = 0, 0
         """The live version, and the version with publishes of adapters counted."""
         cache.prefixes.protections.is_reusable = lambda entry, lag: self.namespaces.reach(entry, lag, *self._live)
-        self.backlog = Backlog(order)
-        self.sequences = RunningSequences(cache, rows, order, self.namespaces)
+        place = keeping_last(order)
+        self.backlog = Backlog(place)
+        self.sequences = RunningSequences(cache, rows, place, self.namespaces)
         self.running = self.sequences.by_id
         self.preemption = Preemption(rows, self.sequences, self.backlog)
         new_regimes = itertools.count(PREFILL + 1)

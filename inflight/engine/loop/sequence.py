@@ -60,6 +60,8 @@ class Sequence:
     taken_over_version: int = NO_VERSION
     """The oldest version that computed some of these tokens."""
 
+    place: float = 0.0
+    """Its last number in the order of scheduling."""
     num_restarts: int = 0
     """Swaps since it last drew a token that made its prefill start again."""
     prompt_scored: bool = False

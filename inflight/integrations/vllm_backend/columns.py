@@ -71,8 +71,11 @@ class ColumnRecorder:
             mask_AV = logprobs_SV[rows_A] > float("-inf")
             counts, mask_AV = count_mask(mask_AV, rows_A, num_rows=len(names))
             columns |= counts | {"mask_token_ids": mask_AV.nonzero()[:, 1]}
-        own = {name: function for name, function in self._functions.items() if name in everything}
-        columns |= compute_columns(own, logprobs_SV, tokens_S)
+        own = {
+            column: torch.tensor([i for i, own in enumerate(wanted) if column in own], device=logprobs_SV.device)
+            for column in self._functions.keys() & everything
+        }
+        columns |= compute_columns(self._functions, own, logprobs_SV, tokens_S)
         self._columns = names, {name: column.cpu() for name, column in columns.items()}
 
     def _asked(self, name: str) -> list[str]:
