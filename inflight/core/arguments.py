@@ -16,6 +16,7 @@ from types import MappingProxyType, NoneType, SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+import numpy as np
 
 Called = TypeVar("Called", bound=Any)
 NO_OTHERS: Mapping[str, str] = MappingProxyType({})
@@ -51,6 +52,17 @@ def check_type(what: str, value: Any, kind: Any) -> None:
         return
     if not _fits(value, kind):
         raise TypeError(f"{what} must be {_described(kind)}, got {value!r} ({type(value).__name__})")
+
+
+def without_numpy(value: Any) -> Any:
+    """Return a value with Python's numbers in place of NumPy's, which cannot be encoded, also in lists and dicts."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(map(without_numpy, value))
+    if type(value) is dict:
+        return {without_numpy(key): without_numpy(item) for key, item in value.items()}
+    return value
 
 
 def named(others: Mapping[str, str] = NO_OTHERS) -> Callable[[Called], Called]:
@@ -120,8 +132,8 @@ class CheckedStruct(msgspec.Struct, metaclass=_NamingMeta, frozen=True):
                 continue
             check_type(f"{type(self).__name__}.{name}", value, kind)
             if isinstance(value, Real):
-                plain = int(value) if isinstance(value, Integral) else float(value)
-                msgspec.structs.force_setattr(self, name, plain)
+                value = int(value) if isinstance(value, Integral) else float(value)
+            msgspec.structs.force_setattr(self, name, without_numpy(value))
 
 
 @cache

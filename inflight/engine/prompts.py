@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from inflight.chat.conversation import conversation_of
+from inflight.core.arguments import without_numpy
 from inflight.core.errors import InvalidRequestError
 from inflight.core.messages import Prompt, shorten
 from inflight.core.sampling import SamplingParams
@@ -36,7 +37,7 @@ def make_prompts(
         fields = columns | dict(metadata[index] if metadata else {})
         if other := [name for name in fields if not isinstance(name, str)]:
             raise InvalidRequestError(f"metadata of prompt {index} must have strings as keys, got {other[0]!r}")
-        made.append(Prompt(ids, params, fields, version, adapter))
+        made.append(Prompt(ids, params, without_numpy(fields), without_numpy(version), adapter))
     return made
 
 

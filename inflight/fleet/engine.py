@@ -12,7 +12,7 @@ from weakref import WeakSet, proxy
 
 import msgspec
 
-from inflight.core.arguments import named
+from inflight.core.arguments import named, without_numpy
 from inflight.core.closing import ClosedAtEnd
 from inflight.core.errors import InflightError
 from inflight.core.extras import needing
@@ -304,21 +304,21 @@ class Engine(ClosedAtEnd):
         without `prompt_logprobs`, for which a prompt is computed and not shared. The prompt of the new rollouts is the
         sample's prompt and these tokens, and their `forked_from` names the sample. Raises InvalidRequestError if the
         sample has ended; submit its tokens as a prompt then."""
-        at = len(rollout.token_ids) if at is None else at
+        at = len(rollout.token_ids) if at is None else int(at)
         prompt = Prompt(
             [*rollout.prompt_token_ids.tolist(), *rollout.token_ids[:at].tolist()],
             params or msgspec.structs.replace(rollout.params, seed=None, prompt_logprobs=None),
-            dict(rollout.metadata if metadata is None else metadata),
+            without_numpy(dict(rollout.metadata if metadata is None else metadata)),
         )
-        arguments = {"request_id": rollout.request_id, "at": at, "metadata": prompt.metadata}
-        return self._submissions.fork(arguments, prompt)
+        return self._submissions.fork({"request_id": rollout.request_id, "at": at, "metadata": prompt.metadata}, prompt)
 
     def cancel(self, group_ids: Sequence[int] | None = None, *, request_ids: Sequence[int] | None = None) -> None:
         """End the unfinished samples of these groups, and these samples (neither: all). They arrive with finish_reason
         "cancelled"."""
         if group_ids is None and request_ids is None:
             group_ids = self._fleet.ledger.outstanding
-        ids = {"group_ids": list(group_ids or ()), "request_ids": list(request_ids or ())}
+        given = {"group_ids": group_ids, "request_ids": request_ids}
+        ids = {name: [] if some is None else list(map(int, some)) for name, some in given.items()}
         self._fleet.ledger.engines.note_cancelled(**ids)
         self._calls.call("cancel", ids)
 

@@ -143,6 +143,9 @@ def test_numbers_of_numpy_become_those_of_python():
     params = SamplingParams(n=np.int64(3), temperature=np.float32(0.5), stop_token_ids=[1, 2])
     assert (type(params.n), type(params.temperature)) == (int, float)
     assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams).temperature == 0.5
+    bias = {np.int64(5): np.float32(1), 6: 2.0}
+    params = SamplingParams(stop_token_ids=(np.int64(5),), logit_bias=bias)
+    assert msgspec.json.encode((params.stop_token_ids, params.logit_bias)) == b'[[5],{"5":1.0,"6":2.0}]'
 
 
 @pytest.mark.parametrize("struct", [SamplingParams, inflight.EngineOptions])

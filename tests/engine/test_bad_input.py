@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import zmq
 from made_frames import make_frame
 from tiny_models import VOCABULARY, make_model
-from waiting import wait_until
+from waiting import draw_some, wait_until
 
 import inflight
 from inflight.core.errors import (
@@ -159,6 +160,20 @@ def test_malformed_control_messages(engine, parts, message):
     bad_before = engine.status().bad_messages
     assert message in send_raw(engine, *parts).message
     assert engine.status().bad_messages == bad_before + 1
+
+
+def test_numbers_of_numpy_are_sent_as_those_of_python(engine):
+    metadata = {"answer": np.int64(3), "scores": [np.float32(0.5), (np.bool_(True),)]}
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    engine.pause()
+    [group] = engine.submit([[1]], params, metadata=[metadata], version=np.int64(0))
+    [sample] = draw_some(engine, group)
+    fork = engine.fork(sample, at=np.int64(1), metadata=metadata)
+    engine.cancel(np.array([group]), request_ids=np.array([sample.request_id]))
+    engine.cancel(np.array([fork]))
+    engine.resume()
+    for [rollout] in engine.stream.collect([group, fork]):
+        assert (rollout.finish_reason, rollout.metadata) == ("cancelled", {"answer": 3, "scores": [0.5, [True]]})
 
 
 def test_metadata_that_no_message_can_hold_is_named(engine):
