@@ -49,6 +49,20 @@ def assert_same(rollout, expected) -> None:
             np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.parametrize(("other", "first"), [(7, 3), (8, 2)])
+def test_groups_of_one_call_have_different_ids(make_engine, other, first):
+    engine = make_engine()
+    params = SamplingParams(n=2, max_tokens=3, seed=1)
+    groups = [
+        Unfinished(group_id, Prompt([1, 2], params), request_id, {request_id: [], request_id + 1: []})
+        for group_id, request_id in ((7, 1), (other, first))
+    ]
+    with pytest.raises(InvalidRequestError, match=f"group {other} cannot go on: its ids are taken"):
+        engine.requests.adopt(groups, 10, 10)
+    assert not engine.has_work
+    assert engine.requests.next_ids == Ids(0, 0)
+
+
 def test_ids_may_be_chosen_by_who_submits(make_engine):
     engine, assembler = make_engine(), Assembler()
     assert engine.requests.submit(PROMPTS[:2], [Ids(40, 100), Ids(7, 20)]) == [40, 7]

@@ -137,14 +137,17 @@ class Requests:
         Return the reasons of refused groups, by group id. Raises InvalidRequestError for ids in use."""
         next_group_id = max(next_group_id, self.next_group_id)
         next_request_id = max(next_request_id, self._next_request_id)
+        seen_groups, seen_requests = set(self._groups), set(self.unfinished)
         for group in groups:
             begin = group.first_request_id
             ids = range(begin or 0, min((begin or 0) + group.prompt.params.n, next_request_id))
             fits = (
                 group.group_id < next_group_id and (begin is None) != bool(group.drawn) and set(group.drawn) <= set(ids)
             )
-            if not fits or group.group_id in self._groups or not self.unfinished.keys().isdisjoint(group.drawn):
+            if not fits or group.group_id in seen_groups or not seen_requests.isdisjoint(group.drawn):
                 raise InvalidRequestError(f"group {group.group_id} cannot go on: its ids are taken, or do not fit")
+            seen_groups.add(group.group_id)
+            seen_requests.update(group.drawn)
         self.next_group_id, self._next_request_id = next_group_id, next_request_id
         refused: dict[int, str] = {}
         for group in groups:
