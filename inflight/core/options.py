@@ -218,8 +218,9 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
             )
         if self.lora_rank < 0 or self.lora_rank > 512:
             raise ValueError(f"lora_rank must be in [0, 512], got {self.lora_rank}")
-        if not self.adapters or len(set(self.adapters)) < len(self.adapters) or any("." in n for n in self.adapters):
-            raise ValueError(f"adapters must be different names without dots, got {self.adapters}")
+        names = self.adapters
+        if not all(names) or not names or len(set(names)) < len(names) or any("." in name for name in names):
+            raise ValueError(f"adapters must be different names without dots, none empty, got {names}")
         names = [own_column_name(path) for path in self.columns]
         if len(set(names)) < len(names):
             raise ValueError(f"columns must have different names, got {', '.join(names)}")

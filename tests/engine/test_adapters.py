@@ -282,6 +282,12 @@ class Expert(torch.nn.Module):
 OPTIONS = EngineOptions("m", adapters=("a",), lora_rank=2, cuda_graphs=False)
 
 
+@pytest.mark.parametrize("names", [(), ("",), ("a", ""), ("a", "a"), ("a.b",)])
+def test_names_of_adapters_that_cannot_be_used_are_refused(names):
+    with pytest.raises(ValueError, match="adapters must be different names without dots, none empty"):
+        EngineOptions("tiny", adapters=names)
+
+
 def test_a_projection_that_computes_a_part_of_the_tokens_has_no_adapters():
     """It would take the adapters of the first tokens of the pass."""
     expert = Expert().requires_grad_(False)
