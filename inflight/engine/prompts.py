@@ -67,7 +67,8 @@ def _encode(
                 f"{name} is a row with the columns {', '.join(map(str, prompt))}; expected one called "
                 f"{' or '.join(map(repr, _COLUMNS))}"
             )
-        others = {key: value for key, value in prompt.items() if key not in (column, "tools")}
+        used = (column, "tools") if _is_chat(prompt[column]) else (column,)
+        others = {key: value for key, value in prompt.items() if key not in used}
         return _token_ids(name, prompt[column], tokenizer, model, prompt.get("tools")), others
     return _token_ids(name, prompt, tokenizer, model), {}
 
@@ -75,8 +76,7 @@ def _encode(
 def _token_ids(
     name: str, prompt: Any, tokenizer: PreTrainedTokenizerBase | None, model: str, tools: Any = None
 ) -> list[int]:
-    is_chat = isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(each, Mapping) for each in prompt)
-    if not is_chat and not isinstance(prompt, str):
+    if not _is_chat(prompt) and not isinstance(prompt, str):
         try:
             return [operator.index(token) for token in prompt]
         except TypeError as error:
@@ -96,3 +96,7 @@ def _token_ids(
         return conversation_of(tokenizer).begin(prompt, tools or None)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{name} is chat messages for {model!r}: {error}") from error
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(each, Mapping) for each in prompt)

@@ -55,6 +55,8 @@ def ids(text):
         ({"prompt": [USER], "answer": 4}, ids("<user>2+2>"), {"answer": 4}),
         ({"messages": [USER], "tools": [TOOL]}, ids("[add]<user>2+2>"), {}),
         ({"prompt": [5, 6], "level": "easy"}, [5, 6], {"level": "easy"}),
+        ({"prompt": "hi", "tools": "hammer"}, ids("hi"), {"tools": "hammer"}),
+        ({"prompt": [5, 6], "tools": [TOOL]}, [5, 6], {"tools": [TOOL]}),
     ],
 )
 def test_every_form_of_a_prompt(tokenizer, prompt, expected, columns):
