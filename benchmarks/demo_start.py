@@ -37,7 +37,7 @@ def main() -> None:
         pass
     with (
         tempfile.TemporaryDirectory() as directory,
-        saved(model, tokenizer, Path(directory) / "start") as start,
+        saved(model, tokenizer, Path(directory)) as start,
         launch(
             start,
             device="cpu",

@@ -140,7 +140,7 @@ def main() -> None:
     module = make_teacher(task)
     result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"differences": {}, "runs": {}}
     with tempfile.TemporaryDirectory() as directory, ExitStack() as at_end:
-        path = at_end.enter_context(saved(module, require_tokenizer(MODEL), Path(directory) / "teacher"))
+        path = at_end.enter_context(saved(module, require_tokenizer(MODEL), Path(directory)))
         engine = at_end.enter_context(inflight.launch(options(path)))
         rollouts = held_out(engine, task, student())
         if "target" not in result:

@@ -74,7 +74,7 @@ def main() -> None:
         with torch_threads(1):
             for _ in warm_up(model, tokenizer, task.train, WarmupConfig(steps=WARMUP_STEPS, seed=seed)):
                 pass
-        with tempfile.TemporaryDirectory() as parent, saved(model, tokenizer, Path(parent) / "start") as start:
+        with tempfile.TemporaryDirectory() as parent, saved(model, tokenizer, Path(parent)) as start:
             runs += [learn(start, task, seed, policy) for policy in ("keep", "recompute")]
     finish("hybrid-learning", {"model": MODEL, "task": TASK, "steps": STEPS, "runs": runs})
 

@@ -93,10 +93,11 @@ def _options_of(path: Path, run: RecordedRun) -> Options:
 
 
 def _without_places(value: str, directory: str) -> str:
-    """Return an option without the path of its run's directory, and "" for a path of a temporary file."""
+    """Return an option without the path of its run's directory, and "" for a path of a temporary file. Hidden
+    directories of a run have random names and are left out, too."""
     parts = PurePosixPath(value).parts
     if directory in parts:
-        return "/".join(parts[parts.index(directory) + 1 :])
+        return "/".join(part for part in parts[parts.index(directory) + 1 :] if not part.startswith("."))
     return "" if value.startswith(f"{tempfile.gettempdir()}/") else value
 
 

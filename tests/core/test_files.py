@@ -69,7 +69,7 @@ def draw(out: Path) -> None:
 
 
 def save_model(out: Path) -> None:
-    with saved(make_model("qwen3"), byte_tokenizer(), out / "start"):
+    with saved(make_model("qwen3"), byte_tokenizer(), out):
         pass
 
 
@@ -161,5 +161,5 @@ def test_the_demo_on_a_full_disk_says_so_in_a_line(tmp_path):
     )
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 2
-    assert f"cannot write to {tmp_path}/run/start: File too large (the disk is full" in line
+    assert f"cannot write to {tmp_path}/run: File too large (the disk is full" in line
     assert "Traceback" not in done.stderr

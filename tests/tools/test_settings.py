@@ -153,7 +153,7 @@ def test_without_a_configuration_the_directory_decides(tmp_path):
 
 def test_places_of_files_are_no_part_of_a_setting(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/somewhere")
-    own = ("runs/a-seed{}/start", "/somewhere/tmp{}/model", "/models/a-seed{}/final")
+    own = ("runs/a-seed{}/start", "runs/a-seed{0}/.start-{0}/start", "/somewhere/tmp{}/model", "/models/a-seed{}/final")
     for place in own:
         paths = [
             record(

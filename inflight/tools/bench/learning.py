@@ -173,7 +173,7 @@ def _warm_start(settings: LearningOptions, seed: int, progress: Progress) -> Ite
             progress(f"seed {seed}, warm-up, step {step}: loss {loss:.3f}", step / settings.warmup_steps)
     with (
         TemporaryDirectory(prefix="inflight-start-") as parent,
-        saved(model, tokenizer, Path(parent) / "start") as directory,
+        saved(model, tokenizer, Path(parent)) as directory,
     ):
         yield Start(task, seed, directory)
 

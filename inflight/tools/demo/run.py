@@ -121,7 +121,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
             max_context = longest(making.result(), tokenizer)
         progress("engine start", 0.0)
         with (
-            saved(model, tokenizer, out / "start") as directory,
+            saved(model, tokenizer, out) as directory,
             torch_threads(threads.trainer),
             launch(
                 directory,

@@ -1,9 +1,9 @@
 """The trainer's side of a loop on this machine: its share of the cores, its model, and the short supervised phase that
 gives a small model something for reinforcement learning to improve."""
 
-import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,17 +81,16 @@ def require_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 @contextmanager
-def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Iterator[str]:
-    """Store a model and its tokenizer in a directory until the block ends. Files of an earlier run are replaced. Raises
-    FileWriteError."""
-    shutil.rmtree(directory, ignore_errors=True)
-    try:
-        with file_errors(FileWriteError, f"cannot write to {directory}"):
+def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, parent: Path) -> Iterator[str]:
+    """Store a model and its tokenizer in a new hidden directory of `parent` until the block ends, and yield the path.
+    Raises FileWriteError."""
+    with ExitStack() as at_end:
+        with file_errors(FileWriteError, f"cannot write to {parent}"):
+            own = tempfile.TemporaryDirectory(prefix=".start-", dir=parent.absolute(), ignore_cleanup_errors=True)
+            directory = Path(at_end.enter_context(own), "start")
             model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
         yield str(directory)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)

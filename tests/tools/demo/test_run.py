@@ -112,6 +112,8 @@ def test_a_run_with_markup_in_its_prompts_is_printed_and_continued(monkeypatch, 
     rows = [{"prompt": f"[INST] {i} [/INST]", "answer": "a"} for i in range(8)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     console = plain_console(file=io.StringIO(), width=200)
+    (out / "start").mkdir(parents=True)
+    (out / "start" / "notes.txt").write_text("mine")
     small = {"device": "cpu", "steps": 1, "warmup_steps": 0, "group_size": 2, "groups_per_step": 1, "max_tokens": 2}
     run.run_demo(DemoOptions(data=data, out=out, **small), console)
     shown = console.file.getvalue()  # pyright: ignore
@@ -132,3 +134,5 @@ def test_a_run_with_markup_in_its_prompts_is_printed_and_continued(monkeypatch, 
     with pytest.raises(ModelLoadError):
         run.run_demo(DemoOptions(data=data, out=out, model=str(tmp_path / "none"), **small), console)
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == files
+    assert [path.name for path in (out / "start").iterdir()] == ["notes.txt"]
+    assert not [*out.glob(".start-*")]

@@ -54,12 +54,20 @@ def test_the_file_is_as_accurate_as_it_says(tmp_path):
     load_start(model)
     assert longest(task, tokenizer) == PROMPT_TOKENS + ANSWER_TOKENS
     with (
-        saved(model, tokenizer, tmp_path / "start") as start,
+        saved(model, tokenizer, tmp_path) as start,
         inflight.launch(start, device="cpu", threads=1, max_context=longest(task, tokenizer)) as engine,
     ):
         accuracy = held_out_accuracy(engine, task, task.held_out)
     assert accuracy == pytest.approx(float(metadata_of(START_FILE)["accuracy"]), abs=0.01)
     assert 0.2 < accuracy < 0.5  # something to improve, and much left to learn
+
+
+def test_a_saved_model_replaces_no_files_of_its_directory(tmp_path):
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "notes.txt").write_text("mine")
+    with saved(load_trainer(MODEL, CPU), require_tokenizer(MODEL), tmp_path) as start:
+        assert (Path(start) / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["start", "notes.txt"]
 
 
 def test_a_file_of_another_model_is_refused_by_its_names(tmp_path):
