@@ -77,27 +77,25 @@ def name_without_seed(path: Path) -> str:
 
 
 def _options_of(path: Path, run: RecordedRun) -> Options:
-    began, directory = run.began, path.resolve().name
+    began, path = run.began, path.resolve()
     if began is None:
         return {"directory": name_without_seed(path)}
     options = {
-        name: _without_places(value, directory)
-        for name, value in began.config.items()
-        if name.rpartition(".")[2] != "seed"
+        name: _without_places(value, path) for name, value in began.config.items() if name.rpartition(".")[2] != "seed"
     }
     if all(name.startswith("engine.") for name in options):
         options["directory"] = name_without_seed(path)
-    elif began.title != directory:
+    elif began.title != path.name:
         options["title"] = _SEED.sub("", began.title)
     return options
 
 
-def _without_places(value: str, directory: str) -> str:
+def _without_places(value: str, run: Path) -> str:
     """Return an option without the path of its run's directory, and "" for a path of a temporary file. Hidden
-    directories of a run have random names and are left out, too."""
+    directories of a run have random names and are left out, too. A single word is no path."""
     parts = PurePosixPath(value).parts
-    if directory in parts:
-        return "/".join(part for part in parts[parts.index(directory) + 1 :] if not part.startswith("."))
+    if run.name in parts[:-1] or parts[-2:] == run.parts[-2:]:
+        return "/".join(part for part in parts[parts.index(run.name) + 1 :] if not part.startswith("."))
     return "" if value.startswith(f"{tempfile.gettempdir()}/") else value
 
 

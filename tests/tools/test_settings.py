@@ -153,7 +153,13 @@ def test_without_a_configuration_the_directory_decides(tmp_path):
 
 def test_places_of_files_are_no_part_of_a_setting(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/somewhere")
-    own = ("runs/a-seed{}/start", "runs/a-seed{0}/.start-{0}/start", "/somewhere/tmp{}/model", "/models/a-seed{}/final")
+    own = (
+        "runs/a-seed{}/start",
+        f"{tmp_path.name}/a-seed{{}}",
+        "runs/a-seed{0}/.start-{0}/start",
+        "/somewhere/tmp{}/model",
+        "/models/a-seed{}/final",
+    )
     for place in own:
         paths = [
             record(
@@ -164,6 +170,12 @@ def test_places_of_files_are_no_part_of_a_setting(tmp_path, monkeypatch):
         assert len(settings(*paths)) == 1
     other = [record(tmp_path / f"a-seed{n}", [0.1], config={"engine.model": f"/models/{n}", "lr": "1"}) for n in (0, 1)]
     assert [name for name, _ in members(*other)] == ["engine.model=/models/0", "engine.model=/models/1"]
+
+
+@pytest.mark.parametrize("values", [("tis", "ppo_clip"), ("hub/tis", "hub/ppo_clip")])
+def test_a_directory_named_as_an_option_does_not_hide_it(tmp_path, values):
+    paths = [record(tmp_path / Path(v).name, [0.1], config={"grpo.objective": v, "lr": "1"}) for v in values]
+    assert [one.options["grpo.objective"] for one in settings(*paths)] == [*values]
 
 
 def test_a_restart_changes_no_band(tmp_path):
