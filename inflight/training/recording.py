@@ -2,14 +2,17 @@
 
 import logging
 import os
+import re
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import wraps
+from functools import partial, wraps
+from inspect import unwrap
 from math import isfinite
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Protocol
 
 import msgspec
@@ -57,6 +60,9 @@ _CLOSE_S = 5.0
 _ASK_S = 1.0
 _MEASURES = ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag")
 _PERCENTS = (10, 50, 90, 99)
+_MOST_ITEMS = 32
+"""Length of lists in closures above which they are taken for data and are not recorded."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _BIN = LOG_RATIO_EDGES[1] - LOG_RATIO_EDGES[0]
 _NUM_BINS = len(LOG_RATIO_EDGES) + 1
 
@@ -348,14 +354,43 @@ class _EngineWatcher:
 
 
 def _texts(options: Any, name: str = "") -> dict[str, str]:
-    """Return options as text under flat names, such as "grpo.sampling.n". Functions and classes become their names."""
-    plain = msgspec.to_builtins(options, enc_hook=lambda value: getattr(value, "__qualname__", str(value)))
+    """Return options as text under flat names, such as "grpo.sampling.n"."""
+    plain = msgspec.to_builtins(options, enc_hook=_text)
     if not isinstance(plain, dict):
         return {name: str(plain)}
     texts: dict[str, str] = {}
     for key, value in plain.items():
         texts |= _texts(value, f"{name}.{key}".strip("."))
     return texts
+
+
+def _text(value: Any, depth: int = 4) -> str:
+    """Return a value as text that is equal in every process. Functions and classes become their names, partials and
+    closures with their arguments: "ppo_clip(high=0.28)". Arguments named "seed" are left out. Of a closure only numbers
+    and functions are recorded, because other objects can be data or secrets."""
+    if isinstance(value, partial):
+        name, given = _text(value.func, depth - 1), {**dict(enumerate(value.args)), **value.keywords}
+    elif isinstance(value := unwrap(value) if callable(value) else value, FunctionType) and value.__closure__:
+        name, given = value.__qualname__, {}
+        for variable, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
+            with suppress(ValueError):  # an empty cell
+                if _is_plain(cell.cell_contents):
+                    given[variable] = cell.cell_contents
+    else:
+        return getattr(value, "__qualname__", None) or _ADDRESS.sub("", str(value))
+    if depth <= 0:  # A function can refer to itself.
+        return name
+    texts = [f"{key}={_text(one, depth - 1)}" for key, one in given.items() if key != "seed"]
+    return f"{name}({', '.join(texts)})"
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value consists of a few numbers and functions."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return len(value) <= _MOST_ITEMS and all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | FunctionType | partial)
 
 
 def _now() -> float:

@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from made_frames import make_frame
 from tiny_models import make_model
 from waiting import wait_until
 
+import inflight
 from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.frames import Swap
 from inflight.core.messages import Status
@@ -42,7 +44,8 @@ from inflight.training.data.scored_groups import ScoredGroups, measure_consumed,
 from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.loss import policy_loss
-from inflight.training.recording import RunRecorder, _percentiles
+from inflight.training.objective.surrogates import ppo_clip
+from inflight.training.recording import RunRecorder, _percentiles, _texts
 
 MS = 1_000_000
 COUNTS = {field: 0 for field in Status.__struct_fields__ if field.startswith(("num_", "kv_"))}
@@ -112,6 +115,46 @@ def test_options_are_recorded_as_text_under_flat_names(tmp_path):
     expected = {"engine.max_sequences": "8", "grpo.steps": "7", "grpo.sampling.n": "4", "where": "/a"}
     assert expected.items() <= began.config.items()
     assert began.config["reward"] == "len"
+
+
+def scaled(factor: float, seed: int, judge: object = None):
+    return lambda rollout: factor + seed + len(str(judge))
+
+
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        (inflight.turn_advantages, ("rloo", "grpo")),
+        (lambda discount: inflight.turn_advantages(discount=discount), (1.0, 0.5)),
+        (inflight.pass_at_k_advantages, (2, 8)),
+        (inflight.tree_advantages, ("rloo", "treerl")),
+        (inflight.policy_advantages, ("rloo", "grpo")),
+        (inflight.gdpo_advantages, ({"a": 1.0}, {"a": 2.0})),
+        (lambda high: partial(ppo_clip, high=high), (0.2, 0.28)),
+        (lambda high: inflight.Objective(surrogate=partial(ppo_clip, high=high)), (0.2, 0.28)),
+        (lambda factor: scaled(factor, seed=0), (1.0, 2.0)),
+    ],
+)
+def test_functions_with_other_arguments_have_other_texts(make, values):
+    texts = [_texts({"option": make(value)}) for value in values]
+    assert texts[0] != texts[1]
+    assert texts == [_texts({"option": make(value)}) for value in values]  # other objects at other addresses
+    assert "0x" not in str(texts)
+
+
+def test_seeds_addresses_and_captured_objects_are_no_part_of_a_text():
+    judges = [object(), threading.Event()]
+    functions = [scaled(2.0, seed=seed, judge=judge) for seed, judge in enumerate(judges)]
+    assert len({str(_texts(function)) for function in functions}) == 1
+    assert _texts({"judge": partial(scaled, 2.0, seed=3)}) == {"judge": "scaled(0=2.0)"}
+    assert _texts({"judge": judges[0]}) == {"judge": "<object object>"}
+
+
+def test_a_function_that_refers_to_itself_has_a_text():
+    def again(count: int) -> int:
+        return again(count - 1) if count else 0
+
+    assert "again" in _texts({"option": again})["option"]
 
 
 def test_measures_and_the_life_of_versions_are_what_the_meter_was_told(recorded):

@@ -54,10 +54,11 @@ def tree_advantages(kind: str = "rloo") -> Advantages:
     """
     if kind not in _KINDS:
         raise ValueError(f"unknown tree advantages {kind!r}; choose {', '.join(_KINDS)}")
+    value_of = _KINDS[kind]
 
     @per_group
     def advantages(groups: Sequence[Sequence[Rollout]]) -> list[np.ndarray]:
-        return [column for group in groups for column in _of_group(group, _KINDS[kind])]
+        return [column for group in groups for column in _of_group(group, value_of)]
 
     return advantages
 
