@@ -64,7 +64,7 @@ def flags_of(kind: type) -> list[tuple[str, str, str]]:
         name = about.metavar if about.is_argument else "`, `".join(names)
         choices = choices_of(kinds[field.name])
         shown = about.shown if isinstance(about.shown, str) else f"`{spelling.default}`"
-        is_empty = about.shown is True and (spelling.default in (None, "", []) or spelling.default is False)
+        is_empty = about.shown is True and (spelling.default in (None, "", [], ()) or spelling.default is False)
         default = "required" if about.is_argument else "" if is_empty else f"default {shown}"
         entries.append((f"`{name}`", ", ".join(filter(None, [" | ".join(choices), default])), docs[field.name]))
     return entries

@@ -6,6 +6,7 @@ docstring of the dataclass is the help of the command. A field has a type of typ
     Literal["a", "b"]                one of these choices
     tuple[int, ...]                  numbers, as in 1,8,32, each at least the option's `min` (1 without one)
     tuple[str, ...]                  names, as in none,tis
+    list[str]                        texts, one for each use of the option
     tuple[Path, ...]                 paths, one after another; an argument
     tuple[int, int]                  shortest and longest length, as in 100-1024; 128 is both
     tuple[float, float]              shortest and longest time, as in 0.05-5; 1 is both

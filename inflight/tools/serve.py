@@ -46,8 +46,8 @@ class ServedModel:
     """Lowest level of log messages.
 
     debug: each request. info: counts of requests, and each update. warning: refusals and faults."""
-    set: tuple[str, ...] = option((), panel="Engine")
-    """Other fields of EngineOptions (docs/options.md), as name=value, separated by commas. Values are JSON or text."""
+    set: list[str] = option((), panel="Engine")
+    """Another field of EngineOptions (docs/options.md), as name=value. The value is JSON or text. Repeatable."""
 
     def engine_options(self) -> EngineOptions:
         """Return the options of the engine. Raises ValueError for an unknown option or one that is out of range."""

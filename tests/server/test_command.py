@@ -17,6 +17,7 @@ from http_calls import call
 from typer.testing import CliRunner
 from waiting import PATIENCE_S, wait_until
 
+from inflight.core.errors import InflightError
 from inflight.tools.cli import app
 from inflight.tools.serve import ServedModel
 
@@ -28,7 +29,7 @@ class Address:
 
 def test_options_of_the_engine_are_those_of_the_command():
     options = ServedModel(
-        model="tiny", lora_rank=8, max_loras=2, set=("kv_on_swap=recompute", "seed=3", "prefix_caching=false")
+        model="tiny", lora_rank=8, max_loras=2, set=["kv_on_swap=recompute", "seed=3", "prefix_caching=false"]
     ).engine_options()
     assert (options.model, options.lora_rank, options.adapters) == ("tiny", 8, ("place-0", "place-1"))
     assert (options.kv_on_swap, options.seed, options.prefix_caching) == ("recompute", 3, False)
@@ -37,7 +38,7 @@ def test_options_of_the_engine_are_those_of_the_command():
 @pytest.mark.parametrize("pair", ["kv_on_swap", "nothing=1", "seed=many", "slots=0"])
 def test_an_option_that_cannot_be_set(pair):
     with pytest.raises(ValueError, match=pair.partition("=")[0]):
-        ServedModel(model="tiny", set=(pair,)).engine_options()
+        ServedModel(model="tiny", set=[pair]).engine_options()
 
 
 @contextmanager
@@ -141,6 +142,28 @@ def test_a_mistake_in_set_is_named(monkeypatch, given, message):
     done = CliRunner().invoke(app, ["serve", "tiny", "--set", given])
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            ["prefix_across_versions=8", "kv_cache_fraction=0.4"],
+            {"prefix_across_versions": 8, "kv_cache_fraction": 0.4},
+        ),
+        (['columns=["a.py:f", "b.py:g"]', "max_context=64"], {"columns": ("a.py:f", "b.py:g"), "max_context": 64}),
+    ],
+)
+def test_each_set_is_one_option_and_values_can_have_commas(monkeypatch, given, expected):
+    def launch(options, *_):
+        launched.append({name: getattr(options, name) for name in expected})
+        raise InflightError("stop here")
+
+    launched = []
+    monkeypatch.setattr("inflight.fleet.engine.Engine", launch)
+    done = CliRunner().invoke(app, ["serve", "tiny", "--port", "0", *(f"--set={one}" for one in given)])
+    assert "stop here" in done.stderr
+    assert launched == [expected]
 
 
 def test_a_port_in_use_is_refused_before_an_engine_is_launched(monkeypatch):
