@@ -45,6 +45,8 @@ class RecordedRun:
             for steps in (self.times, self.activity, *self.numbers.values()):
                 for step in [one for one in steps if one > event.resumed_after_step]:
                     del steps[step]
+            for name in [name for name, steps in self.numbers.items() if not steps]:
+                del self.numbers[name]
             self.seconds, self.consumed = max(self.times.values(), default=0.0), {}
         elif isinstance(event, Step):
             self.seconds += event.seconds or 0.0

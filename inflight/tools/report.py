@@ -242,7 +242,7 @@ def html_of(kind: str, section: Section) -> Iterator[str]:
         flat = [dict(values_of(record)) for record in records]
         keys = list(dict.fromkeys(key for record in flat for key in record))
         cells = [[figure_text(key, record.get(key, "")) for key in keys] for record in flat]
-        listed = [[first, *map(escape, others)] for first, *others in cells if keys]
+        listed = [[first, *map(escape, others)] for first, *others in cells] if keys else []
         yield f"<h3>{escape(title)}</h3>{table_of(keys, listed)}"
     figures = (figure_of(title, {x: lines}) for (title, x), lines in section.plots.items())
     yield f'<div class="plots">{"".join(figures)}</div>'

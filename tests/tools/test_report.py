@@ -80,6 +80,11 @@ def test_points_that_do_not_rise_are_only_listed(tmp_path):
     assert page.count("<tr><th>4</th><td>0.5</td></tr>") == 2
 
 
+def test_records_without_numbers_are_shown(tmp_path):
+    page = page_of([write(tmp_path / "a.json", {"runs": [{"curve": [1, 2, 3, 4, 5]}], "empty": [{}]})], "curves")
+    assert "<h3>a: runs</h3>" in page
+
+
 def test_every_result_of_the_repository_is_shown():
     paths = sorted(RESULTS.rglob("*.json"))
     page = page_of(paths, "all")

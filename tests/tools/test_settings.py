@@ -235,6 +235,16 @@ def test_a_measure_without_a_median_is_left_out(tmp_path):
     assert read_run(tmp_path / "a").result()["token_age_ms"] == 41.0
 
 
+def test_a_run_that_has_just_been_resumed_has_figures(tmp_path):
+    path = record(tmp_path / "a", [0.5] * 4)
+    file = EventFile(path, keep=True)
+    file.append([Began(time=9.0, title="a", config=ENGINE, resumed_after_step=0)])
+    file.close()
+    run = read_run(path)
+    assert (run.result()["steps"], "token_age_ms" in run.result(), "final_reward" in run.result()) == (0, False, False)
+    assert "has no optimizer step yet" in page_of([path], "")
+
+
 def test_a_target_that_some_runs_reach(tmp_path):
     runs = [record(tmp_path / f"a-seed{s}", [top] * 20) for s, top in enumerate((0.5, 1.0, 1.0))]
     out = tmp_path / "page.html"
