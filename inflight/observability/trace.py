@@ -83,6 +83,13 @@ class Recorder:
             raise InflightError(f"what was recorded of {self._process} could not be written: {error}") from error
         return part
 
+    def drop(self) -> None:
+        """End the recording without its part. Raises InflightError if nothing was started."""
+        stop_noting()
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.__exit__(None, None, None)
+
 
 class TracedEngine(Protocol):
     """The part of an engine's connection that a trace uses. The trace closes it at the end."""

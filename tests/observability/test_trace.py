@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from tiny_models import make_model
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import EngineDiedError, InflightError
@@ -169,6 +170,25 @@ def test_stopping_what_was_not_started_is_refused_and_the_engine_serves_on(engin
     client = EngineClient(engine.address.endpoint)
     with pytest.raises(InflightError, match="no trace of this process is being taken"):
         client.call("stop_trace", returns=str)
+    client.close()
+    assert engine.generate([[1, 2, 3]])
+
+
+@pytest.mark.parametrize("details", [False, True])
+def test_a_trace_is_dropped_when_its_client_disconnects(engine, details):
+    def starts():
+        try:
+            client.call("start_trace", {"details": details})
+        except InflightError:  # a trace is being taken already
+            return False
+        return True
+
+    left, client = EngineClient(engine.address.endpoint), EngineClient(engine.address.endpoint)
+    left.call("start_trace", {"details": details})
+    assert not starts()
+    left.close()
+    wait_until(starts)
+    client.call("stop_trace", returns=str)
     client.close()
     assert engine.generate([[1, 2, 3]])
 

@@ -47,6 +47,7 @@ from inflight.weights.transports import AcceptedTransports
 logger = logging.getLogger("inflight.engine")
 
 _IDLE_POLL_MS = 50
+_CHECK_TRACER_EVERY_NS = 1_000_000_000
 _SHARE_OF_STEP = 0.1
 """Maximum share of a pass for messages that bring no work, beyond the first message."""
 
@@ -73,10 +74,13 @@ class EngineProcess:
         self._publisher_lock = directory / "publisher.lock"
         self._publishing = PublisherService(engine, control, self._publisher_lock, transports)
         self._recorder = Recorder("inflight engine", directory)
+        self._caller, self._tracer = b"", b""
+        """Addresses of the client whose verb is being called, and of the client that started the trace, or empty."""
+        self._tracer_checked_ns = 0
         self._verbs = Verbs(engine, engine.requests, self)
         self._handlers: Handlers = {
             **dict.fromkeys(get_args(FromPublisher), self._publishing.handle),
-            Call: lambda sender, call: self._verbs.answer(call),
+            Call: self._call,
             Hello: self._hello,
         }
         self._step_ns = 0
@@ -89,6 +93,7 @@ class EngineProcess:
             engine, idle = self._engine, self._engine.idle
             self._states.enter(state_of(engine) if idle else GENERATING)
             self._answer(wait=idle)
+            self._drop_left_trace()
             self._publishing.take_results()
             engine.scheduler.admits = may_begin(engine, self._stream)
             if not engine.idle:
@@ -146,17 +151,34 @@ class EngineProcess:
 
     @verb()
     def start_trace(self, details: bool = False) -> None:
-        """Record the activity of this process until `stop_trace`. Generation continues.
+        """Record the activity of this process until `stop_trace`, or until the client that called this disconnects.
+        Generation continues.
 
         details: record every operator and everything else that the profiler can record, not only spans, kernels and
         copies.
         """
         self._recorder.start(details=details)
+        self._tracer = self._caller
 
     @verb()
     def stop_trace(self) -> str:
         """Return the path of the engine's part of the trace. The file belongs to the caller from then on."""
+        self._tracer = b""
         return str(self._recorder.stop())
+
+    def _drop_left_trace(self) -> None:
+        """End the trace if the client that started it has disconnected. Nobody would end it, and memory would grow."""
+        if not self._tracer or now_ns() - self._tracer_checked_ns < _CHECK_TRACER_EVERY_NS:
+            return
+        self._tracer_checked_ns = now_ns()
+        if not self._control.reaches(self._tracer):
+            self._tracer = b""
+            self._recorder.drop()
+            logger.warning("a trace was dropped, because the client that started it has disconnected")
+
+    def _call(self, sender: bytes, call: Call) -> FromEngine:
+        self._caller = sender
+        return self._verbs.answer(call)
 
     def _answer(self, *, wait: bool) -> None:
         """Answer waiting messages; with `wait`, wait a while for the first one."""
