@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError
 from inflight.core.frames import Finish, FrameHeader, GroupStart, TokenFrame
 from inflight.core.sampling import SamplingParams
 from inflight.stream.group_table import GroupRecord
@@ -37,7 +38,7 @@ def measure(settings: StreamOptions, progress: Progress = untold) -> dict[str, A
 
     Every sequence draws the tokens 0, 1, 2, …, so that lost, duplicated and misplaced tokens are recognized. The result
     has tokens_per_s from the first frame to the last group, bytes_per_token, lost and duplicated tokens, repeated
-    frames, and the CPU time of each side per token in nanoseconds.
+    frames, and the CPU time of each side per token in nanoseconds. Raises InflightError if the sender fails.
     """
     cores = sorted(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
@@ -45,11 +46,14 @@ def measure(settings: StreamOptions, progress: Progress = untold) -> dict[str, A
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as directory:
         writer = context.Process(target=_write, args=(theirs, directory, settings, cores[-1]), daemon=True)
         writer.start()
+        theirs.close()  # With a copy in this process, a read would wait for ever after the writer has ended.
         os.sched_setaffinity(0, cores[:1])
         try:
             progress(f"{settings.seconds:g} s of {settings.tokens_per_frame} tokens per frame")
             with closing(JournalWriter(f"{directory}/journal")) if settings.journal else nullcontext() as journal:
                 result = _read(ours, settings.tokens, journal)
+        except (EOFError, ConnectionError):
+            raise InflightError("the process that sends the frames has failed; its error is printed above") from None
         finally:
             os.sched_setaffinity(0, cores)
             writer.join(_WAIT_S)

@@ -11,6 +11,8 @@ from vllm_of_a_peer import install
 from waiting import PATIENCE_S
 
 from inflight.core.errors import InflightError
+from inflight.tools.bench import stream
+from inflight.tools.bench.options import StreamOptions
 from inflight.tools.bench.peer_worker import Job, Setup, random_requests
 from inflight.tools.bench.peers import Worker, interpreter
 from inflight.tools.cli import app
@@ -52,6 +54,14 @@ def test_throughput_prints_the_documented_keys_and_writes_them(tmp_path, monkeyp
     assert {"command", "commit", "machine", "versions"} <= set(written.pop("environment"))
     assert written == result
     assert written["sides"]["vllm"]["versions"]["vllm"] == "0.0"
+
+
+def test_a_stream_whose_sender_fails_ends_with_an_error(tmp_path, monkeypatch):
+    long = tmp_path / ("d" * 100)  # too long for a socket
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(InflightError, match="the process that sends the frames has failed"):
+        stream.measure(StreamOptions(seconds=0.1))
 
 
 @pytest.mark.slow
