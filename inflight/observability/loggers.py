@@ -14,6 +14,8 @@ from inflight.core.errors import LoggerError
 from inflight.core.extras import needing
 from inflight.core.files import file_errors, replacing
 
+_BEGIN = b'{"step": '
+
 
 class Logger(Protocol):
     """Receives the numbers of a run: any object with this method."""
@@ -30,6 +32,7 @@ class JsonLines(ClosedAtEnd):
         self._path = Path(path)
         with file_errors(LoggerError, f"cannot write {self._path}"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._end_last_line()
             self._file = open(self._path, "a", buffering=1)  # noqa: SIM115  it is closed by `close`
 
     def continue_after(self, step: int) -> None:
@@ -51,7 +54,22 @@ class JsonLines(ClosedAtEnd):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         finite = {name: value for name, value in values.items() if isfinite(value)}  # JSON has no others
         with file_errors(LoggerError, f"cannot write {self._path}"):
-            self._file.write(json.dumps({"step": step} | finite) + "\n")
+            self._file.write(json.dumps({"step": int(step)} | finite, default=float) + "\n")
+
+    def _end_last_line(self) -> None:
+        """End the last line of the file. It is removed if it begins as a line of ours that was cut off."""
+        data = self._path.read_bytes() if self._path.is_file() else b""
+        cut = data[data.rfind(b"\n") + 1 :]
+        if not cut:
+            return
+        with open(self._path, "ab") as file:
+            try:
+                json.loads(cut)
+            except ValueError:
+                if _BEGIN.startswith(cut[: len(_BEGIN)]):
+                    file.truncate(len(data) - len(cut))
+                    return
+            file.write(b"\n")
 
     def close(self) -> None:
         with file_errors(LoggerError, f"cannot write {self._path}"):

@@ -8,7 +8,9 @@ import urllib.request
 from math import inf, nan
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from inflight.core.errors import LoggerError, MissingPackageError
@@ -155,3 +157,28 @@ def test_prometheus_without_its_package_is_told_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(MissingPackageError, match=r"PrometheusLogger needs prometheus_client: pip install 'inflight"):
         PrometheusLogger(0)
+
+
+@pytest.mark.parametrize(
+    ("last", "kept"),
+    [
+        ('{"step": 2, "rew', ""),
+        ('{"st', ""),
+        ('{"step": 2, "reward": 1.0}', '{"step": 2, "reward": 1.0}\n'),
+        ("a note", "a note\n"),
+    ],
+)
+def test_json_lines_begin_a_line_after_one_that_was_cut_off(tmp_path, last, kept):
+    first = '{"step": 1, "reward": 0.5}\n'
+    (tmp_path / "steps.jsonl").write_text(first + last)
+    with JsonLines(tmp_path / "steps.jsonl") as lines:
+        lines.log(3, {"reward": 0.5})
+    assert (tmp_path / "steps.jsonl").read_text() == f'{first}{kept}{{"step": 3, "reward": 0.5}}\n'
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, torch.tensor])
+def test_json_lines_take_numbers_of_numpy_and_torch(tmp_path, kind):
+    with JsonLines(tmp_path / "steps.jsonl") as lines:
+        lines.log(np.int64(4), {"reward": kind(3)})
+    [line] = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert (json.loads(line)["step"], json.loads(line)["reward"]) == (4, 3)
