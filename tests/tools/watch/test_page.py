@@ -227,6 +227,21 @@ def test_histograms_of_several_events_of_a_step_add_up(shown):
     assert added == [4, 6]
 
 
+def test_a_number_that_is_logged_late_does_not_move_its_step(shown):
+    steps = shown().evaluate(
+        """async () => {
+            const { Run } = await import("/run.js");
+            const run = new Run();
+            run.add({ kind: "began", time: 0, title: "a" });
+            for (const step of [1, 2, 3])
+                run.add({ kind: "step", time: step, step, numbers: { reward: step }, seconds: 1 });
+            run.add({ kind: "step", time: 9, step: 2, numbers: { accuracy: 5 } });
+            return [...run.steps.values()].map((one) => [one.step, one.at, one.numbers]);
+        }"""
+    )
+    assert steps == [[1, 1, {"reward": 1}], [2, 2, {"reward": 2, "accuracy": 5}], [3, 3, {"reward": 3}]]
+
+
 def test_charts_and_their_meaning_are_reached_by_keys_and_mouse(shown, tmp_path):
     EventFile(tmp_path / "run").append(made_run(30))
     page = shown()

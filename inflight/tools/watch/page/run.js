@@ -76,11 +76,10 @@ export class Run {
     const spans = { ...known?.spans };
     for (const [name, seconds] of Object.entries(event.spans ?? {})) spans[name] = (spans[name] ?? 0) + seconds;
     const seconds = (known?.seconds ?? 0) + (event.seconds ?? 0);
-    const one = { step: event.step, at, seconds, spans, numbers: { ...known?.numbers, ...event.numbers } };
+    const one = { step: event.step, at: known?.at ?? at, seconds, spans, numbers: { ...known?.numbers, ...event.numbers } };
     one.mismatch = added(known?.mismatch, event.mismatch);
     one.stale = added(known?.stale, event.stale);
-    this.steps.delete(event.step);
-    this.steps.set(event.step, one);
+    this.steps.set(event.step, one); // A late number does not move its step.
     if (this.steps.size > MOST) {
       const numbers = [...this.steps.keys()];
       for (let i = 0; i < numbers.length / 2; i += 2) this.steps.delete(numbers[i]);
