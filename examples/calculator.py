@@ -4,7 +4,7 @@
 
 The task is a * b + c. The model calls `multiply`, then `add` with the product, and then says the sum. A tiny model
 first learns the format from examples in which almost half of the numbers are wrong. Then GRPO trains whole episodes.
-The program takes about a minute on a CPU.
+The program takes 10 to 22 minutes on a CPU with two cores (examples/README.md).
 
 --real trains SmolLM2-135M-Instruct (`make demo-real` installs it) with its own chat template. The template has no
 tools: a system message names them, and the tokenizer's response template reads the calls.

@@ -2,7 +2,8 @@
 
     python examples/verifiers_env.py [--seed 0]
 
-The file is also the package of the environment. The program needs the extra `verifiers`, and takes two minutes.
+The file is also the package of the environment. The program needs the extra `verifiers`, and takes
+three to four minutes.
 """
 
 import argparse
