@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from inflight.tools.recorded_run import RecordedRun
+from inflight.tools.recorded_run import MEDIAN, RecordedRun
 from inflight.training.data.lead import Rule
 
 WINDOW, LEAST, ENDS = 50, 20, 10
@@ -116,6 +116,10 @@ def _waits(run: RecordedRun) -> Finding:
 def _age(run: RecordedRun) -> Finding:
     steps = run.last_steps(RECENT)
     over, age = (run.mean(f"staleness/{name}", steps, FEWEST) for name in ("age_over_bound", "token_age_ms"))
+    recorded = run.mean(f"token_age_ms{MEDIAN}", steps, FEWEST)
+    if over is None and recorded is not None:
+        facts = f"Tokens are {recorded:,.0f} ms old when they are trained on."
+        return Finding("age", f"{facts} The loop does not log `staleness/age_over_bound`, which a verdict needs.")
     if over is None or age is None:
         return Finding("age", "The ages of the first steps are missing.")
     is_fixed = run.mean("lead/rule", steps[-1:], least=1) == Rule.FIXED

@@ -173,6 +173,17 @@ def test_each_verdict_on_age(numbers, level, state, said):
     assert said in str(found)
 
 
+def test_a_loop_that_logs_no_staleness_has_its_recorded_ages():
+    run = run_of(rising())
+    for name in ("staleness/age_over_bound", "staleness/token_age_ms"):
+        del run.numbers[name]
+    run.numbers["token_age_ms, median"] = dict.fromkeys(run.times, 40.0)
+    found = finding(run, "age")
+    assert (found.level, found.state) == ("unknown", "no verdict yet")
+    assert "Tokens are 40 ms old" in str(found)
+    assert "does not log `staleness/age_over_bound`" in str(found)
+
+
 COUNTING = list(map(float, range(60)))
 
 
