@@ -7,10 +7,11 @@ numbers become line plots. The page is one file without scripts. All text from t
 
 import gzip
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,10 +123,9 @@ def page_of(
     sections: dict[str, Section] = {}
     compared: dict[str, list[Row]] = {}
     runs = runs_of(paths) if runs is None else runs
-    for path in [path for path in paths if path not in runs]:
+    for path, name in names_of([path for path in paths if path not in runs]).items():
         result = read_json(path, dict[str, Any])
-        kind, name = str(result.pop("bench", path.stem)), path.stem
-        name = path.resolve().parent.name if name == "summary" else name  # of a demo, in the directory of its run
+        kind = str(result.pop("bench", path.stem))
         for place, figures in rows_of(result):
             compared.setdefault(f"{kind} {place.rpartition('.')[0]}", []).append((f"{name} {place}".strip(), figures))
         beside = path.with_name(f"{path.stem}-series.json.gz")
@@ -139,6 +139,16 @@ def page_of(
     )
     heading = f"<h1>{escape(title)}</h1>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{heading}\n{first}\n{body}\n</html>\n'
+
+
+def names_of(paths: Iterable[Path]) -> dict[Path, str]:
+    """Return a different name for each file: the shortest end of its path, such as "swap" or "before/swap", without the
+    suffix. The summary of a demo is named after the directory of its run."""
+    parts = {path: path.resolve().with_suffix("").parts for path in paths}
+    parts = {path: own[:-1] if own[-1] == "summary" else own for path, own in parts.items()}
+    ends = {path: ["/".join(own[-n:]) for n in range(1, len(own) + 1)] for path, own in parts.items()}
+    uses = Counter(chain(*ends.values()))
+    return {path: next((name for name in names if uses[name] == 1), str(path)) for path, names in ends.items()}
 
 
 def rows_of(result: dict[str, Any], place: str = "") -> Iterator[tuple[str, dict[str, float]]]:

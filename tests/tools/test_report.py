@@ -48,6 +48,17 @@ def test_files_of_a_benchmark_share_a_table_with_ratios_to_the_first(tmp_path):
     assert cells_of(page, "environment.machine.cores") == ["2", ""]
 
 
+def test_files_with_the_same_name_have_the_directories_that_distinguish_them(tmp_path):
+    names = ("before/swap.json", "after/swap.json", "after/loss.json", "run/summary.json")
+    data = {"bench": "swap", "ms": {"p50": 1.0}, "points": [{"size": n, "ms": 2 * n} for n in range(4)]}
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, data)
+    page = page_of([tmp_path / name for name in names], "same")
+    assert re.findall(r"<h3>(.*?): points</h3>", page) == ["before/swap", "after/swap", "loss", "run"]
+    assert plots_of(page) == {"points: ms": 4}
+
+
 def test_shares_are_percentages(tmp_path):
     points = [{"sequences": 1, "hit_share": 0.25}]
     result = {"bench": "a", "trainer_wait_share": {"p50": 0.055}, "cpu_share": [0.5, 1.0], "kinds": {"shared": 0.5}}
@@ -87,9 +98,10 @@ def test_records_without_numbers_are_shown(tmp_path):
 
 def test_every_result_of_the_repository_is_shown():
     paths = sorted(RESULTS.rglob("*.json"))
-    page = page_of(paths, "all")
+    page, names = page_of(paths, "all"), report.names_of(paths)
+    assert len(set(names.values())) == len(paths)
     for path in paths:
-        assert f"<th>{path.parent.name if path.stem == 'summary' else path.stem}</th>" in page
+        assert f"<th>{names[path]}</th>" in page
     assert plots_of(page)["series: reward"] > 9
     assert "<th>stall_ms.p50</th>" in page
     assert "more rows" not in page
