@@ -156,7 +156,9 @@ def ramp_and_decay(optimizer: torch.optim.Optimizer, *, ramp: int, steps: int, f
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids of prompt, answer and end of text, and the same as targets with −100 on the prompt: i64[S]."""
+    """Return the ids of prompt, answer and end of text, if the tokenizer has one, and the same as targets with −100 on
+    the prompt: i64[S]."""
     prompt = list(tokenizer(example.prompt)["input_ids"])
-    answer = [*tokenizer(example.metadata["answer"])["input_ids"], tokenizer.eos_token_id]
+    answer = list(tokenizer(example.metadata["answer"], add_special_tokens=False)["input_ids"])
+    answer += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return torch.tensor(prompt + answer), torch.tensor([-100] * len(prompt) + answer)

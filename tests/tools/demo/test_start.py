@@ -5,11 +5,13 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from waiting import PATIENCE_S
 
 import inflight
@@ -27,7 +29,8 @@ from inflight.tools.demo.start import (
     starts_from_file,
 )
 from inflight.tools.demo.tasks import gym_task
-from inflight.tools.demo.trainer import load_trainer, require_tokenizer, saved
+from inflight.tools.demo.trainer import _encode, load_trainer, require_tokenizer, saved
+from inflight.training.schedules import Example
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -60,6 +63,22 @@ def test_the_file_is_as_accurate_as_it_says(tmp_path):
         accuracy = held_out_accuracy(engine, task, task.held_out)
     assert accuracy == pytest.approx(float(metadata_of(START_FILE)["accuracy"]), abs=0.01)
     assert 0.2 < accuracy < 0.5  # something to improve, and much left to learn
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+def test_an_answer_begins_without_special_tokens_and_can_lack_an_end(has_end):
+    tokenizer: Any = require_tokenizer(MODEL)
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    special = [("<bos>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=special)
+    end = [tokenizer.eos_token_id] if has_end else []
+    if not has_end:
+        tokenizer.eos_token = None
+    ids, targets = _encode(tokenizer, Example("ab -> ", {"answer": "ba"}))
+    prompt, answer = tokenizer("ab -> ")["input_ids"], tokenizer("ba", add_special_tokens=False)["input_ids"]
+    assert prompt[0] == tokenizer.bos_token_id
+    assert ids.tolist() == [*prompt, *answer, *end]
+    assert targets.tolist() == [*[-100] * len(prompt), *answer, *end]
 
 
 def test_a_saved_model_replaces_no_files_of_its_directory(tmp_path):
