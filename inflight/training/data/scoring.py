@@ -18,7 +18,7 @@ from inflight.core.arguments import named
 from inflight.core.failures import Failures, reason_of
 from inflight.core.rate_limit import RateLimit
 from inflight.core.rollout import Rollout
-from inflight.core.workers import Workers, is_async
+from inflight.core.workers import Workers, is_async, without_exit
 from inflight.stream.held_groups import Group
 from inflight.training.data.score_processes import ScoreProcesses
 
@@ -237,7 +237,7 @@ class Scorer(GroupScorer):
                 await self._rate.take(self._timeout_s)
             try:
                 if self._is_async:
-                    call = asyncio.ensure_future(self.score(argument))
+                    call = asyncio.ensure_future(without_exit(self.score(argument), "the score function"))
                 else:
                     call = asyncio.wrap_future(self._workers.start(function, argument))
                 # Processes measure the time themselves.

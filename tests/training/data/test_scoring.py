@@ -166,6 +166,8 @@ def test_a_score_that_raises_costs_its_rollout_alone(wire, caplog, kind):
         (StopIteration, "raised StopIteration"),
         (asyncio.CancelledError, r"raised CancelledError\(\)|was cancelled"),
         (CancelledError, "was cancelled"),
+        (SystemExit, "raised SystemExit"),
+        (KeyboardInterrupt, "raised KeyboardInterrupt"),
     ],
 )
 def test_an_exception_that_a_future_cannot_hold_costs_its_rollout_alone(caplog, kind, error, reason):
