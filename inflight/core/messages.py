@@ -23,7 +23,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.core.version import PACKAGE, __version__
 
 LIVE_VERSION = -1
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of these messages and of frames. Raise it with every incompatible change."""
 MAX_MESSAGE_BYTES = 32 << 20
 MAX_TEXT = 2000

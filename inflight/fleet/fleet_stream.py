@@ -66,8 +66,14 @@ class FleetStream:
             engine_id = welcome.engine_id if len(self._fleet.members) > 1 else None
             return self._fleet.ledger.held_of(engine_id, num_tokens, num_rollouts)
 
-        keys = frames.client.keys
-        frames.reader = StreamReader(welcome.stream_endpoint, begin=begin, keys=keys, journal=self._journal, held=held)
+        frames.reader = StreamReader(
+            welcome.stream_endpoint,
+            begin=begin,
+            engine_id=welcome.engine_id,
+            keys=frames.client.keys,
+            journal=self._journal,
+            held=held,
+        )
         with self._lock:
             if not self._closed:
                 self._parts = (*self._parts, frames)

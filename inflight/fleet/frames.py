@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, JournalError
+from inflight.core.errors import EngineDiedError, InflightError, JournalError
 from inflight.core.frames import TokenFrame
 from inflight.fleet.process.base import Process
 from inflight.stream.reader import StreamReader
@@ -83,7 +83,8 @@ class EngineFrames:
         except JournalError:
             raise
         except InflightError as error:
-            if not self._can_spare():
+            # The monitor reports an engine that has ended.
+            if not (isinstance(error, EngineDiedError) or self._can_spare()):
                 raise
             logger.error("the frames of engine %s cannot be read any more: %s", self.engine_id, error)
             self.error = error

@@ -9,7 +9,7 @@ from time import sleep
 import zmq
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import FrameError, ProtocolError, StreamGapError
+from inflight.core.errors import EngineDiedError, FrameError, ProtocolError, StreamGapError
 from inflight.core.frames import MAGIC, MAX_FRAME_BYTES, TokenFrame
 from inflight.core.keys import ClientKeys, prepare_client
 from inflight.stream.journal import JournalWriter
@@ -40,11 +40,13 @@ class StreamReader:
         endpoint: str,
         *,
         begin: int | None = None,
+        engine_id: str = "",
         held: Callable[[int, int], Held] = lambda *_: Held(),
         journal: JournalWriter | None = None,
         keys: ClientKeys | None = None,
     ):
-        """begin: number of the first frame; None: the oldest one that no reader has acknowledged. held: returns the
+        """begin: number of the first frame; None: the oldest one that no reader has acknowledged. engine_id: the engine
+        at the endpoint; "": the first one that answers. held: returns the
         report of unconsumed output for the engine; its arguments are the numbers of tokens and rollouts received here.
         journal: its owner closes it. keys: for an endpoint of TCP."""
         self._journal = journal
@@ -55,6 +57,7 @@ class StreamReader:
         self.socket.linger = 0
         prepare_client(self.socket, endpoint, keys)
         self.socket.connect(endpoint)
+        self._endpoint, self._engine_id = endpoint, engine_id
         self._held_by_trainer, self._told = held, Held()
         self._name = secrets.token_hex(8)
         self.next = begin
@@ -97,7 +100,8 @@ class StreamReader:
 
         Raises FrameError for a frame that cannot be read and StreamGapError when frames were lost; after either,
         `receive` can be called again and continues right after the damage. Raises ProtocolError if the engine has
-        another reader, and JournalError if the journal cannot store the frame. That frame is not acknowledged.
+        another reader, EngineDiedError if another engine has taken its address, and JournalError if the journal cannot
+        store the frame. That frame is not acknowledged.
         """
         if self._held is not None:
             frame, data = self._held
@@ -169,6 +173,12 @@ class StreamReader:
         if isinstance(message, Beat):
             self.state = message.state
             return
+        if message.engine_id != (self._engine_id or message.engine_id):
+            raise EngineDiedError(
+                f"another engine answers at {self._endpoint}: engine {self._engine_id}, whose frames were read, was "
+                f"replaced by engine {message.engine_id}. Attach again"
+            )
+        self._engine_id = message.engine_id
         self._subscribed = self._resent = True
         if self.next is None:
             self.next = message.next
@@ -178,7 +188,7 @@ class StreamReader:
 
     def _subscribe(self) -> None:
         self._asked_ns, self._subscribed = now_ns(), False
-        self._tell(Subscribe(self._name, self.next))
+        self._tell(Subscribe(self._name, self.next, self._engine_id))
 
     def _acknowledge(self) -> None:
         """Send the acknowledgement and the report of unconsumed output if either has changed, or the last one is

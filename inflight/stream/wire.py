@@ -18,6 +18,8 @@ class Subscribe(msgspec.Struct, frozen=True, tag=True):
     """Name that identifies this reader, also when it connects again."""
     next: Count | None = None
     """Number of the first frame. None: the oldest frame that the writer has."""
+    engine_id: str = ""
+    """The engine whose frames it reads. "": any."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -53,9 +55,10 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class Subscribed(msgspec.Struct, frozen=True, tag=True):
-    """Writer → reader: number of the frame that is sent next."""
+    """Writer → reader: number of the frame that is sent next, and the engine that sends it."""
 
     next: Count
+    engine_id: str = ""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):

@@ -67,6 +67,8 @@ class StreamWriter:
         self.kept = KeptFrames(memory_bytes, spill_directory or Path(tempfile.gettempdir()))
         self.state = ""
         """State of the engine, sent to the reader when no frame was sent for a while."""
+        self.engine_id = ""
+        """Sent to readers, so that they notice another engine at the address of theirs."""
         self.trainer = Held()
         """The reader's last report of unconsumed output."""
         self._reader: str | None = None
@@ -170,6 +172,10 @@ class StreamWriter:
             self.trainer = message.held
 
     def _subscribe(self, address: bytes, message: Subscribe) -> None:
+        # The engine of such a reader was replaced. The frames are for other readers.
+        if message.engine_id not in ("", self.engine_id):
+            self._send_to(address, encode(Subscribed(self._next_to_send, self.engine_id)))
+            return
         if self._reader not in (None, message.reader) and self._send(encode(Beat(self.state))):
             logger.warning("refused a second reader of the stream")
             self._send_to(address, encode(Refused()))
@@ -179,7 +185,7 @@ class StreamWriter:
         self._next_to_send = max(self.kept.oldest, min(wanted, self.kept.next))
         self._bytes_on_way = 0
         self.kept.forget(self._next_to_send)
-        self._send(encode(Subscribed(self._next_to_send)))
+        self._send(encode(Subscribed(self._next_to_send, self.engine_id)))
 
     def _send(self, *parts: bytes) -> bool:
         """Send to the reader. Returns False if it is gone."""

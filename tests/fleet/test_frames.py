@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from made_frames import ends, make_frame
+from waiting import wait_until
 
+from inflight.core.errors import EngineDiedError
 from inflight.fleet.fleet import Fleet
 from inflight.fleet.fleet_stream import FleetStream
 from inflight.fleet.frames import EngineFrames
@@ -16,12 +18,13 @@ from inflight.stream.writer import StreamWriter
 class Engine:
     """The frames of one engine, without an engine."""
 
-    def __init__(self, directory, name: str):
+    def __init__(self, directory, name: str, **options: Any):
         self.name, self.count = name, 0
         self.writer = StreamWriter(f"ipc://{directory}/{name}")
+        self.writer.engine_id = name
         welcome = SimpleNamespace(engine_id=name, stream_endpoint=self.writer.endpoint)
         process: Any = SimpleNamespace(welcome=welcome, client=SimpleNamespace(keys=None))
-        self.frames = EngineFrames(process)
+        self.frames = EngineFrames(process, **options)
 
     def send(self, count: int, **header) -> None:
         for _ in range(count):
@@ -101,6 +104,20 @@ def test_frames_that_cannot_be_read_are_that_engines_alone(merged, engines):
     assert receive(merged, engines, 1) == [("b", 3)]
     until_read(merged, a)
     assert not b.frames.read.is_set()
+
+
+def test_an_engine_that_was_replaced_counts_as_ended_also_if_it_was_the_only_one(tmp_path, merged):
+    engine = Engine(tmp_path, "a", can_spare=lambda: False)
+    merged._read(engine.frames, None)
+    engine.writer.engine_id = "b"
+
+    def ended() -> object:
+        engine.writer.flush()
+        assert merged.receive(5) is None
+        return engine.frames.error
+
+    assert isinstance(wait_until(ended), EngineDiedError)
+    engine.writer.close()
 
 
 def test_what_an_engine_sent_before_it_ended_is_read_while_another_is_busy(merged, engines):

@@ -14,7 +14,7 @@ import zmq
 from made_frames import make_frame
 from waiting import wait_until
 
-from inflight.core.errors import ProtocolError, StreamGapError
+from inflight.core.errors import EngineDiedError, ProtocolError, StreamGapError
 from inflight.core.frames import Finish
 from inflight.stream import reader as reader_module
 from inflight.stream import writer as writer_module
@@ -227,6 +227,28 @@ def test_a_new_reader_goes_on_where_the_one_before_was_killed(writer):
     with pytest.raises(StreamGapError, match=r"frames 0 to \d+ of the engine are lost"):
         receive(third, writer)
     third.close()
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["from the start", "from the first answer"])
+def test_a_reader_notices_another_engine_at_its_address_and_takes_no_frame_from_it(tmp_path, monkeypatch, knows):
+    monkeypatch.setattr(reader_module, "_SILENCE_NS", 20_000_000)
+    endpoint = f"ipc://{tmp_path}/stream"
+    first = StreamWriter(endpoint)
+    first.engine_id = "first"
+    reader = StreamReader(endpoint, begin=0, engine_id="first" if knows else "")
+    for number in range(5):
+        first.send(make_frame(sequence=number))
+        assert receive(reader, first) == number
+    first._socket.close(linger=0)
+    with closing(StreamWriter(endpoint)) as second, closing(reader):
+        second.engine_id = "second"
+        for number in range(7):  # more than the first one has sent
+            second.send(make_frame(sequence=number))
+        with pytest.raises(EngineDiedError, match=r"another engine answers .* engine first, .* by engine second"):
+            receive(reader, second)
+        assert (second.kept.oldest, second.kept.next) == (0, 7)
+        with closing(StreamReader(endpoint)) as own:
+            assert [receive(own, second) for _ in range(7)] == list(range(7))
 
 
 def test_a_frame_behind_a_gap_is_kept_for_the_next_reader(writer, monkeypatch):

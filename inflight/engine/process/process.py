@@ -69,6 +69,7 @@ class EngineProcess:
         self._engine = engine
         self._control = control
         self._stream = stream
+        stream.engine_id = engine.headers.engine_id
         self._tcp_endpoint, self._tcp_stream_port = tcp
         self._alive_lock = alive_lock(directory)
         self._publisher_lock = directory / "publisher.lock"
