@@ -139,7 +139,7 @@ def test_groups_that_wait_to_be_taken_are_kept_in_their_order(decided_dir, model
     with inflight.launch(decided_dir, **OPTIONS) as engine, engine.publisher(model) as publisher:
         engine.submit(PROMPTS[:2], params, metadata=[{"answer": 1}, {"answer": [2]}])
         [held_out] = engine.submit([PROMPTS[2]], params, train=False)
-        wait_until(lambda: engine.stream.ledger.held_of(None, 0, 0).held_rollouts == 3 * 2)
+        wait_until(lambda: engine.stream.ledger.held_of(None).held_rollouts == 3 * 2)
         inflight.Run(engine, publisher).save(tmp_path)
         expected = by_sample(engine.stream.groups())
     with inflight.launch(decided_dir, **OPTIONS) as engine, engine.publisher(model) as publisher:

@@ -61,10 +61,10 @@ class FleetStream:
             return
         welcome = frames.process.welcome
 
-        def held(num_tokens: int, num_rollouts: int) -> Held:
+        def held() -> Held:
             # A single engine's bounds also count the output of its earlier processes and of a loaded run.
             engine_id = welcome.engine_id if len(self._fleet.members) > 1 else None
-            return self._fleet.ledger.held_of(engine_id, num_tokens, num_rollouts)
+            return self._fleet.ledger.held_of(engine_id)
 
         frames.reader = StreamReader(
             welcome.stream_endpoint,

@@ -29,13 +29,20 @@ class _Spilled:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    content: bytes | _Spilled
+    num_tokens: int
+    num_ends: int
+
+
 class KeptFrames:
     """A queue of encoded frames, numbered from 0 in order of arrival."""
 
     def __init__(self, memory_bytes: int, directory: Path):
         """memory_bytes: frames beyond this size are written to files in the directory."""
         self._memory_bytes, self._directory = memory_bytes, directory
-        self._frames: dict[int, bytes | _Spilled] = {}
+        self._frames: dict[int, _Frame] = {}
         self._file: _SpillFile | None = None
         """The file for the next frame, if it has room."""
         self._disk_failed = False
@@ -44,18 +51,21 @@ class KeptFrames:
         self.next = 0
         """Number of the next frame to be appended."""
         self.bytes_in_memory = self.bytes_in_files = 0
+        self.num_forgotten_tokens = self.num_forgotten_ends = 0
+        """Numbers of tokens, and of ends of samples, in the frames that are not kept any more."""
 
-    def append(self, data: bytes) -> None:
-        """Keep a frame. If it cannot be written to a file, it stays in memory and is never dropped."""
+    def append(self, data: bytes, num_tokens: int = 0, num_ends: int = 0) -> None:
+        """Keep a frame with this number of tokens and of ends of samples. If it cannot be written to a file, it stays
+        in memory and is never dropped."""
         spilled = self._spill(data) if self.bytes_in_memory + len(data) > self._memory_bytes else None
-        self._frames[self.next] = spilled or data
+        self._frames[self.next] = _Frame(spilled or data, num_tokens, num_ends)
         if spilled is None:
             self.bytes_in_memory += len(data)
         self.next += 1
 
     def __getitem__(self, number: int) -> bytes:
         """Return a frame. Raises KeyError for a frame that is not kept, and OSError if its file cannot be read."""
-        frame = self._frames[number]
+        frame = self._frames[number].content
         if isinstance(frame, bytes):
             return frame
         data = os.pread(frame.file.descriptor, frame.num_bytes, frame.offset)
@@ -66,8 +76,11 @@ class KeptFrames:
     def forget(self, below: int) -> None:
         """Delete all frames with smaller numbers."""
         while self.oldest < min(below, self.next):
-            frame = self._frames.pop(self.oldest)
+            forgotten = self._frames.pop(self.oldest)
+            frame = forgotten.content
             self.oldest += 1
+            self.num_forgotten_tokens += forgotten.num_tokens
+            self.num_forgotten_ends += forgotten.num_ends
             if isinstance(frame, bytes):
                 self.bytes_in_memory -= len(frame)
                 continue

@@ -51,9 +51,9 @@ class Ledger:
         with self.table.lock:
             return sorted(group_id for group_id, record in self.table.records.items() if record.is_wanted)
 
-    def held_of(self, engine_id: str | None, num_tokens: int, num_rollouts: int) -> Held:
-        """Return the flow-control report for an engine that has sent this number of tokens and rollouts. engine_id:
-        counts the output of one of several engines; None counts the output of all."""
+    def held_of(self, engine_id: str | None) -> Held:
+        """Return the flow-control report for an engine. engine_id: counts the output of one of several engines; None
+        counts the output of all."""
         table = self.table
         with table.lock:
             if engine_id is None:
@@ -61,8 +61,8 @@ class Ledger:
             else:
                 held, unfinished = [table.held[engine_id]], table.assembler.num_unfinished_tokens_at[engine_id]
             return Held(
-                num_tokens, num_rollouts, sum(h.num_tokens for h in held) + unfinished,
-                sum(h.num_rollouts for h in held), min((h.oldest for h in held if h.oldest is not None), default=None),
+                sum(h.num_tokens for h in held) + unfinished, sum(h.num_rollouts for h in held),
+                min((h.oldest for h in held if h.oldest is not None), default=None),
                 waits=len(table.waiters) > 0, follows=bool(self.frames.listeners),
                 awaits_ends=table.waiters.for_named_groups,
             )  # fmt: skip

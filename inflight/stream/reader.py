@@ -41,13 +41,12 @@ class StreamReader:
         *,
         begin: int | None = None,
         engine_id: str = "",
-        held: Callable[[int, int], Held] = lambda *_: Held(),
+        held: Callable[[], Held] = Held,
         journal: JournalWriter | None = None,
         keys: ClientKeys | None = None,
     ):
         """begin: number of the first frame; None: the oldest one that no reader has acknowledged. engine_id: the engine
-        at the endpoint; "": the first one that answers. held: returns the
-        report of unconsumed output for the engine; its arguments are the numbers of tokens and rollouts received here.
+        at the endpoint; "": the first one that answers. held: returns the report of unconsumed output for the engine.
         journal: its owner closes it. keys: for an endpoint of TCP."""
         self._journal = journal
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -193,7 +192,7 @@ class StreamReader:
     def _acknowledge(self) -> None:
         """Send the acknowledgement and the report of unconsumed output if either has changed, or the last one is
         old."""
-        held = self._held_by_trainer(self.num_tokens, self.num_rollouts)
+        held = self._held_by_trainer()
         if self._acknowledges_late or (self.next or 0) != self._acknowledged or held != self._told:
             self._told, self._acknowledged, self._acknowledged_ns = held, self.next or 0, now_ns()
             self._tell(Ack(self._acknowledged, held))

@@ -23,12 +23,8 @@ class Subscribe(msgspec.Struct, frozen=True, tag=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """Flow-control report: counts of the received output, and of the output that no caller has taken."""
+    """Flow-control report: counts of the received output that no caller has taken."""
 
-    num_tokens: Count = 0
-    """Tokens received from this engine, including consumed ones."""
-    num_rollouts: Count = 0
-    """Rollouts whose ends the engine has reported."""
     held_tokens: Count = 0
     """Tokens of unfinished requests, and of finished groups that no caller has taken."""
     held_rollouts: Count = 0

@@ -117,7 +117,7 @@ class StreamWriter:
         while self._held_back:
             frame = self._held_back.popleft()
             num_tokens += frame.header.num_tokens
-            self.kept.append(frame.encode())
+            self.kept.append(frame.encode(), frame.header.num_tokens, len(frame.header.finishes))
         self._exchange()
         if num_tokens:
             ended_ns, follows = now_ns(), self.trainer.follows

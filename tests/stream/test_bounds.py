@@ -1,7 +1,9 @@
 """Bounds on what the trainer has not consumed stop prompts from beginning, and nothing else; without them all waits."""
 
 import time
+from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +12,14 @@ from made_frames import ends, make_frame, starts
 from waiting import wait_until
 
 import inflight
+from inflight.core.options import EngineOptions
 from inflight.core.rollout import Turn
 from inflight.core.sampling import SamplingParams
+from inflight.engine.loop.admission import may_begin
 from inflight.stream.held_groups import GroupSize
+from inflight.stream.reader import StreamReader
+from inflight.stream.wire import Held
+from inflight.stream.writer import StreamWriter
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 4, "max_context": 128, "threads": 1}
 PARAMS = SamplingParams(n=2, max_tokens=20, seed=3, ignore_eos=True)
@@ -78,7 +85,34 @@ def test_what_a_trainer_has_no_memory_for_waits_in_the_engine_and_on_its_disk(tm
         assert sorted(group[0].group_id for group in groups) == ids
         assert all(len(rollout.token_ids) == 20 for group in groups for rollout in group)
         wait_until(lambda: not engine.status().num_spilled_bytes)
-        assert stream.ledger.table.finished_bytes == stream.ledger.held_of(None, 0, 0).held_tokens == 0
+        assert stream.ledger.table.finished_bytes == stream.ledger.held_of(None).held_tokens == 0
+
+
+@pytest.mark.parametrize("bound", [{"max_unconsumed_tokens": 10}, {"max_unconsumed_rollouts": 10}], ids=str)
+def test_output_that_an_earlier_trainer_consumed_does_not_hold_the_next_one_back(tmp_path, bound):
+    """An engine counts from its start, and each reader from its own."""
+    engine = SimpleNamespace(
+        options=EngineOptions("tiny", **bound), num_tokens=30, requests=SimpleNamespace(num_ended=20), version=0
+    )
+    with closing(StreamWriter(f"ipc://{tmp_path}/stream")) as writer:
+
+        def read(reader, count):
+            while count:
+                writer.flush()
+                count -= reader.receive(5) is not None
+
+        for number in range(10):
+            writer.send(make_frame(3, number, finishes=ends(0, 1)))
+        assert not may_begin(engine, writer)
+        with closing(StreamReader(writer.endpoint)) as first:
+            read(first, 10)
+        wait_until(lambda: (writer.flush(), writer.kept.oldest == 10)[1])
+        engine.num_tokens += 3
+        writer.send(make_frame(3, 10, finishes=ends(0, 1)))
+        with closing(StreamReader(writer.endpoint, held=lambda: Held(awaits_ends=True))) as second:
+            read(second, 1)
+            wait_until(lambda: (second.receive(0), writer.flush(), writer.trainer.awaits_ends)[2])
+            assert may_begin(engine, writer)
 
 
 def test_the_engine_is_told_what_is_held(wire):
@@ -88,12 +122,12 @@ def test_the_engine_is_told_what_is_held(wire):
     while (held := wire.writer.trainer).held_tokens != 3 or held.held_rollouts != 2:
         assert time.monotonic() < deadline
         wire.writer.flush()
-    assert (held.num_tokens, held.oldest, held.waits) == (3, 5, False)
+    assert (held.oldest, held.waits) == (5, False)
     taken = wire.stream.collect([1])
     while (held := wire.writer.trainer).held_rollouts != 1:
         assert time.monotonic() < deadline
         wire.writer.flush()
-    assert (held.num_tokens, held.held_tokens, held.oldest) == (3, 2, 5)
+    assert (held.held_tokens, held.oldest) == (2, 5)
     assert len(taken) == 1
 
 

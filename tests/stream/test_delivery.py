@@ -154,7 +154,7 @@ def test_a_reader_of_whom_tokens_are_followed_gets_them_sooner(writer, monkeypat
     monkeypatch.setattr(writer_module, "_MOST_HELD_BACK_NS", 600_000_000_000)
     monkeypatch.setattr(writer_module, "_MOST_FOLLOWED_NS", 0)
     follows = []
-    with closing(StreamReader(writer.endpoint, held=lambda *_: Held(follows=bool(follows)))) as reader:
+    with closing(StreamReader(writer.endpoint, held=lambda: Held(follows=bool(follows)))) as reader:
         until(lambda: reader.receive(0) or writer._reader, writer)
         for number in range(2):
             writer.send(make_frame(3, number), at_once=False)
@@ -185,7 +185,7 @@ def test_the_end_of_a_request_that_somebody_waits_for_is_told_soon(writer, monke
         monkeypatch.setattr(writer_module, name, 600_000_000_000)
     monkeypatch.setattr(writer_module, "_MOST_ENDED_NS", 0)
     end, told = [Finish(0, "stop", 3)], []
-    with closing(StreamReader(writer.endpoint, held=lambda *_: Held(**dict.fromkeys(told, True)))) as reader:
+    with closing(StreamReader(writer.endpoint, held=lambda: Held(**dict.fromkeys(told, True)))) as reader:
         until(lambda: reader.receive(0) or writer._reader, writer)
         for number in range(2):
             writer.send(make_frame(3, number, finishes=end), at_once=False)

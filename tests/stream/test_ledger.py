@@ -42,22 +42,22 @@ def test_what_is_held_is_told_to_the_engine_that_draws_it(wire):
         from_engine("b", 1, [2], groups=starts(2)),
         from_engine("a", 2, [0, 1], finishes=[Finish(0, "stop", 2)]),
     )
-    a, b = ledger.held_of("a", 4, 1), ledger.held_of("b", 1, 0)
-    assert (a.num_tokens, a.num_rollouts, a.held_tokens, a.held_rollouts, a.oldest) == (4, 1, 4, 1, 5)
-    assert (b.num_tokens, b.num_rollouts, b.held_tokens, b.held_rollouts, b.oldest) == (1, 0, 1, 0, None)
+    a, b = ledger.held_of("a"), ledger.held_of("b")
+    assert (a.held_tokens, a.held_rollouts, a.oldest) == (4, 1, 5)
+    assert (b.held_tokens, b.held_rollouts, b.oldest) == (1, 0, None)
 
     assert ledger.engines.unassign(object(), "a", 5) == 1
     [left] = ledger.engines.unassigned
     assert (left.group_id, left.drawn) == (1, {1: [101, 101]})
     wire.send(from_engine("b", 3, [1], groups=starts(1)))  # which goes on with what a has begun
-    assert ledger.held_of("a", 4, 1).held_tokens == 2
-    assert ledger.held_of("b", 2, 0).held_tokens == 4
+    assert ledger.held_of("a").held_tokens == 2
+    assert ledger.held_of("b").held_tokens == 4
     wire.send(from_engine("b", 4, [1], finishes=[Finish(1, "stop", 4)]))
-    assert ledger.held_of("b", 3, 1).held_rollouts == 1
+    assert ledger.held_of("b").held_rollouts == 1
     assert len(wire.stream.collect([1])[0][0].token_ids) == 4
-    assert ledger.held_of("b", 3, 1).held_tokens == 1
+    assert ledger.held_of("b").held_tokens == 1
     wire.stream.collect([0])
-    assert ledger.held_of("a", 4, 1).held_tokens == 0
+    assert ledger.held_of("a").held_tokens == 0
 
 
 def test_what_an_engine_leaves_and_nobody_wants_is_forgotten(wire):
@@ -204,22 +204,22 @@ def test_little_is_kept_of_groups_that_were_taken_by_name_after_they_had_finishe
 def test_an_engine_learns_whether_somebody_follows_the_tokens(wire):
     ledger, frames = wire.stream.ledger, []
     wire.stream.ledger.frames.listen(follower := lambda: frames.append(1))
-    assert ledger.held_of("a", 0, 0).follows
+    assert ledger.held_of("a").follows
     wire.stream.ledger.frames.unlisten(follower)
-    assert not ledger.held_of("a", 0, 0).follows
+    assert not ledger.held_of("a").follows
 
 
 def test_an_engine_learns_whether_somebody_waits_for_certain_groups(wire):
     ledger = wire.stream.ledger
     wire.stream.ledger.expect([0, 1])
     any_group = ledger.queue.next()
-    assert (ledger.held_of("a", 0, 0).waits, ledger.held_of("a", 0, 0).awaits_ends) == (True, False)
+    assert (ledger.held_of("a").waits, ledger.held_of("a").awaits_ends) == (True, False)
     certain = ledger.take([1])
-    assert (ledger.held_of("a", 0, 0).awaits_ends, ledger.held_of("a", 0, 0).follows) == (True, False)
+    assert (ledger.held_of("a").awaits_ends, ledger.held_of("a").follows) == (True, False)
     arrive(wire, [0, 1], 0)
     certain.result(timeout=10)
     any_group.result(timeout=10)
-    assert not ledger.held_of("a", 0, 0).awaits_ends
+    assert not ledger.held_of("a").awaits_ends
 
 
 def test_who_waits_for_a_group_that_is_dropped_learns_of_it(wire):
@@ -227,10 +227,10 @@ def test_who_waits_for_a_group_that_is_dropped_learns_of_it(wire):
     ledger = wire.stream.ledger
     wire.stream.ledger.expect([0, 1], reserved=True)
     waiting = ledger.take([0])
-    assert ledger.held_of("a", 0, 0).waits
+    assert ledger.held_of("a").waits
     wire.stream.ledger.drop([0])
     waiting.result(timeout=10)
-    assert not ledger.held_of("a", 0, 0).waits
+    assert not ledger.held_of("a").waits
     with pytest.raises(ValueError, match="not outstanding"):
         ledger.take([0])
 

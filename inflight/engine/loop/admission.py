@@ -14,8 +14,8 @@ def may_begin(engine: Backend, stream: StreamWriter) -> bool:
     options, kept, trainer = engine.options, stream.kept, stream.trainer
     held = Held() if trainer.waits else trainer
     behind = (
-        (options.max_unconsumed_tokens, engine.num_tokens - trainer.num_tokens + held.held_tokens),
-        (options.max_unconsumed_rollouts, engine.requests.num_ended - trainer.num_rollouts + held.held_rollouts),
+        (options.max_unconsumed_tokens, engine.num_tokens - kept.num_forgotten_tokens + held.held_tokens),
+        (options.max_unconsumed_rollouts, engine.requests.num_ended - kept.num_forgotten_ends + held.held_rollouts),
         (options.max_unconsumed_lag, 0 if held.oldest is None else engine.version - held.oldest),
         (options.max_unacknowledged_bytes, kept.bytes_in_memory + kept.bytes_in_files),
     )

@@ -87,6 +87,6 @@ def test_an_interrupted_collect_loses_nothing(wire):
         wire.stream.collect([1, 2], timeout_s=0.05)
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(asyncio.wait_for(wire.stream.acollect([1, 2]), 0.05))
-    assert not wire.stream.ledger.held_of(None, 0, 0).waits, "nobody does any more"
+    assert not wire.stream.ledger.held_of(None).waits, "nobody does any more"
     wire.send(make_frame(0, 1, finishes=ends(1)))
     assert sorted(group[0].group_id for group in wire.stream.groups()) == [0, 1, 2]
