@@ -142,9 +142,7 @@ class RolloutStream:
         """
         for answer in self._groups(group_ids, score):
             if isinstance(answer, Future):
-                if before_waiting is not None and not answer.done():
-                    before_waiting()
-                _wait_while_ranks_live(answer, self.sharing)
+                self._wait(answer, before_waiting)
             else:
                 yield answer
 
@@ -154,7 +152,7 @@ class RolloutStream:
         """Yield the same groups as `groups`, for asyncio: `async for group in engine.stream.agroups(ids)`."""
         for answer in self._groups(group_ids, score):
             if isinstance(answer, Future):
-                await asyncio.wrap_future(answer)
+                await self._await(answer)
             else:
                 yield answer
 
@@ -167,22 +165,22 @@ class RolloutStream:
         deadline_ns = None if timeout_s is None else now_ns() + int(timeout_s * 1e9)
         while isinstance(found := self.ledger.take(group_ids), Future):
             left_s = None if deadline_ns is None else max(0.0, (deadline_ns - now_ns()) / 1e9)
-            if not wait([found], timeout=left_s).done:
+            try:
+                if not wait([found], timeout=left_s).done:
+                    raise TimeoutError(
+                        f"groups {_named(group_ids)} did not finish within {timeout_s} s; state of the engine: "
+                        f"{self.state}"
+                    )
+                found.result()
+            except BaseException:
                 self.ledger.leave(found)
-                raise TimeoutError(
-                    f"groups {_named(group_ids)} did not finish within {timeout_s} s; state of the engine: {self.state}"
-                )
-            found.result()
+                raise
         return [self.texts.fill_in(found[group_id]) for group_id in group_ids]
 
     async def acollect(self, group_ids: Collection[int], *, texts: bool = True) -> list[Group]:
         """Do the same as `collect`, for asyncio. texts: False leaves prompts and texts empty."""
         while isinstance(found := self.ledger.take(group_ids), Future):
-            try:
-                await asyncio.wrap_future(found)
-            except asyncio.CancelledError:
-                self.ledger.leave(found)
-                raise
+            await self._await(found)
         groups = [found[group_id] for group_id in group_ids]
         return [self.texts.fill_in(group) for group in groups] if texts else groups
 
@@ -280,7 +278,7 @@ class RolloutStream:
                         break
                     if isinstance(answer, Future):
                         with span("wait for rollouts"):
-                            _wait_while_ranks_live(answer, self.sharing)
+                            self._wait(answer)
                         continue
                     # A greedy group has no importance ratio, and was not meant for training.
                     if answer.rollouts[0].params.greedy:
@@ -359,6 +357,26 @@ class RolloutStream:
         self.thread.close()
         self.scoring.close()
 
+    def _wait(self, answer: "Future[None]", before_waiting: Callable[[], None] | None = None) -> None:
+        """Wait as long as generation takes. A thread checks that the engine is alive, and `sharing` that the ranks
+        are."""
+        try:
+            if before_waiting is not None and not answer.done():
+                before_waiting()
+            while self.sharing is not None and not wait([answer], timeout=_CHECK_S).done:
+                self.sharing.check()
+            answer.result()
+        except BaseException:
+            self.ledger.leave(answer)
+            raise
+
+    async def _await(self, answer: "Future[None]") -> None:
+        try:
+            await asyncio.wrap_future(answer)
+        except BaseException:
+            self.ledger.leave(answer)
+            raise
+
     def _groups(
         self, group_ids: Collection[int] | None, score: Score | GroupScorer | None
     ) -> "Iterator[Group | Future[None]]":
@@ -383,13 +401,6 @@ class RolloutStream:
             else:
                 wanted -= found.keys()
                 yield from map(self.texts.fill_in, found.values())
-
-
-def _wait_while_ranks_live(answer: "Future[None]", sharing: Sharing | None) -> None:
-    """Wait as long as generation takes. A thread checks that the engine is alive, and `sharing` that the ranks are."""
-    while sharing is not None and not wait([answer], timeout=_CHECK_S).done:
-        sharing.check()
-    answer.result()
 
 
 def _warn_of_no_batch(left_out: Dropped, num_greedy: int) -> None:

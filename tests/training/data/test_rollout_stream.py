@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from made_frames import ends, make_frame, starts
@@ -78,6 +79,49 @@ def test_a_caller_of_a_stopped_engine_is_told_so(wire, monkeypatch, caplog, stat
     with pytest.raises(TimeoutError, match=f"groups 0 did not finish within 0.5 s; state of the engine: {state}"):
         wire.stream.collect([0], timeout_s=0.5)
     assert (f"an engine that is {state}; engine.{call}() continues it" in caplog.text) == bool(call)
+
+
+def cancelled(wire):
+    async def take():
+        async for _ in wire.stream.agroups():
+            pass
+
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(take(), 0.05))
+
+
+def interrupted(take):
+    def interrupt(futures, timeout=None):
+        raise KeyboardInterrupt
+
+    def run(wire):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("inflight.training.data.rollout_stream.wait", interrupt)
+            patched.setattr(wire.stream, "sharing", SimpleNamespace(shares=lambda batches, stream: batches))
+            with pytest.raises(KeyboardInterrupt):
+                take(wire.stream)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "give_up",
+    [
+        cancelled,
+        interrupted(lambda stream: next(stream.groups())),
+        interrupted(lambda stream: next(stream.groups([0]))),
+        interrupted(lambda stream: next(stream.batches(rollouts=1))),
+        interrupted(lambda stream: stream.collect([0])),
+    ],
+    ids=["agroups", "groups", "groups by id", "batches", "collect"],
+)
+def test_a_caller_that_gave_up_does_not_swallow_the_next_error(wire, give_up):
+    wire.stream.ledger.expect([0, 1])
+    give_up(wire)
+    assert not wire.stream.ledger.held_of(None).waits
+    wire.stream.ledger.frames.lose(StreamGapError("frames 0 to 1 are lost"))
+    with pytest.raises(StreamGapError):
+        next(wire.stream.groups())
 
 
 def test_an_interrupted_collect_loses_nothing(wire):
