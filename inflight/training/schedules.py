@@ -15,7 +15,6 @@ further prompts replace groups that cannot be trained on and, if configured, gro
 trainer computes on the groups that a step has so far while it waits for others (`Admission.while_incomplete`).
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
@@ -165,21 +164,14 @@ class Admission:
     def failures(self) -> dict[str, int]:
         """Number of exceptions of score functions and rollout functions, "error: NAME", and of further attempts,
         "retries: NAME"; of episodes also the time limits that they reached."""
-        of_episodes: Any = getattr(self.engine, "failures", Counter())
-        return dict(self.engine.stream.failures + of_episodes)
+        return dict(self.engine.stream.failures + self.submitter.failures)
 
     def _check(self, scored: ScoredGroups) -> None:
         """Raise InflightError if more groups than a step has cannot be trained on."""
-        num_unusable, count = scored.dropped.num_unusable_groups, self._config.groups_per_step
-        if num_unusable <= count:
-            return
-        self.engine.stream.scoring.check(scored, count)
-        raise InflightError(
-            f"{num_unusable} groups failed while one batch of {count} was taken: samples of "
-            "them were cancelled, ended with an error (log-probabilities that are not finite, or lost frames), or "
-            "none of a group's has a reward (None, not finite, or an exception); exceptions: "
-            f"{self.failures or 'none'}"
-        )
+        count = self._config.groups_per_step
+        if scored.dropped.num_unusable_groups > count:
+            self.engine.stream.scoring.check(scored, count)
+            scored.check_usable(count, self.failures)
 
     def _compute(self, scored: ScoredGroups, waiting: ExitStack) -> None:
         """Have the trainer compute on the groups of an incomplete step. waiting: holds the span of the wait."""

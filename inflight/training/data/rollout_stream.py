@@ -214,7 +214,8 @@ class RolloutStream:
         Ends when all submitted prompts are finished; the last batch can be smaller. Warns if it ends without a batch,
         and if there is nothing to learn from one: all rewards are equal, or n is 1 and advantages are relative to a
         group. The age of a batch's tokens is measured when the next batch is requested.
-        Raises the exceptions of `groups`, and ScoreError if `score` fails and no rollout of a batch gets a reward.
+        Raises the exceptions of `groups`, and ScoreError if `score` fails and no rollout of a batch gets a reward. With
+        prompts, InflightError if more groups than a batch has cannot be trained on while one batch is taken.
         They lose no rollout, and neither does Ctrl-C: the next call of `batches` yields the rollouts that were not in a
         batch yet, and calls `score` again. Prompts are read from their iterator up to one batch before they are
         submitted. The next call with the same iterator begins with the prompts that were read and not submitted. A
@@ -287,7 +288,10 @@ class RolloutStream:
                     else:
                         taken.append(answer)
                         if not scored.add(answer.rollouts):
-                            self.scoring.check(scored, ceil(rollouts / len(answer.rollouts)))
+                            count = ceil(rollouts / len(answer.rollouts))
+                            self.scoring.check(scored, count)
+                            if submitter is not None:  # Its prompts might never end.
+                                scored.check_usable(count, self.failures + submitter.failures)
                     if submitter is not None:
                         missing = ceil((rollouts - len(scored.rollouts)) / len(answer.rollouts))
                         submitter.took(answer.group_id, missing)

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import isnan, nan
 from statistics import fmean
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout, samples_of
 from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
 from inflight.training.data.advantages import Advantages, resolve_advantages
@@ -162,6 +163,17 @@ class ScoredGroups:
             return False
         self.groups.append(scored)
         return True
+
+    def check_usable(self, count: int, failures: Mapping[str, int]) -> None:
+        """Raise InflightError if more groups than a batch of `count` groups has cannot be trained on. failures: counts
+        of exceptions."""
+        if (num_unusable := self.dropped.num_unusable_groups) > count:
+            raise InflightError(
+                f"{num_unusable} groups failed while one batch of {count} was taken: samples of "
+                "them were cancelled, ended with an error (log-probabilities that are not finite, or lost frames), or "
+                "none of a group's has a reward (None, not finite, or an exception); exceptions: "
+                f"{dict(failures) or 'none'}"
+            )
 
     def last_is_uniform(self, advantages: str | Advantages = "grpo") -> bool:
         """Return True if the last group has no advantage: all of its advantages, without other groups, are 0."""

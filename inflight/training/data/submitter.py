@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -130,6 +130,11 @@ class Submitter:
             self.lead.missing = missing
         self.fill()
         return not self.examples.are_over or len(self.in_flight) >= missing
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Counts of exceptions of episodes, if the engine runs them."""
+        return getattr(self._engine, "failures", Counter())
 
     def has_more(self, num_accepted: int) -> bool:
         """Return True if the caller should ask again: groups are in flight that were not yet when `num_accepted` was

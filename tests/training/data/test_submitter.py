@@ -13,7 +13,7 @@ from tiny_models import make_model
 from waiting import PATIENCE_S, wait_until
 
 import inflight
-from inflight.core.errors import InvalidRequestError, ScoreError
+from inflight.core.errors import InflightError, InvalidRequestError, ScoreError
 from inflight.training.data.examples import Example, plain_example
 from inflight.training.data.submitter import Submitter
 from inflight.training.grpo import grpo
@@ -107,6 +107,14 @@ def test_an_error_of_the_prompts_reaches_the_trainer(engine, ahead):
     with pytest.raises(RuntimeError, match="the dataset is broken"):
         list(batches)
     engine.stream.ledger.drop(engine.stream.outstanding)
+
+
+def test_prompts_without_end_of_which_none_can_be_trained_on_come_to_an_end(engine):
+    prompts = ([index % 50, 3] for index in count())
+    batches = engine.stream.batches(rollouts=4, score=lambda rollout: None, prompts=prompts, params=SAMPLING)
+    with pytest.raises(InflightError, match="3 groups failed while one batch of 2 was taken"):
+        next(batches)
+    assert prompts_of(engine.stream.batches(rollouts=4, score=score)), "no group is lost"
 
 
 def test_an_error_of_a_submission_in_the_background_reaches_the_trainer(engine, monkeypatch):
