@@ -34,6 +34,8 @@ Prepare = Callable[[Group], object]
 """A function that is called with a group before it is scored."""
 
 _QUICK_S = 1e-3
+_IN_TURN_S = 5e-3
+"""Time after which calls in one thread end, and the other rollouts of the group are scored at the same time."""
 _REMEMBERED = 9
 _CANCEL_S = 1.0
 
@@ -216,12 +218,17 @@ class Scorer(GroupScorer):
                 return rewards
 
     async def _score_in_turn(self, group: Group) -> list[Any]:
-        """Call the function for the rollouts in one thread, up to the first exception. Returns results, and then it."""
+        """Call the function for the rollouts in one thread, for a short time and up to the first exception. Returns
+        results, and then it."""
         results: list[Any] = []
+        limit_s = min(_IN_TURN_S, self._timeout_s / 2)  # The time limit is for one call.
 
         def call_each(rollouts: Group) -> None:
+            began_s = perf_counter()
             for rollout in rollouts:  # `map` would take a StopIteration for its end.
                 results.append(self._function(rollout))
+                if perf_counter() - began_s > limit_s:
+                    return
 
         try:
             await self._call(call_each, group)

@@ -321,12 +321,14 @@ def test_settings_that_cannot_be(arguments, message):
         Scorer(awaited, processes=1)
 
 
-def test_quick_functions_score_a_group_in_one_thread_and_a_slow_call_among_them_costs_one_rollout(wire):
-    """Once the function has been quick for some calls, and until it is slow."""
+def test_quick_functions_score_a_group_in_one_thread_and_a_slow_call_among_them_costs_one_rollout(monkeypatch):
+    """Once the function has been quick for some calls, and until it is slow. No rollout is scored twice."""
+    monkeypatch.setattr("inflight.training.data.scoring._IN_TURN_S", 100.0)
+    monkeypatch.setattr("inflight.core.workers._IDLE_S", 0.05)
     threads, never = [], threading.Event()
 
     def score(rollout):
-        threads.append(threading.current_thread().name + str(threading.get_ident()))
+        threads.append(threading.current_thread())
         if rollout.group_id == 100 and rollout.sample == 2:
             never.wait()
         return float(rollout.sample)
@@ -339,6 +341,21 @@ def test_quick_functions_score_a_group_in_one_thread_and_a_slow_call_among_them_
     assert len(set(threads[2 * _REMEMBERED : 3 * _REMEMBERED])) == 1
     assert scorer.failures == {"error: TimeoutError": 1}
     never.set()
+    for thread in set(threads):
+        thread.join(300)
+    assert len(threads) == 4 * _REMEMBERED
+    scorer.close()
+
+
+def test_quick_functions_that_become_slow_score_the_rest_of_a_group_at_the_same_time():
+    together = threading.Barrier(_REMEMBERED - 1)
+
+    def score(rollout):
+        time.sleep(0.05) if rollout.sample == 0 else together.wait(20)
+        return 1.0
+
+    scorer = scorer_of(score, "in turn")
+    assert scorer.start(group_of(0, _REMEMBERED)).result(300) == [1.0] * _REMEMBERED
     scorer.close()
 
 
