@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from closest_draw import FAR, closest_draw
+from made_batches import make_rollouts
 from transformers import Qwen3ForCausalLM
 from truth_teller import make_truth_teller, teach
 from waiting import PATIENCE_S, wait_until
@@ -30,12 +31,14 @@ from inflight.core.errors import (
     RankLostError,
     RunFileError,
 )
-from inflight.core.messages import Prompt
+from inflight.core.messages import Ids, Prompt
 from inflight.core.rollout import Turn
 from inflight.core.sampling import SamplingParams
-from inflight.run import _Clock, _describe, _File, _read, _saved_groups, _write
+from inflight.run import _Clock, _describe, _EngineState, _File, _read, _saved_groups, _write
 from inflight.stream.assignments import OF_CLIENT
+from inflight.stream.held_groups import SavedGroup
 from inflight.stream.ledger import Ledger
+from inflight.stream.rollout_codec import arrays_of, header_of
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 6, "max_context": 256, "threads": 1}
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3, 5], [8, 9, 7, 9, 3], [2, 3], [8, 4, 6, 2]]
@@ -212,6 +215,12 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
         _write(tmp_path / "file" / "run.inflight", header, [])
     with pytest.raises(InvalidRequestError, match="JSON-like"):
         _write(path, _File(3, _Clock.read(), {"model": object()}, None), [])
+    [rollout] = make_rollouts(1)
+    for rollout.metadata, rollout.rewards in (({0: 1}, {}), ({}, {0: 1.0})):
+        group = SavedGroup(Ids(0, 0), False, Prompt([1], PARAMS), None, [header_of(rollout)])
+        state = _EngineState("", [], [group], Ids(1, 1))
+        with pytest.raises(InvalidRequestError, match=r"Expected `str`, got `int` .* JSON-like"):
+            _write(path, _File(3, _Clock.read(), {}, state), [arrays_of(rollout)])
     assert path.read_bytes() == b"something else"
 
 

@@ -73,16 +73,24 @@ def make_rollout(header: RolloutHeader, arrays: Mapping[str, np.ndarray]) -> Rol
     )
 
 
-def encode(header: msgspec.Struct, arrays: Sequence[Mapping[str, np.ndarray]]) -> bytes:
-    """Encode one message: the length of the header, the header, and the arrays, one mapping after another.
-
-    Raises InvalidRequestError for values that MessagePack cannot encode."""
+def encode_header(header: msgspec.Struct) -> bytes:
+    """Encode fields without arrays. Raises InvalidRequestError for values that cannot be encoded, or not be decoded,
+    such as keys that are not strings."""
     try:
         plain = msgspec.msgpack.encode(header)
-    except (TypeError, ValueError, OverflowError) as error:
+        msgpack_decoder(type(header)).decode(plain)
+    except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise InvalidRequestError(
             f"metadata, text, reward or progress cannot be written down: {error}; they must be JSON-like"
         ) from error
+    return plain
+
+
+def encode(header: msgspec.Struct, arrays: Sequence[Mapping[str, np.ndarray]]) -> bytes:
+    """Encode one message: the length of the header, the header, and the arrays, one mapping after another.
+
+    Raises InvalidRequestError, as `encode_header`."""
+    plain = encode_header(header)
     named = {f"{i}/{name}": np.ascontiguousarray(a) for i, of_one in enumerate(arrays) for name, a in of_one.items()}
     return b"".join([_LENGTH.pack(len(plain)), plain, save(named)])
 

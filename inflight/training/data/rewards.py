@@ -37,6 +37,8 @@ class Rewards(GroupScorer):
                 f"Rewards takes a mapping of names to score functions, got {type(scores).__name__}: write "
                 'Rewards({"name": function, …}); the names appear in reports'
             )
+        if bad_names := [name for name in scores if not isinstance(name, str)]:
+            raise TypeError(f"names of score functions must be strings, got {bad_names}")
         if not scores:
             raise ValueError("Rewards needs at least one score function")
         if unknown := sorted(set(weights) - set(scores)):

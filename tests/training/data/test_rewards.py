@@ -168,13 +168,14 @@ def test_rollouts_whose_turns_a_part_has_set_are_scored_again_after_a_save(wire,
     ("arguments", "message"),
     [
         (({},), "at least one score function"),
+        (({"a": half, 0: half},), r"names of score functions must be strings, got \[0\]"),
         (({"a": half}, {"b": 1.0}), "weights names b; the score functions are a"),
         (({"a": half}, {"a": math.nan}), "weights must be finite, got {'a': nan}"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):
     scores, *weights = arguments
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Rewards(scores, weights=weights[0] if weights else None)
 
 
