@@ -73,11 +73,18 @@ def make_rollout(header: RolloutHeader, arrays: Mapping[str, np.ndarray]) -> Rol
     )
 
 
+def _plain_number(value: Any) -> Any:
+    """Return a number of NumPy or PyTorch as Python's. Raises NotImplementedError for other values."""
+    if getattr(value, "shape", None) != ():
+        raise NotImplementedError
+    return value.item()
+
+
 def encode_header(header: msgspec.Struct) -> bytes:
-    """Encode fields without arrays. Raises InvalidRequestError for values that cannot be encoded, or not be decoded,
-    such as keys that are not strings."""
+    """Encode fields without arrays. Numbers of NumPy and PyTorch become plain ones. Raises InvalidRequestError for
+    values that cannot be encoded, or not be decoded, such as keys that are not strings."""
     try:
-        plain = msgspec.msgpack.encode(header)
+        plain = msgspec.msgpack.encode(header, enc_hook=_plain_number)
         msgpack_decoder(type(header)).decode(plain)
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise InvalidRequestError(

@@ -28,7 +28,15 @@ from inflight.core.child import command
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import ScoreError
 from inflight.core.rollout import Rollout, Turn
-from inflight.stream.rollout_codec import RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
+from inflight.stream.rollout_codec import (
+    RolloutHeader,
+    arrays_of,
+    decode,
+    encode,
+    encode_header,
+    header_of,
+    make_rollout,
+)
 
 _START_S = 120.0
 """Time limit for a process to start and to import the function."""
@@ -213,21 +221,21 @@ def main() -> None:
         function = load_by_name(name)
     except Exception:
         answer = _Answer(error=f"{name} cannot be imported in a process: {traceback.format_exc()}")
-    _write_message(answers, msgspec.msgpack.encode(answer))
+    _write_message(answers, encode_header(answer))
     while function is not None and (data := _read_message(requests)) is not None:
-        _write_message(answers, msgspec.msgpack.encode(_answer(function, batched, data)))
+        _write_message(answers, _answer(function, batched, data))
 
 
-def _answer(function: Callable[..., Any], batched: bool, data: bytes) -> _Answer:
+def _answer(function: Callable[..., Any], batched: bool, data: bytes) -> bytes:
     request, arrays = decode(data, _Request, lambda request: len(request.rollouts))
     rollouts = [make_rollout(header, of_one) for header, of_one in zip(request.rollouts, arrays, strict=True)]
     try:
         values = function(rollouts) if batched else [function(rollout) for rollout in rollouts]
         values = [None] * len(rollouts) if values is None else values
         rewards = [None if value is None else float(value) for value in values]
-        return _Answer(rewards, [rollout.turns for rollout in rollouts])
+        return encode_header(_Answer(rewards, [rollout.turns for rollout in rollouts]))
     except Exception:
-        return _Answer(error=traceback.format_exc())
+        return encode_header(_Answer(error=traceback.format_exc()))
 
 
 def _end_with(parent: int) -> None:

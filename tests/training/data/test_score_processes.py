@@ -11,6 +11,7 @@ from waiting import wait_until
 
 from inflight.core.errors import ScoreError
 from inflight.core.rollout import Turn
+from inflight.stream.rollout_codec import encode_header, header_of
 from inflight.training.data.scoring import Scorer
 
 FUNCTIONS = """
@@ -29,6 +30,13 @@ def steps(rollout):
 
 def steps_of_group(rollouts):
     return [steps(rollouts[0]), 0.5]
+
+def numpy_steps(rollout):
+    import numpy as np
+    from inflight.core.rollout import Turn
+    reward = "good" if rollout.text == "word" else np.mean([1.0, 0.0])
+    rollout.turns = (Turn(0, len(rollout.token_ids), True, reward),)
+    return np.float32(1.5)
 
 def lengths(rollouts):
     return [len(rollout.token_ids) + rollout.metadata["more"] for rollout in rollouts]
@@ -119,6 +127,19 @@ def test_turns_that_a_function_sets_arrive(functions):
         scorer.start(rollouts).result(60)
         scorer.close()
         assert [rollout.turns for rollout in rollouts] == expected
+
+
+def test_rewards_of_turns_can_be_numbers_of_numpy_and_other_values_cost_their_rollout_alone(functions, caplog):
+    rollouts = make_rollouts(3)
+    rollouts[1].text = "word"
+    scorer = Scorer(functions.numpy_steps, processes=1)
+    assert scorer.start(rollouts).result(60) == [1.5, None, 1.5]
+    assert [turn.reward for rollout in rollouts for turn in rollout.turns] == [0.5, 0.5]
+    assert scorer.failures == {"error: ScoreError": 1}
+    assert "Expected `float | null`, got `str`" in caplog.text
+    functions.numpy_steps(rollouts[0])
+    assert encode_header(header_of(rollouts[0]))
+    scorer.close()
 
 
 @pytest.mark.slow
