@@ -205,7 +205,8 @@ class ScoredGroups:
         differs from the number of rollouts.
         """
         rollouts = self.rollouts
-        values = list(resolve_advantages(advantages)(self.groups))
+        function = resolve_advantages(advantages)
+        values = list(function(self.groups)) if self.groups else []  # Functions concatenate the values of groups.
         if len(values) != len(rollouts):
             raise ValueError(
                 f"the advantages' function returned {len(values)} for {len(rollouts)} rollouts; it returns one for "

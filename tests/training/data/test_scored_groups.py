@@ -145,6 +145,10 @@ def test_advantages_are_a_choice_or_a_function_that_returns_one_for_every_rollou
         ScoredGroups(groups).pack(trainer_version=3, advantages=lambda of_groups: [1.0])
 
 
+def test_a_function_of_advantages_is_not_called_without_groups():
+    assert ScoredGroups().pack(trainer_version=0, advantages=np.concatenate) is None
+
+
 def test_groups_of_equal_rewards_that_have_an_advantage_are_trained_on():
     scored = ScoredGroups(groups_with([[1.0, 1.0], [0.0, 0.0]]))
     assert scored.pack(trainer_version=3, skip_uniform=True, advantages="reinforce++").num_sequences == 4
