@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, closing
-from math import ceil
+from math import ceil, inf
+from threading import TIMEOUT_MAX
 from typing import Any, Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -162,9 +163,9 @@ class RolloutStream:
         timeout_s: None waits as long as the engine lives and answers. Raises TimeoutError, ValueError if a group is not
         outstanding, and what `groups` raises; then nothing has been taken.
         """
-        deadline_ns = None if timeout_s is None else now_ns() + int(timeout_s * 1e9)
+        deadline_s = now_ns() / 1e9 + (inf if timeout_s is None else timeout_s)
         while isinstance(found := self.ledger.take(group_ids), Future):
-            left_s = None if deadline_ns is None else max(0.0, (deadline_ns - now_ns()) / 1e9)
+            left_s = min(max(0.0, deadline_s - now_ns() / 1e9), TIMEOUT_MAX)
             try:
                 if not wait([found], timeout=left_s).done:
                     raise TimeoutError(

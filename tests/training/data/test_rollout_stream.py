@@ -1,7 +1,9 @@
 """The stream as the trainer sees it, also when frames are lost."""
 
 import asyncio
+import math
 import time
+from concurrent.futures import wait
 from types import SimpleNamespace
 
 import pytest
@@ -79,6 +81,17 @@ def test_a_caller_of_a_stopped_engine_is_told_so(wire, monkeypatch, caplog, stat
     with pytest.raises(TimeoutError, match=f"groups 0 did not finish within 0.5 s; state of the engine: {state}"):
         wire.stream.collect([0], timeout_s=0.5)
     assert (f"an engine that is {state}; engine.{call}() continues it" in caplog.text) == bool(call)
+
+
+@pytest.mark.parametrize("timeout_s", [None, math.inf, 1e12])
+def test_collect_can_wait_without_a_limit(wire, monkeypatch, timeout_s):
+    def end_first(*args, **options):
+        wire.send(make_frame(1, 0, groups=starts(0), finishes=ends(0)))
+        return wait(*args, **options)
+
+    monkeypatch.setattr("inflight.training.data.rollout_stream.wait", end_first)
+    wire.stream.ledger.expect([0])
+    assert wire.stream.collect([0], timeout_s=timeout_s)[0][0].finish_reason == "stop"
 
 
 def cancelled(wire):
