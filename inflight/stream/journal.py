@@ -65,7 +65,7 @@ class JournalWriter:
             self._database = _open(path, "rw")
             self._run = self._prepare(sync)
         except (OSError, sqlite3.Error, JournalError) as error:
-            os.close(self._lock)
+            self._unlock()
             if isinstance(error, JournalError):
                 raise
             if isinstance(error, BlockingIOError):
@@ -127,6 +127,10 @@ class JournalWriter:
 
     def _let_go(self) -> None:
         self._database.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        fcntl.flock(self._lock, fcntl.LOCK_UN)  # A forked process might have the file open, too.
         os.close(self._lock)
 
 

@@ -109,6 +109,22 @@ def test_a_journal_is_continued_by_one_writer_at_a_time(tmp_path):
     assert [(run, frame.header.sequence) for run, frame in JournalReader(tmp_path).frames()] == [(1, 0), (2, 1)]
 
 
+def test_a_closed_journal_can_be_opened_again_while_a_forked_process_lives(tmp_path):
+    journal, (end, other) = JournalWriter(tmp_path), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(other)
+        os.read(end, 1)  # until the parent closes its end
+        os._exit(0)
+    journal.close()
+    try:
+        JournalWriter(tmp_path).close()
+    finally:
+        os.close(other)
+        os.waitpid(child, 0)
+        os.close(end)
+
+
 def test_a_directory_without_a_journal_and_one_that_cannot_be_made(tmp_path):
     with pytest.raises(JournalError, match="no journal"):
         JournalReader(tmp_path)
