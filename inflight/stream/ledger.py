@@ -113,11 +113,21 @@ class Ledger:
             return True
         return False
 
-    def take(self, group_ids: Collection[int], count: int | None = None) -> "dict[int, Group] | Future[None]":
-        """Take this number of the groups (None: all), once they have finished, and remove them from the ledger.
+    def take(self, group_ids: Collection[int]) -> "dict[int, Group] | Future[None]":
+        """Take these groups, once all have finished, and remove them from the ledger.
 
         Raises ValueError if one is not outstanding, and StreamGapError if one was lost, without taking any group.
         """
+        with self.table.lock:
+            if isinstance(finished := self.finished(group_ids, len(set(group_ids))), Future):
+                return finished
+            found = {record.group_id: record.rollouts for record in finished}
+            self.table.remove(found)
+            return found
+
+    def finished(self, group_ids: Collection[int], least: int) -> "list[GroupRecord] | Future[None]":
+        """Return those of the groups that have finished, once there are at least this many. Raises the same errors as
+        `take`."""
         wanted = set(group_ids)
         with self.table.lock:
             self.table.waiters.raise_error()
@@ -127,14 +137,11 @@ class Ledger:
                 raise ValueError(
                     f"groups {sorted(unknown)} are not outstanding: not submitted here, or handed out already"
                 )
-            count = len(wanted) if count is None else count
             finished = [record for record in records if record.is_finished]
-            if len(finished) < count:
+            if len(finished) < least:
                 missing = {record.group_id for record in records if not record.is_finished}
-                return self.table.waiters.wait(missing, count - len(finished))
-            found = {record.group_id: record.rollouts for record in finished[:count]}
-            self.table.remove(found)
-            return found
+                return self.table.waiters.wait(missing, least - len(finished))
+            return finished
 
     def leave(self, future: "Future[Any]") -> None:
         """Forget the caller that has this future."""

@@ -400,12 +400,15 @@ class RolloutStream:
         self.ledger.reserve(group_ids)
         wanted = set(group_ids)
         while wanted:
-            found = self.ledger.take(wanted, 1)
-            if isinstance(found, Future):
-                yield found
-            else:
-                wanted -= found.keys()
-                yield from map(self.texts.fill_in, found.values())
+            if isinstance(finished := self.ledger.finished(wanted, 1), Future):
+                yield finished
+                continue
+            for group_id in [record.group_id for record in finished]:
+                # One at a time: a caller that stops in between leaves the others.
+                taken = self.ledger.take([group_id])
+                assert not isinstance(taken, Future)
+                wanted.discard(group_id)
+                yield self.texts.fill_in(taken[group_id])
 
 
 def _warn_of_no_batch(left_out: Dropped, num_greedy: int) -> None:

@@ -34,6 +34,18 @@ def test_a_caller_is_told_before_it_waits_and_only_then(wire):
     assert (calls, taken) == ([0], [0])
 
 
+def test_groups_by_id_are_looked_up_a_few_times_each_and_taken_one_by_one(wire, monkeypatch):
+    ids, table, lookups = list(range(200)), wire.stream.ledger.table, []
+    wire.stream.ledger.expect(ids)
+    wire.send(make_frame(200, 0, groups=starts(*ids), finishes=ends(*ids)))
+    known = table.known
+    monkeypatch.setattr(table, "known", lambda group_ids: lookups.extend(group_ids) or known(group_ids))
+    first = next(wire.stream.groups(ids))[0].group_id
+    assert wire.stream.outstanding == sorted({*ids} - {first})
+    assert len(list(wire.stream.groups(wire.stream.outstanding))) == 199
+    assert len(lookups) < 10 * 200
+
+
 def test_collect_leaves_other_groups_to_the_stream(wire):
     wire.stream.ledger.expect([0, 1, 2])
     wire.send(make_frame(3, 0, groups=starts(0, 1, 2), finishes=ends(2, 0, 1)))
