@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
+import msgspec
+
 from inflight.core.errors import EngineDiedError, InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION, Ids, Status, Unfinished
 from inflight.core.waiting import Wait
@@ -22,7 +24,8 @@ _AGAIN_S = 0.05
 _IDLE_S = 1.0
 _ANSWER_S = 1.0
 """An engine that takes longer to answer gets no groups for now."""
-_TOKENS_PER_CALL = 1 << 20
+_BYTES_PER_CALL = 4 << 20
+"""An engine refuses messages of more than MAX_MESSAGE_BYTES."""
 Answers = Mapping[Member, tuple[EngineFrames, Status]]
 
 
@@ -175,16 +178,16 @@ def adopt(client: EngineClient, groups: list[Unfinished], following: Ids) -> dic
 
 
 def _in_parts(groups: list[Unfinished]) -> Iterable[list[Unfinished]]:
-    """Split groups into calls of a bounded size."""
+    """Split groups into calls of a bounded size. A larger group has its own call."""
     part: list[Unfinished] = []
-    num_tokens = 0
+    num_bytes = 0
     for group in groups:
-        size = len(group.prompt.token_ids) + sum(map(len, group.drawn.values()))
-        if part and num_tokens + size > _TOKENS_PER_CALL:
+        size = len(msgspec.msgpack.encode(group))
+        if part and num_bytes + size > _BYTES_PER_CALL:
             yield part
-            part, num_tokens = [], 0
+            part, num_bytes = [], 0
         part.append(group)
-        num_tokens += size
+        num_bytes += size
     yield part
 
 

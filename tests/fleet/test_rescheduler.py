@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from inflight.core.errors import InflightError, InvalidRequestError
-from inflight.core.messages import Ids, Prompt, Status
+from inflight.core.messages import MAX_MESSAGE_BYTES, Call, Ids, Prompt, Status, encode, to_raw
 from inflight.core.sampling import SamplingParams
 from inflight.fleet.rescheduler import Rescheduler, adopt, can_continue, is_past, unfinished_of
 from inflight.stream.assignments import Assignments
@@ -112,7 +112,7 @@ def test_no_other_engine_gets_a_group_that_one_might_draw(monkeypatch):
 
 
 def test_only_the_part_that_an_engine_refuses_is_refused(monkeypatch):
-    monkeypatch.setattr("inflight.fleet.rescheduler._TOKENS_PER_CALL", 1)
+    monkeypatch.setattr("inflight.fleet.rescheduler._BYTES_PER_CALL", 1)
 
     def call(verb, arguments, returns):
         if [each.group_id for each in arguments["groups"]] == [8]:
@@ -121,6 +121,19 @@ def test_only_the_part_that_an_engine_refuses_is_refused(monkeypatch):
 
     groups = [unfinished_of(GroupRecord(group_id, prompt=Prompt([1], SamplingParams()))) for group_id in (7, 8, 9)]
     assert adopt(SimpleNamespace(call=call), groups, Ids(10, 10)) == {8: "taken"}  # type: ignore[arg-type]
+
+
+def test_groups_with_large_metadata_fit_into_messages():
+    sizes: list[int] = []
+
+    def call(verb, arguments, returns):
+        sizes.append(len(encode(Call(verb=verb, arguments=to_raw(arguments, verb)))))
+        return {}
+
+    prompt = Prompt([1], SamplingParams(), {"cases": "x" * (5 << 20)})
+    groups = [unfinished_of(GroupRecord(group_id, prompt=prompt)) for group_id in range(8)]
+    assert adopt(SimpleNamespace(call=call), groups, Ids(8, 8)) == {}  # type: ignore[arg-type]
+    assert sum(sizes) > MAX_MESSAGE_BYTES
 
 
 class Hashed(SimpleNamespace):
