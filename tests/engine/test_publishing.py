@@ -1,10 +1,14 @@
 """The engine's side of a publisher that cannot have its slots: it is told so, and the engine serves on."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import make_model
+from waiting import PATIENCE_S, wait_until
 
 from inflight.core.errors import ProtocolError
 from inflight.core.messages import Status
@@ -13,23 +17,38 @@ from inflight.engine.process.control_socket import ControlSocket
 from inflight.engine.process.process import EngineProcess
 from inflight.stream.writer import StreamWriter
 from inflight.weights import cuda_ipc
+from inflight.weights.comparison import checksum
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.trainer.publisher import Publisher
 from inflight.weights.transports import AcceptedTransports
+from inflight.weights.transports.slots import Slots
 
 
 def refuse(*_: object) -> None:
     raise RuntimeError("CUDA error: operation not supported\nmore")
 
 
-def test_slots_that_cannot_be_exported_refuse_the_publisher_and_end_nothing(make_engine, tmp_path, monkeypatch):
-    endpoint = f"ipc://{tmp_path}/control"
-    control, stream = ControlSocket(endpoint), StreamWriter(f"ipc://{tmp_path}/stream")
-    process = EngineProcess(make_engine(), control, stream, tmp_path, AcceptedTransports())
-    serving = threading.Thread(target=process.run)
-    serving.start()
+@contextmanager
+def serving(engine, directory: Path) -> Iterator[EngineClient]:
+    """Run an engine's process in a thread of this one."""
+    endpoint = f"ipc://{directory}/control"
+    control, stream = ControlSocket(endpoint), StreamWriter(f"ipc://{directory}/stream")
+    process = EngineProcess(engine, control, stream, directory, AcceptedTransports())
+    thread = threading.Thread(target=process.run)
+    thread.start()
     client = EngineClient(endpoint, answer_timeout_s=20)
     try:
+        yield client
+    finally:
+        process.shutdown()
+        thread.join()
+        client.close()
+        stream.close()
+        control.close()
+
+
+def test_slots_that_cannot_be_exported_refuse_the_publisher_and_end_nothing(make_engine, tmp_path, monkeypatch):
+    with serving(make_engine(), tmp_path) as client:
         with monkeypatch.context() as patch:
             patch.setattr(cuda_ipc, "reduce_tensor", refuse)
             patch.setattr(
@@ -38,13 +57,29 @@ def test_slots_that_cannot_be_exported_refuse_the_publisher_and_end_nothing(make
                 lambda _: cuda_ipc.CudaSlot(torch.zeros(8, dtype=torch.uint8)).descriptor(),
             )
             with pytest.raises(ProtocolError, match=r"CUDA IPC \(CUDA error: operation not supported\).*Broadcast"):
-                Publisher(endpoint, make_model("qwen3"), timeout_s=10)
+                Publisher(client.endpoint, make_model("qwen3"), timeout_s=10)
         assert client.call("status", returns=Status).version == 0
-        with Publisher(endpoint, make_model("qwen3", seed=1), timeout_s=10) as publisher:  # the seat was given up
+        with Publisher(client.endpoint, make_model("qwen3", seed=1), timeout_s=10) as publisher:  # the lease is free
             assert publisher.publish() == 1
-    finally:
-        process.shutdown()
-        serving.join()
-        client.close()
-        stream.close()
-        control.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_version_whose_publisher_closes_before_its_checksum_is_compared_goes_live(
+    make_engine, tmp_path, monkeypatch, slots
+):
+    may_compare = threading.Event()
+
+    def checksum_later(data: torch.Tensor) -> int:
+        assert may_compare.wait(PATIENCE_S)
+        return checksum(data)
+
+    monkeypatch.setattr("inflight.weights.engine.slot_filler.checksum", checksum_later)
+    engine = make_engine(slots=slots)
+    with serving(engine, tmp_path) as client:
+        try:
+            with Publisher(client.endpoint, make_model("qwen3", seed=1), transport=Slots(checksum=True)) as publisher:
+                publisher.publish()
+            wait_until(lambda: not engine.slot_table.is_attached)
+        finally:
+            may_compare.set()
+        wait_until(lambda: client.call("status", returns=Status).versions == [1])

@@ -145,9 +145,10 @@ class PublisherService:
         if not isinstance(job, Prepare):
             result.slot_table.loading.remove(job.slot)
         is_from_holder = result.sender == self._lease.holder
-        if isinstance(job, SlotReady) and is_from_holder and error is None:
+        # A publisher can detach right after it announced a version. A newer publisher numbers its versions without it.
+        if isinstance(job, SlotReady) and (is_from_holder or self._lease.holder is None) and error is None:
             try:
-                self._slot_table.ready(job)
+                result.slot_table.ready(job)
                 return
             except ProtocolError as overtaken:  # A newer version was announced while this checksum was compared.
                 error = overtaken
