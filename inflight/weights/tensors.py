@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from inflight.core.errors import LayoutMismatchError
 from inflight.core.layout import DTYPE_BYTES, WeightLayout
+from inflight.weights.tensor_names import unwrapped
 from inflight.weights.towers import towers_of
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
@@ -42,12 +43,15 @@ def is_peft(model: nn.Module) -> bool:
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers under the model's own names, in the model's order, tied tensors once.
-    Towers of a multimodal model are not published."""
+    Wrappers of its modules are not part of the names, unless two tensors would get one name. Towers of a multimodal
+    model are not published."""
     model = unwrap(model)
-    persistent, towers = model.state_dict(keep_vars=True), towers_of(model)
+    persistent, towers = set(map(unwrapped, model.state_dict(keep_vars=True))), towers_of(model)
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
-    tensors.update({name: buffer for name, buffer in model.named_buffers() if name in persistent})
-    return {name: tensor for name, tensor in tensors.items() if name not in towers}
+    tensors.update({name: buffer for name, buffer in model.named_buffers() if unwrapped(name) in persistent})
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in towers}
+    plain_names = {unwrapped(name): tensor for name, tensor in tensors.items()}
+    return plain_names if len(plain_names) == len(tensors) else tensors
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,12 @@ import torch.distributed as dist
 from tiny_adapters import with_adapters
 from tiny_models import make_model
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
 import inflight
 from inflight.core.errors import LayoutMismatchError
+from inflight.weights.tensors import published_tensors
 from inflight.weights.trainer.sources import classify
 
 
@@ -33,6 +35,27 @@ def test_a_model_is_classified_inside_its_wrappers(model, kind, is_sharded):
     assert (found.kind, found.is_sharded) == (kind, is_sharded)
     if kind != "peft":
         assert list(found.tensors) == ["weight", "bias"]
+
+
+class Scaled(nn.Linear):
+    """A layer with a persistent and another buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("table", torch.ones(2), persistent=False)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper, nn.DataParallel])
+def test_wrappers_of_layers_are_not_part_of_names(wrap):
+    names = [list(published_tensors(nn.ModuleList([layer]))) for layer in (Scaled(), wrap(Scaled()))]
+    assert names[0] == names[1] == ["0.weight", "0.bias", "0.scale"]
+
+
+def test_names_that_wrappers_alone_distinguish_stay():
+    model = nn.ModuleDict({"module": nn.Linear(3, 2, bias=False), "head": nn.Linear(3, 2, bias=False)})
+    model.register_parameter("weight", nn.Parameter(torch.ones(1)))
+    assert list(published_tensors(model)) == ["weight", "module.weight", "head.weight"]
 
 
 def test_adapters_on_a_sharded_model_are_refused():
