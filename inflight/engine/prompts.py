@@ -4,12 +4,14 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from inflight.chat.conversation import conversation_of
 from inflight.core.arguments import without_numpy
 from inflight.core.errors import InvalidRequestError
 from inflight.core.messages import Prompt, shorten
+from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -39,6 +41,22 @@ def make_prompts(
             raise InvalidRequestError(f"metadata of prompt {index} must have strings as keys, got {other[0]!r}")
         made.append(Prompt(ids, params, without_numpy(fields), without_numpy(version), adapter))
     return made
+
+
+def prompt_of_fork(
+    rollout: Rollout, at: int, params: SamplingParams | None, metadata: Mapping[str, Any] | None
+) -> Prompt:
+    """Return the prompt of a group that continues the first `at` tokens of a rollout. Raises InvalidRequestError if the
+    rollout has fewer tokens: the engine might have drawn more since."""
+    if not 0 <= at <= len(rollout.token_ids):
+        raise InvalidRequestError(
+            f"the rollout of request {rollout.request_id} has {len(rollout.token_ids)} tokens, cannot fork at {at}"
+        )
+    return Prompt(
+        [*rollout.prompt_token_ids.tolist(), *rollout.token_ids[:at].tolist()],
+        params or msgspec.structs.replace(rollout.params, seed=None, prompt_logprobs=None),
+        without_numpy(dict(rollout.metadata if metadata is None else metadata)),
+    )
 
 
 def encode_prompts(

@@ -12,7 +12,7 @@ from weakref import WeakSet, proxy
 
 import msgspec
 
-from inflight.core.arguments import named, without_numpy
+from inflight.core.arguments import named
 from inflight.core.closing import ClosedAtEnd
 from inflight.core.errors import InflightError
 from inflight.core.extras import needing
@@ -21,7 +21,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
 from inflight.engine.process.client import EngineClient
-from inflight.engine.prompts import PromptLike, make_prompts
+from inflight.engine.prompts import PromptLike, make_prompts, prompt_of_fork
 from inflight.fleet.calls import FleetCalls, summed
 from inflight.fleet.fleet import WAKE_TIMEOUT_S, Fleet
 from inflight.fleet.fleet_stream import FleetStream
@@ -303,14 +303,11 @@ class Engine(ClosedAtEnd):
         rollout: one of `partial(group_id)`. params: None takes the parameters of the sample, with another seed and
         without `prompt_logprobs`, for which a prompt is computed and not shared. The prompt of the new rollouts is the
         sample's prompt and these tokens, and their `forked_from` names the sample. Raises InvalidRequestError if the
-        sample has ended; submit its tokens as a prompt then."""
+        rollout has fewer than `at` tokens, or if the sample has ended; submit its tokens as a prompt then."""
         at = len(rollout.token_ids) if at is None else int(at)
-        prompt = Prompt(
-            [*rollout.prompt_token_ids.tolist(), *rollout.token_ids[:at].tolist()],
-            params or msgspec.structs.replace(rollout.params, seed=None, prompt_logprobs=None),
-            without_numpy(dict(rollout.metadata if metadata is None else metadata)),
-        )
-        return self._submissions.fork({"request_id": rollout.request_id, "at": at, "metadata": prompt.metadata}, prompt)
+        prompt = prompt_of_fork(rollout, at, params, metadata)
+        arguments = {"request_id": rollout.request_id, "at": at, "metadata": prompt.metadata}
+        return self._submissions.fork(arguments, prompt)
 
     def cancel(self, group_ids: Sequence[int] | None = None, *, request_ids: Sequence[int] | None = None) -> None:
         """End the unfinished samples of these groups, and these samples (neither: all). They arrive with finish_reason

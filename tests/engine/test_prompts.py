@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from datasets import Dataset
+from made_batches import make_rollouts
 from tiny_models import make_model
 from tokenizers.processors import TemplateProcessing
 
 import inflight
 from inflight.core.errors import InvalidRequestError
 from inflight.engine.model.shapes import EOS_TOKEN, EOS_TOKEN_ID, byte_tokenizer
-from inflight.engine.prompts import encode_prompts
+from inflight.engine.prompts import encode_prompts, prompt_of_fork
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}[{{ tools[0]['function']['name'] }}]{% endif %}"
@@ -196,3 +197,13 @@ def test_text_is_tokenised_in_many_threads_at_once(engine):
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
+
+
+def test_a_fork_is_within_the_tokens_of_its_rollout():
+    """The engine might have drawn more tokens, which the record of the fork would lack."""
+    [rollout, *_] = make_rollouts()
+    ids = [*rollout.prompt_token_ids, *rollout.token_ids]
+    assert prompt_of_fork(rollout, len(rollout.token_ids), None, None).token_ids == ids
+    for at in (-1, len(rollout.token_ids) + 1):
+        with pytest.raises(InvalidRequestError, match="cannot fork at"):
+            prompt_of_fork(rollout, at, None, None)
