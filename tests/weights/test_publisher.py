@@ -431,6 +431,20 @@ def test_a_publisher_that_is_closed_publishes_nothing(engine, model):
         publisher.publish()
 
 
+def test_a_publisher_that_is_closed_attaches_to_no_engine(engine, model):
+    publisher = inflight.Publisher(["nowhere", "there"], model)
+    publisher.close()
+    with pytest.raises(InflightError, match="this publisher is closed"):
+        publisher.add("another")
+
+
+def test_the_address_of_an_engine_stands_for_it(engine, model):
+    returning = Returning("nowhere")
+    engine.address = EngineAddress("nowhere", returning)
+    with inflight.Publisher([engine.address], model):
+        assert returning.followers
+
+
 def test_a_publisher_that_reads_its_model_takes_no_weights(engine, model):
     with (
         inflight.Publisher("nowhere", model) as publisher,

@@ -34,7 +34,7 @@ from inflight.weights.transports.base import Transport
 from inflight.weights.transports.slots import Slots
 
 Engine = Any
-"""An `inflight.Engine`, a PublishedEngine, or the name of the endpoint of an engine's control socket."""
+"""An `inflight.Engine`, its `address`, a PublishedEngine, or the name of the endpoint of an engine's control socket."""
 
 
 @named()
@@ -134,9 +134,11 @@ class Publisher(AbstractContextManager["Publisher"]):
     def add(self, engine: Engine | EngineAddress, *, transport: Transport | None = None) -> None:
         """Send another engine the last sent version and all later versions. engine: also a process that joins one of
         the engines. transport: also for processes that join the engine later. None uses the transport of this
-        publisher. Raises the errors of the constructor, InflightError if this publisher writes straight to an engine's
-        slots, and ValueError if the engine's version is larger than the published one."""
+        publisher. Raises the errors of the constructor, InflightError if this publisher is closed or writes straight to
+        an engine's slots, and ValueError if the engine's version is larger than the published one."""
         copies = self._copies
+        if self.closed:
+            raise _closed()
         if isinstance(engine, EngineAddress):
             transport = transport or self._transports.get(engine.engine, self._transport)
             link = self._target.add(partial(self._attach, engine, transport, is_late=True), transport)
@@ -249,7 +251,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         with copies.handing if are_given else copies.condition:
             copies.check()
             if self.closed:
-                raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
+                raise _closed()
             if are_given:
                 slot = copies.copy_given(source.pairs(weights), self._aliases, self.version + 1)
             else:
@@ -302,4 +304,10 @@ def _source_of(model: nn.Module | WeightSource | Weights | Callable[[], Weights]
 def _published(engine: Engine) -> PublishedEngine:
     if isinstance(engine, str):
         return LoneEngine(engine)
+    if isinstance(engine, EngineAddress):
+        return engine.engine
     return engine if hasattr(engine, "serving") else engine.address.engine
+
+
+def _closed() -> InflightError:
+    return InflightError("this publisher is closed; engine.publisher(model) makes a new one")
