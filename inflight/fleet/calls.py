@@ -85,7 +85,7 @@ class FleetCalls:
         return ENDED
 
     def statuses(self) -> dict[Member, Status]:
-        return self.call_all(lambda client: client.call("status", returns=Status))
+        return self.call_all(client_status)
 
     def digests(self, least: int, timeout_s: float) -> Digests:
         """Do what `Engine.digests` does. least: the oldest version that counts."""
@@ -114,6 +114,10 @@ class FleetCalls:
     def close(self) -> None:
         """Accept no further calls. Queued calls fail at once, as the engines are closed."""
         self._threads.shutdown(wait=False)
+
+
+def client_status(client: EngineClient) -> Status:
+    return client.call("status", returns=Status)
 
 
 def summed(parts: Sequence[Status]) -> Status:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from inflight.core.errors import LayoutMismatchError
 from inflight.core.options import EngineOptions
-from inflight.fleet.calls import FleetCalls
+from inflight.fleet.calls import ENDED, FleetCalls, client_status
 from inflight.fleet.fleet import Fleet
 from inflight.fleet.fleet_stream import FleetStream
 from inflight.fleet.member import Member
@@ -40,10 +40,21 @@ class Membership:
     def join(self, member: Member) -> None:
         """Let a member take prompts, once it has the weights of the others. Raises LayoutMismatchError, and ValueError
         for versions that differ and for an engine that is a member already."""
+        while not self._join(member):
+            self._fleet.ready()  # Monitors need `changing` to restart members.
+
+    def _join(self, member: Member) -> bool:
+        """Do what `join` does. Return False if no member serves that the new one could be compared with."""
         fleet = self._fleet
         with fleet.changing:
+            if others := self.members:
+                self._check_alike(member, others)
+                asked = [self._calls.reach(*serving, client_status) for serving in fleet.usable.items()]
+                versions = [status.version for status in asked if status is not ENDED]
+                if not versions:
+                    return False
+                self._compare_versions(member.status().version, min(versions))
             monitor = EngineMonitor(member, fleet, self._published, self._stream)
-            self._check_alike(member)
             try:
                 with fleet.lock:
                     fleet.members.append(member)
@@ -55,6 +66,7 @@ class Membership:
                 raise
             monitor.thread.start()
             self.monitors.append(monitor)
+            return True
 
     def remove(self, member: Member) -> None:
         with self._fleet.changing:
@@ -69,10 +81,7 @@ class Membership:
             self._fleet.members.remove(member)
         member.close()
 
-    def _check_alike(self, member: Member) -> None:
-        others = self.members
-        if not others:
-            return
+    def _check_alike(self, member: Member, others: Sequence[Member]) -> None:
         if any(other.info.engine_id == member.info.engine_id for other in others):
             raise ValueError(
                 f"{member.name} is a member already: each member is another engine. To add one that another process "
@@ -82,11 +91,12 @@ class Membership:
         difference = layout.difference(member.info.layout, ours="the others", theirs="this one", dtypes=True)
         if difference is not None:
             raise LayoutMismatchError(f"all members of an engine hold the same tensors: {difference}")
-        self.check_version(member.status().version)
 
     def check_version(self, own: int) -> None:
         """Raise ValueError if a member with this version could not get the version of the others."""
-        live = min(status.version for status in self._calls.statuses().values())
+        self._compare_versions(own, min(status.version for status in self._calls.statuses().values()))
+
+    def _compare_versions(self, own: int, live: int) -> None:
         began = monotonic()  # `sent_version` changes when all engines have the version. Some can draw with it earlier.
         while any(publisher.version > publisher.sent_version for publisher in self._published.open_publishers):
             if live == own or monotonic() - began > _NOTED_S:

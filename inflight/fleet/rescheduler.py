@@ -12,7 +12,7 @@ from inflight.core.errors import EngineDiedError, InflightError, InvalidRequestE
 from inflight.core.messages import LIVE_VERSION, Ids, Status, Unfinished
 from inflight.core.waiting import Wait
 from inflight.engine.process.client import EngineClient
-from inflight.fleet.calls import ENDED, FleetCalls
+from inflight.fleet.calls import ENDED, FleetCalls, client_status
 from inflight.fleet.fleet import Fleet
 from inflight.fleet.frames import EngineFrames
 from inflight.fleet.member import Member
@@ -74,7 +74,7 @@ class Rescheduler:
         fleet = self._fleet
         for member, frames in fleet.ready().items():
             if member not in self._asked:  # else it has not answered yet
-                self._asked[member] = frames, self._calls.later(self._calls.reach, member, frames, _status)
+                self._asked[member] = frames, self._calls.later(self._calls.reach, member, frames, client_status)
         wait([answer for _, answer in self._asked.values()], timeout=_ANSWER_S)
         answered = [member for member, (_, answer) in self._asked.items() if answer.done()]
         answers = {member: self._asked.pop(member) for member in answered}
@@ -189,10 +189,6 @@ def _in_parts(groups: list[Unfinished]) -> Iterable[list[Unfinished]]:
         part.append(group)
         num_bytes += size
     yield part
-
-
-def _status(client: EngineClient) -> Status:
-    return client.call("status", returns=Status)
 
 
 def _wanted(record: GroupRecord) -> str:

@@ -1,14 +1,16 @@
 """All members of an engine hold the same tensors, under the same version."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from tiny_models import make_model
+from waiting import wait_until
 
 import inflight
-from inflight.core.errors import InflightError, LayoutMismatchError
+from inflight.core.errors import EngineDiedError, InflightError, LayoutMismatchError
 from inflight.core.messages import Digests
 from inflight.fleet.calls import FleetCalls
 from inflight.fleet.fleet import Fleet
@@ -77,6 +79,50 @@ def test_an_engine_is_a_member_once():
     with pytest.raises(ValueError, match="second is a member already"):
         membership.join(second)
     assert membership.members == [first]
+
+
+class Dying:
+    """A member that dies when it is asked for its status, and is restarted once `changing` is free."""
+
+    name, death, can_restart, options = "dying", None, True, SimpleNamespace(restarts=1, answer_timeout_s=1.0)
+
+    def __init__(self, fleet: Fleet):
+        layout = SimpleNamespace(difference=lambda *_, **__: None)
+        self.info = SimpleNamespace(engine_id="dying", layout=layout)
+        self.frames: Any = SimpleNamespace(client=self)
+        self.failure: Exception | None = None
+        self._fleet, self._deaths = fleet, 1
+
+    @property
+    def usable(self) -> bool:
+        return self.failure is None
+
+    def call(self, verb: str, returns: Any) -> Any:
+        if not self._deaths:
+            return SimpleNamespace(version=0)
+        self._deaths -= 1
+        threading.Thread(target=self._restart, daemon=True).start()
+        raise EngineDiedError("killed")
+
+    def _restart(self) -> None:
+        wait_until(lambda: self.failure is not None)
+        with self._fleet.changing, self._fleet.lock:
+            self.failure = None
+
+
+def test_a_member_joins_when_the_only_other_one_has_been_restarted(monkeypatch):
+    monitor = SimpleNamespace(begin=lambda: None, thread=SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr("inflight.fleet.membership.EngineMonitor", lambda *_: monitor)
+    fleet, published = Fleet(), SimpleNamespace(open_publishers=[], lost_kinds=[])
+    membership: Any = Membership(fleet, published, SimpleNamespace(), FleetCalls(fleet))  # type: ignore[arg-type]
+    member, dying = (SimpleNamespace(name="new", death=None), Dying(fleet))
+    member.info, member.status = SimpleNamespace(engine_id="new", layout=None), lambda: SimpleNamespace(version=0)
+    fleet.members.append(dying)  # type: ignore[arg-type]
+    membership.monitors.append(SimpleNamespace(member=dying))
+    joining = threading.Thread(target=membership.join, args=[member], daemon=True)
+    joining.start()
+    wait_until(lambda: not joining.is_alive(), "it does not join", seconds=30)
+    assert fleet.members == [dying, member]
 
 
 @pytest.mark.parametrize(
