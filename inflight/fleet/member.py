@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from time import sleep
 
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
@@ -167,13 +168,15 @@ class Member:
             return
 
 
-def wait_for_version(client: EngineClient, version: int, timeout_s: float) -> None:
-    """Return when the engine draws with this version or a newer one. Raises EngineHungError."""
-    waited = Wait()
+def wait_for_version(client: EngineClient, version: int, timeout_s: float, is_sent: Callable[[], bool]) -> None:
+    """Return when the engine draws with this version or a newer one. is_sent: returns True while a publisher sends it a
+    version; this time has the bound of the transport. Raises EngineHungError."""
+    waited, idle_s = Wait(), 0.0
     while (found := client.call("status", returns=Status).version) < version:
-        if waited.waited_s > timeout_s:
+        if idle_s > timeout_s:
             raise EngineHungError(
                 f"version {version} did not reach the engine, which has version {found}, within {timeout_s:g} s"
             )
         sleep(0.01)
-        waited.tick(f"version {version} is not live")
+        passed_s = waited.tick(f"version {version} is not live")
+        idle_s = 0.0 if is_sent() else idle_s + passed_s

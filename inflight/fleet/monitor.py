@@ -52,7 +52,12 @@ class EngineMonitor:
                     "the engine may be restarted"
                 )
             if newest:
-                wait_for_version(member.process.client, newest, self._timeout_s)
+                wait_for_version(
+                    member.process.client,
+                    newest,
+                    self._timeout_s,
+                    lambda: any(p.is_sending and address.endpoint not in p.lost for p in publishers),
+                )
             frames = self._stream.connect(member)
             try:
                 self._enter(frames)

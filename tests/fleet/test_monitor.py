@@ -1,11 +1,13 @@
 """The last calls to an engine that is removed from a fleet, without engines."""
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from inflight.core.errors import EngineHungError, InflightError
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.fleet.fleet import Fleet
@@ -38,4 +40,28 @@ def test_an_engine_that_is_removed_draws_for_its_next_trainer(held_back, last):
     EngineMonitor(member, fleet, published, stream).stop()
     cancelled = ("cancel", {"group_ids": [0], "request_ids": []})
     assert calls == [("pause",), ("release",), cancelled, *((verb,) for verb in last)]
+    fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("is_sending", "lost", "joins"), [(True, {}, True), (False, {}, False), (True, {"there": InflightError()}, False)]
+)
+def test_a_restarted_engine_is_waited_for_as_long_as_a_publisher_sends_it_the_weights(is_sending, lost, joins):
+    versions = iter([0] * 20 + [1])  # 20 calls take longer than answer_timeout_s
+    client = SimpleNamespace(call=lambda verb, returns: SimpleNamespace(version=next(versions)))
+    publisher = SimpleNamespace(endpoints={"there"}, sent_version=1, is_sending=is_sending, lost=lost)
+    member: Any = SimpleNamespace(
+        options=SimpleNamespace(answer_timeout_s=0.05),
+        frames=None,
+        num_past_tokens=0,
+        process=SimpleNamespace(client=client),
+    )
+    published: Any = SimpleNamespace(
+        address_of=lambda process: SimpleNamespace(endpoint="there"), open_publishers=[publisher], lost_kinds=[]
+    )
+    fleet, stream = Fleet(), SimpleNamespace(connect=lambda member: SimpleNamespace(leave=lambda: None))
+    monitor = EngineMonitor(member, fleet, published, stream)  # type: ignore[arg-type]
+    with nullcontext() if joins else pytest.raises(EngineHungError, match="did not reach the engine"):
+        monitor.begin(1)
+    assert (member.frames is not None) == joins
     fleet.close()

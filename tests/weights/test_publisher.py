@@ -287,6 +287,20 @@ def test_an_only_engine_that_comes_back_is_not_ended_because_its_slots_are_pinne
     assert not returning.killed
 
 
+def test_a_version_is_being_sent_until_each_engine_has_it(engine, model):
+    engine.address = EngineAddress("nowhere", Returning("nowhere"))
+    with inflight.Publisher(engine.address, model) as publisher:
+        for version in (1, 2):
+            publisher.publish()
+            engine.wait_for(version)
+        wait_until(lambda: not publisher.is_sending)
+        publisher.publish()
+        wait_until(lambda: publisher.is_sending and len(engine.wants) == 3)
+        engine.give_back(0)
+        wait_until(lambda: not publisher.is_sending)
+        assert engine.version == 3
+
+
 def test_one_that_hangs_is_ended_so_that_it_comes_back(engine, model):
     returning = Returning("nowhere")
     engine.address = EngineAddress("nowhere", returning)

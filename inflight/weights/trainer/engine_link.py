@@ -358,6 +358,7 @@ class DirectSlots:
     """Target of a publisher that writes to the slots of its only engine itself, without a staging buffer."""
 
     lost: Mapping[str, Exception] = {}
+    is_sending = False
 
     def __init__(
         self, engine: EngineLink, refuse: Callable[[Exception], None], *, slot_timeout_s: float, with_checksum: bool

@@ -204,6 +204,11 @@ class Publisher(AbstractContextManager["Publisher"]):
         return isinstance(self._target, DirectSlots)
 
     @property
+    def is_sending(self) -> bool:
+        """True while a version in the staging buffer is on its way to an engine."""
+        return self._target.is_sending
+
+    @property
     def sent_version(self) -> int:
         """The version that engines were sent last; 0: none."""
         return self._target.sent_version

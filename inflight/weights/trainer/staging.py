@@ -43,7 +43,7 @@ class StagingBuffer:
         self._members.arriving.append((engine, transport))
         self.lost = self._members.lost
         self.sent_bytes = self.sent_version = 0
-        self._closing = False
+        self._closing = self._in_progress = False
         self._error: InflightError | None = None
         self._thread = threading.Thread(target=self._run, name="inflight-staging", daemon=True)
         self._thread.start()
@@ -51,6 +51,12 @@ class StagingBuffer:
     @property
     def engines(self) -> list[EngineLink]:
         return self._members.engines
+
+    @property
+    def is_sending(self) -> bool:
+        """True if a version is being sent, or will be sent next."""
+        with self._condition:
+            return self._error is None and bool(self._in_progress or self._newest or self._members.arriving)
 
     def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
         """Add an engine and send it the last version at once. Raises LayoutMismatchError, or the error of `attach`."""
@@ -133,7 +139,7 @@ class StagingBuffer:
                     with self._condition:
                         if self._sent is not None and self._sent[0] != slot:
                             self._free.append(self._sent[0])
-                        self._sent = slot, staged
+                        self._sent, self._in_progress = (slot, staged), False
                         self.sent_version = staged.version
                         self.sent_bytes, self._error = self._members.account()
                         self._condition.notify_all()
@@ -153,7 +159,7 @@ class StagingBuffer:
             self._members.remove_ended()
             if self._newest is None and self._closing:
                 return None
-            newest, self._newest = self._newest, None
+            newest, self._newest, self._in_progress = self._newest, None, True
         self._members.admit()
         if newest is None:
             assert self._sent is not None
