@@ -74,9 +74,8 @@ class FleetCalls:
         try:
             return call(frames.client)
         except EngineHungError as error:
-            if not self._fleet.can_spare(member):
+            if not self._fleet.lose_if_spared(member, frames, error):
                 raise
-            self._fleet.lose(member, frames, error)
         except EngineDiedError as error:
             self._fleet.lose(member, frames, error)
         except InflightError:

@@ -48,7 +48,8 @@ class Fleet:
 
     def can_spare(self, member: Member) -> bool:
         """Return True if a successor, or another engine, can continue the groups of this one."""
-        return member.can_restart or any(m is not member and m.death is None for m in self.members)
+        others = [other for other in self.members if other is not member and other.death is None]
+        return member.can_restart or any(other.failure is None or other.can_restart for other in others)
 
     @property
     def comes_back(self) -> bool:
@@ -71,6 +72,15 @@ class Fleet:
                 if is_last and isinstance(error, EngineDiedError):
                     self.bury(member, error)
                 self.lock.notify_all()
+
+    def lose_if_spared(self, member: Member, frames: EngineFrames, error: Exception) -> bool:
+        """Treat the process of this connection as ended, if a successor or another engine can continue its groups.
+        Return whether it is treated so."""
+        with self.lock:
+            if member.frames is frames and member.failure is None and not self.can_spare(member):
+                return False
+            self.lose(member, frames, error)
+            return True
 
     def bury(self, member: Member, death: EngineDiedError) -> int:
         """Note that an engine has ended for good. Returns the number of engines that are left."""

@@ -155,9 +155,8 @@ class EngineMonitor:
         try:
             status = frames.client.call("status", returns=Status)
         except EngineHungError as error:
-            if fleet.can_spare(self.member):
+            if fleet.lose_if_spared(self.member, frames, error):
                 logger.error("%s lives and does not answer: it counts as ended", self.member.name)
-                fleet.lose(self.member, frames, error)
             else:
                 fleet.ledger.frames.report(error)
             return

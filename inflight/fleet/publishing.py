@@ -115,7 +115,6 @@ class PublishedFleet(PublishedEngine):
         """Treat the engine at this endpoint as ended."""
         for member, frames in self._fleet.usable.items():
             if frames.client.endpoint == endpoint:
-                if self._fleet.can_spare(member):
-                    self._fleet.lose(member, frames, EngineHungError("its publisher could not send it weights in time"))
-                else:
+                hung = EngineHungError("its publisher could not send it weights in time")
+                if not self._fleet.lose_if_spared(member, frames, hung):
                     frames.process.kill()

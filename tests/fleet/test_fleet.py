@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from inflight.core.errors import BackendError
+from inflight.core.errors import BackendError, EngineHungError
 from inflight.core.options import EngineOptions
 from inflight.fleet.calls import FleetCalls
 from inflight.fleet.engine import Engine
@@ -55,6 +55,20 @@ def test_calls_that_wait_in_a_queue_end_when_the_fleet_is_closed(calls):
     may_end.set()
     assert queued.result(20) == "ran"
     assert all(future.result(20) for future in running)
+
+
+@pytest.mark.parametrize("can_restart", [False, True])
+def test_of_two_engines_that_hang_at_once_one_is_spared(fleet, can_restart):
+    """It might answer again. The groups of the other one continue there."""
+    for _ in range(2):
+        frames = SimpleNamespace()
+        member = SimpleNamespace(
+            frames=frames, failure=None, death=None, can_restart=can_restart, options=SimpleNamespace(restarts=0),
+            stop_restarting=lambda: None, close=lambda: None,
+        )  # fmt: skip
+        fleet.members.append(member)
+    lost = [fleet.lose_if_spared(m, m.frames, EngineHungError("it does not answer")) for m in fleet.members]
+    assert lost == [member.failure is not None for member in fleet.members] == [True, can_restart]
 
 
 def test_the_tokenizer_is_loaded_before_the_stream_opens(monkeypatch):
