@@ -101,8 +101,8 @@ class FleetStream:
 
     @property
     def is_urgent(self) -> bool:
-        """True while another engine waits for the last frames of one that has ended."""
-        return any(part.is_leaving for part in self._parts)
+        """True while the last frames of an engine that has ended, or is removed, are awaited."""
+        return any(part.is_leaving or part.is_draining for part in self._parts)
 
     def receive(self, timeout_ms: int) -> TokenFrame | None:
         """Return the next frame of an engine, or None if none arrives in time."""

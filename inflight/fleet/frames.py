@@ -36,6 +36,8 @@ class EngineFrames:
         """The reason why further frames cannot be read."""
         self.read = threading.Event()
         """Set when the last frame has been processed."""
+        self.is_draining = False
+        """The engine has stopped generation, and its removal waits for the rest of its frames."""
         self._leaving = False
         self._heard_ns = now_ns()
 

@@ -81,16 +81,19 @@ class EngineMonitor:
         if frames is not None and not frames.given_up:
             with fleet.lock:
                 group_ids = [record.group_id for record in fleet.ledger.table.records.values() if record.at is frames]
+            frames.is_draining = True
             try:
                 self._drain(frames)
-                self._give_up(frames)
-                # A process that another one launched lives on, for the next trainer that attaches to it.
+            except InflightError as error:  # Other engines draw its unsent tokens again.
+                logger.warning("the engine that is removed has not sent all of its tokens: %s", error)
+            self._give_up(frames)
+            frames.is_draining = False
+            try:  # A process that another one launched lives on, for the next trainer that attaches to it.
                 frames.client.call("cancel", {"group_ids": group_ids, "request_ids": []})
                 if "pause" not in fleet.held_back:
                     frames.client.call("resume")
-            except InflightError as error:  # it has ended, and other engines draw its unsent tokens again
+            except InflightError as error:
                 logger.warning("the engine that is removed does not answer: %s", error)
-                self._give_up(frames)
         with fleet.changing:
             self._published.forget_process(member.process.client.endpoint)
 

@@ -11,16 +11,26 @@ from inflight.core.errors import EngineHungError, InflightError
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.fleet.fleet import Fleet
+from inflight.fleet.fleet_stream import FleetStream
 from inflight.fleet.monitor import EngineMonitor
 
 
+@pytest.mark.parametrize("drains", [True, False])
 @pytest.mark.parametrize(("held_back", "last"), [(frozenset(), ["resume"]), (frozenset({"pause"}), [])])
-def test_an_engine_that_is_removed_draws_for_its_next_trainer(held_back, last):
-    fleet, calls = Fleet(), []
-    client = SimpleNamespace(endpoint="there", call=lambda verb, *arguments: calls.append((verb, *arguments)))
+def test_an_engine_that_is_removed_draws_for_its_next_trainer(held_back, last, drains):
+    fleet, calls, urgent = Fleet(), [], set()
+
+    def call(verb: str, *arguments: Any, returns: Any = None) -> Any:
+        if verb == "status":
+            urgent.add(FleetStream.is_urgent.fget(SimpleNamespace(_parts=[frames])))  # type: ignore[misc]
+            return SimpleNamespace(num_unacknowledged_bytes=0 if drains else 1, num_spilled_bytes=0)
+        return calls.append((verb, *arguments))
+
+    client = SimpleNamespace(endpoint="there", call=call)
     frames: Any = SimpleNamespace(
-        client=client, given_up=False, leave=lambda: None, read=threading.Event(), reader=None
-    )
+        client=client, given_up=False, leave=lambda: None, read=threading.Event(), reader=object(),
+        is_leaving=False, is_draining=False,
+    )  # fmt: skip
     frames.read.set()
 
     def release(released: Any) -> int:
@@ -29,7 +39,7 @@ def test_an_engine_that_is_removed_draws_for_its_next_trainer(held_back, last):
         return 0
 
     member: Any = SimpleNamespace(
-        options=SimpleNamespace(answer_timeout_s=1.0), frames=frames, failure=None, name="a member",
+        options=SimpleNamespace(answer_timeout_s=0.05), frames=frames, failure=None, name="a member",
         process=SimpleNamespace(client=client),
     )  # fmt: skip
     published: Any = SimpleNamespace(forget_process=lambda endpoint: None)
@@ -40,6 +50,8 @@ def test_an_engine_that_is_removed_draws_for_its_next_trainer(held_back, last):
     EngineMonitor(member, fleet, published, stream).stop()
     cancelled = ("cancel", {"group_ids": [0], "request_ids": []})
     assert calls == [("pause",), ("release",), cancelled, *((verb,) for verb in last)]
+    assert urgent == {True}
+    assert not frames.is_draining
     fleet.close()
 
 
