@@ -134,7 +134,7 @@ class Submitter:
     @property
     def failures(self) -> Counter[str]:
         """Counts of exceptions of episodes, if the engine runs them."""
-        return getattr(self._engine, "failures", Counter())
+        return Counter(getattr(self._engine, "failures", ()))
 
     def has_more(self, num_accepted: int) -> bool:
         """Return True if the caller should ask again: groups are in flight that were not yet when `num_accepted` was
