@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("inflight")
 
-_MAGIC = b"inflight run 3\n"
+_MAGIC = b"inflight run 4\n"
 _DIGEST_BYTES = 16
 _ALL_RANKS = "all ranks call run.save and run.load"
 

@@ -18,6 +18,8 @@ logger = logging.getLogger("inflight.fleet")
 _FIRST_BACKOFF_S = 0.2
 _LONGEST_BACKOFF_S = 30.0
 _CHECK_S = 0.1
+_MOST_SENDING_S = 600.0
+"""The longest default bound of a transport."""
 
 
 class Member:
@@ -170,12 +172,12 @@ class Member:
 
 def wait_for_version(client: EngineClient, version: int, timeout_s: float, is_sent: Callable[[], bool]) -> None:
     """Return when the engine draws with this version or a newer one. is_sent: returns True while a publisher sends it a
-    version; this time has the bound of the transport. Raises EngineHungError."""
+    version; then the bound is that of transports. Raises EngineHungError."""
     waited, idle_s = Wait(), 0.0
     while (found := client.call("status", returns=Status).version) < version:
-        if idle_s > timeout_s:
+        if idle_s > timeout_s or waited.waited_s > max(timeout_s, _MOST_SENDING_S):
             raise EngineHungError(
-                f"version {version} did not reach the engine, which has version {found}, within {timeout_s:g} s"
+                f"version {version} did not reach the engine, which has version {found}, within {waited.waited_s:.0f} s"
             )
         sleep(0.01)
         passed_s = waited.tick(f"version {version} is not live")

@@ -49,8 +49,9 @@ class Membership:
         with fleet.changing:
             if others := self.members:
                 self._check_alike(member, others)
-                asked = [self._calls.reach(*serving, client_status) for serving in fleet.usable.items()]
-                versions = [status.version for status in asked if status is not ENDED]
+                asked = [self._calls.later(self._calls.reach, *one, client_status) for one in fleet.usable.items()]
+                statuses = [answer.result() for answer in asked]
+                versions = [status.version for status in statuses if status is not ENDED]
                 if not versions:
                     return False
                 self._compare_versions(member.status().version, min(versions))

@@ -86,8 +86,9 @@ class EngineMonitor:
                 self._drain(frames)
             except InflightError as error:  # Other engines draw its unsent tokens again.
                 logger.warning("the engine that is removed has not sent all of its tokens: %s", error)
+            finally:
+                frames.is_draining = False
             self._give_up(frames)
-            frames.is_draining = False
             try:  # A process that another one launched lives on, for the next trainer that attaches to it.
                 frames.client.call("cancel", {"group_ids": group_ids, "request_ids": []})
                 if "pause" not in fleet.held_back:

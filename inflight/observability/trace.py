@@ -88,7 +88,10 @@ class Recorder:
         stop_noting()
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            profiler.__exit__(None, None, None)
+            try:
+                profiler.__exit__(None, None, None)
+            except Exception:  # torch can raise any error; the engine continues
+                logger.exception("torch's profiler could not be ended")
 
 
 class TracedEngine(Protocol):

@@ -55,6 +55,7 @@ class JournalWriter:
         self._closed = False
         try:
             self.directory.mkdir(0o700, parents=True, exist_ok=True)
+            self._pid = os.getpid()
             self._lock = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise JournalError(f"no journal can be written to {self.directory}: {reason_of(error)}") from error
@@ -130,7 +131,8 @@ class JournalWriter:
         self._unlock()
 
     def _unlock(self) -> None:
-        fcntl.flock(self._lock, fcntl.LOCK_UN)  # A forked process might have the file open, too.
+        if self._pid == os.getpid():  # A forked process might have the file open, too.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
 
 

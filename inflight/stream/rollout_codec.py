@@ -74,9 +74,9 @@ def make_rollout(header: RolloutHeader, arrays: Mapping[str, np.ndarray]) -> Rol
 
 
 def _plain_number(value: Any) -> Any:
-    """Return a number of NumPy or PyTorch as Python's. Raises NotImplementedError for other values."""
+    """Return a number of NumPy or PyTorch as Python's. Raises TypeError for other values."""
     if getattr(value, "shape", None) != ():
-        raise NotImplementedError
+        raise TypeError(f"values of type {type(value).__name__} cannot be encoded")
     return value.item()
 
 

@@ -384,10 +384,10 @@ def test_requests_that_vllm_cannot_serve(engine, params, message):
 
 def test_requests_that_would_end_the_second_model_runner_are_refused(engine, monkeypatch):
     monkeypatch.setattr(sampling, "_MOST_BIASES", 3)
-    monkeypatch.setattr(sampling, "_MOST_STOPS", 10)
+    monkeypatch.setattr(sampling, "_MOST_STOPS", 2)
     for params, message in (
         (SamplingParams(logit_bias=dict.fromkeys(range(4), 1.0)), "logit_bias of more than 3 tokens"),
-        (SamplingParams(min_tokens=1, stop_token_ids=(1, 2, 3)), "min_tokens with more than 10 stop ids"),
+        (SamplingParams(min_tokens=1, stop_token_ids=(1, 2, 3)), "min_tokens with more than 2 stop ids"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
             engine.requests.submit([Prompt([1], params)])

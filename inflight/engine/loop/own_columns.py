@@ -70,7 +70,7 @@ def _compute(name: str, function: ColumnFunction, logprobs_SV: torch.Tensor, tok
             f"the function of column {name} returned {got}; it must return a tensor [{len(tokens_S)}], one number "
             f"per token, of dtype {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
         )
-    return column
+    return column.to(tokens_S.device)
 
 
 def _load(path: str) -> ColumnFunction:

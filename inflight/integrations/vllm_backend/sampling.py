@@ -11,9 +11,9 @@ _MAX_SEED = 2**63
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
 """Bounds of vLLM. It raises a smaller temperature to the lower one, and refuses a larger one."""
 
-_MOST_BIASES, _MOST_STOPS, _ROOM_FOR_EOS = 1024, 128, 8
-"""Bounds of vLLM's second model runner (vllm/v1/worker/gpu/sample/logit_bias.py). An engine ends if they are exceeded.
-End-of-sequence ids count as stop ids."""
+_MOST_BIASES, _MOST_STOPS = 1024, 120
+"""Bounds of vLLM's second model runner (vllm/v1/worker/gpu/sample/logit_bias.py). More of them end an engine. Stop ids
+are 128 with the end-of-sequence ids."""
 
 
 def refuse(name: str, sequence: Sequence) -> None:
@@ -34,7 +34,7 @@ def refuse(name: str, sequence: Sequence) -> None:
             len(params.logit_bias) > _MOST_BIASES
         ),
         f"min_tokens with more than {_MOST_STOPS} stop ids: vLLM's second model runner ends at them": (
-            params.min_tokens > 0 and len(params.stop_token_ids) + _ROOM_FOR_EOS > _MOST_STOPS
+            params.min_tokens > 0 and len(params.stop_token_ids) > _MOST_STOPS
         ),
         "a version: vLLM holds the live weights alone": sequence.pin is not None,
     }

@@ -82,7 +82,7 @@ def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dic
                 if answer is not None:
                     with suppress(TimeoutError):
                         answer.result(0.05)
-                if total is None and writer.poll():
+                if writer.poll():  # totals, or the end of the sender
                     total = writer.recv()
                 continue
             ledger.table.remove([answer.group_id])

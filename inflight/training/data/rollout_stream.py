@@ -291,7 +291,10 @@ class RolloutStream:
                         if not scored.add(answer.rollouts):
                             count = ceil(rollouts / len(answer.rollouts))
                             self.scoring.check(scored, count)
-                            if submitter is not None:  # Its prompts might never end.
+                            # Prompts might never end. The next call continues with other ones.
+                            if submitter is not None and not scored.groups and len(taken) > count:
+                                self.ledger.table.remove([record.group_id for record in taken])
+                                taken.clear()
                                 scored.check_usable(count, self.failures + submitter.failures)
                     if submitter is not None:
                         missing = ceil((rollouts - len(scored.rollouts)) / len(answer.rollouts))
