@@ -211,7 +211,7 @@ class _Ours(ExitStack):
 
     def _round(self, samples: _Samples, *, seed: int) -> None:
         """Draw all sequences from their prompts to their ends, and publish in every other window. Raises ValueError
-        without such a window."""
+        without a whole window."""
         before = len(samples.swaps)
         windows = cycle([("quiet", WARM_UP_PASSES + QUIET_PASSES), ("publishes", self._settings.window)])
         window, left = next(windows)  # what happens, and for how many passes or publishes
@@ -238,8 +238,10 @@ class _Ours(ExitStack):
                 window, left = next(windows)
             if window == "publishes" and not awaited:
                 awaited = self._publisher.publish()
-        if len(samples.swaps) == before:
-            raise ValueError(f"--tokens {self._settings.tokens} is too few for a window of publishes; raise it")
+        if len(samples.swaps) == before or not samples.memcpys_gb_s:
+            raise ValueError(
+                f"--tokens {self._settings.tokens} is too few for a window of publishes; raise it, or lower --window"
+            )
 
     def _pausing_round(self) -> None:
         """Measure the cost of a pause for new weights: the same engine, the same copy, the same running sequences."""

@@ -1,11 +1,14 @@
 """The busy trainer of the measurement computes, or the measurement fails."""
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from inflight.core.errors import InflightError
+from inflight.tools.bench import swap
 from inflight.tools.bench.swap import computing
 
 CPU = torch.device("cpu")
@@ -35,3 +38,21 @@ def test_a_trainer_that_cannot_compute_fails_the_measurement(monkeypatch):
     monkeypatch.setattr(torch, "mm", refuse)
     with pytest.raises(InflightError, match=r"the trainer did not compute: .*CUDA out of memory"), computing(CPU):
         pass
+
+
+@pytest.mark.parametrize("publishes", [0, 2])
+def test_a_round_without_a_whole_window_of_publishes_is_an_error(publishes):
+    """After two publishes of a window of three there are swaps, and no copy was timed."""
+    num_quiet = swap.WARM_UP_PASSES + swap.QUIET_PASSES
+    live = [None] * (num_quiet + 1) + [
+        SimpleNamespace(version=i + 1, stall_ns=1, published_ns=0) for i in range(publishes)
+    ]
+    frames = [SimpleNamespace(header=SimpleNamespace(time_ns=i, swap=swapped)) for i, swapped in enumerate(live)]
+    versions = iter(range(1, 9))
+    ours: Any = SimpleNamespace(
+        _settings=SimpleNamespace(tokens=64, window=3),
+        _full_passes=lambda seed: iter(frames),
+        _publisher=SimpleNamespace(publish=lambda: next(versions), last_copy_s=0.1),
+    )
+    with pytest.raises(ValueError, match=r"--tokens 64 is too few .*, or lower --window"):
+        swap._Ours._round(ours, swap._Samples(), seed=0)
