@@ -165,13 +165,16 @@ def test_malformed_control_messages(engine, parts, message):
 def test_numbers_of_numpy_are_sent_as_those_of_python(engine):
     metadata = {"answer": np.int64(3), "scores": [np.float32(0.5), (np.bool_(True),)]}
     params = SamplingParams(max_tokens=50, ignore_eos=True)
+    version = np.int64(engine.status().version)
     engine.pause()
-    [group] = engine.submit([[1]], params, metadata=[metadata], version=np.int64(0))
-    [sample] = draw_some(engine, group)
-    fork = engine.fork(sample, at=np.int64(1), metadata=metadata)
-    engine.cancel(np.array([group]), request_ids=np.array([sample.request_id]))
-    engine.cancel(np.array([fork]))
-    engine.resume()
+    try:
+        [group] = engine.submit([[1]], params, metadata=[metadata], version=version)
+        [sample] = draw_some(engine, group)
+        fork = engine.fork(sample, at=np.int64(1), metadata=metadata)
+        engine.cancel(np.array([group]), request_ids=np.array([sample.request_id]))
+        engine.cancel(np.array([fork]))
+    finally:
+        engine.resume()
     for [rollout] in engine.stream.collect([group, fork]):
         assert (rollout.finish_reason, rollout.metadata) == ("cancelled", {"answer": 3, "scores": [0.5, [True]]})
 
