@@ -60,7 +60,7 @@ def test_rollouts_are_token_for_token_those_of_an_engine_that_lived(decided_dir,
     assert rollouts.keys() == undisturbed.keys()
     for key, rollout in rollouts.items():
         assert rollout.token_ids.tolist() == undisturbed[key].token_ids.tolist()
-        np.testing.assert_allclose(rollout.logprobs, undisturbed[key].logprobs, atol=2e-5)
+        np.testing.assert_allclose(rollout.logprobs, undisturbed[key].logprobs, atol=2e-4)
         assert (np.diff(rollout.sampled_at_ns) >= 0).all()
         assert rollout.finish_reason == "length"
 

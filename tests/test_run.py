@@ -123,8 +123,8 @@ def test_nothing_is_lost_or_drawn_again(decided_dir, undisturbed, model, tmp_pat
         assert (rollout.finish_reason, rollout.request_id) == ("length", known.request_id)
         assert rollout.token_ids.tolist() == known.token_ids.tolist()
         assert set(rollout.weight_versions.tolist()) == {1}
-        np.testing.assert_allclose(rollout.logprobs, known.logprobs, atol=2e-5)
-        np.testing.assert_allclose(rollout.columns["entropies"], known.columns["entropies"], atol=2e-5)
+        np.testing.assert_allclose(rollout.logprobs, known.logprobs, atol=2e-4)
+        np.testing.assert_allclose(rollout.columns["entropies"], known.columns["entropies"], atol=2e-4)
         assert (np.diff(rollout.sampled_at_ns) >= 0).all()
         assert rollout.params == known.params
         if key in rest:  # what had come before is what comes now
