@@ -126,7 +126,7 @@ class Ledger:
             return found
 
     def finished(self, group_ids: Collection[int], least: int) -> "list[GroupRecord] | Future[None]":
-        """Return those of the groups that have finished, once there are at least this many. Raises the same errors as
+        """Return the finished groups among these, once there are at least `least`. Raises the same errors as
         `take`."""
         wanted = set(group_ids)
         with self.table.lock:

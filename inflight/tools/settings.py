@@ -92,7 +92,7 @@ def _options_of(path: Path, run: RecordedRun) -> Options:
 
 def _without_places(value: str, run: Path) -> str:
     """Return an option without the path of its run's directory, and "" for a path of a temporary file. Hidden
-    directories of a run have random names and are left out, too. A single word is no path."""
+    directories of a run have random names and are left out, too. A single word is not a path."""
     parts = PurePosixPath(value).parts
     if run.name in parts[:-1] or parts[-2:] == run.parts[-2:]:
         return "/".join(part for part in parts[parts.index(run.name) + 1 :] if not part.startswith("."))

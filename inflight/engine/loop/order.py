@@ -63,7 +63,7 @@ def check_order(name: str, order: Order, sequence: Sequence) -> None:
 
 
 class _NoNumberError(Exception):
-    """The order returned another value than a number."""
+    """The order did not return a number."""
 
 
 def _number(place: float) -> float:

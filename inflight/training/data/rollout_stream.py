@@ -216,11 +216,11 @@ class RolloutStream:
         and if there is nothing to learn from one: all rewards are equal, or n is 1 and advantages are relative to a
         group. The age of a batch's tokens is measured when the next batch is requested.
         Raises the exceptions of `groups`, and ScoreError if `score` fails and no rollout of a batch gets a reward. With
-        prompts, InflightError if more groups than a batch has cannot be trained on while one batch is taken.
+        prompts, InflightError if it takes more groups than a batch has and none can be trained on.
         They lose no rollout, and neither does Ctrl-C: the next call of `batches` yields the rollouts that were not in a
         batch yet, and calls `score` again. Prompts are read from their iterator up to one batch before they are
         submitted. The next call with the same iterator begins with the prompts that were read and not submitted. A
-        list begins again with each call, and so does any other iterable that is no iterator.
+        list begins again with each call, and so does any other iterable that is not an iterator.
         On rank 0 of a trainer of several ranks, yields this rank's share of such batches. It then also raises
         RankLostError, naming a rank that has ended or does not take its share.
         """
