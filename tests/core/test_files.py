@@ -2,16 +2,16 @@
 
 import os
 import resource
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import make_model
-from waiting import PATIENCE_S
+from typer.testing import CliRunner
 
 from inflight.core.errors import FileWriteError, InflightError
 from inflight.core.files import file_errors, replacing
@@ -26,6 +26,7 @@ from inflight.run import _Clock, _File, _write
 from inflight.stream.journal import JournalWriter
 from inflight.tools.bench.options import SwapOptions
 from inflight.tools.bench.peers import make_setup
+from inflight.tools.cli import app
 from inflight.tools.demo.checkpoints import save_checkpoint
 from inflight.tools.demo.display import save_figure
 from inflight.tools.demo.options import DemoOptions
@@ -37,13 +38,23 @@ from inflight.weights.transports.files import write_version
 LONG = "x" * 10_000
 
 
+@contextmanager
+def disk_of(num_bytes: int) -> Iterator[None]:
+    """No file grows beyond this size: each writer meets the kernel's own refusal, within its file."""
+    before, writes_modules = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # Python does not notice that the file of a compiled module is cut
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = writes_modules
+
+
 @pytest.fixture
 def full_disk():
-    """No file grows beyond 3 kB: each writer meets the kernel's own refusal, within its file."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with disk_of(3000):
+        yield
 
 
 def log_line(out: Path) -> None:
@@ -150,16 +161,9 @@ def test_only_errors_of_the_system_are_told_as_such(tmp_path):
 @pytest.mark.medium
 def test_the_demo_on_a_full_disk_says_so_in_a_line(tmp_path):
     """Its first file is written, the model no longer is."""
-    command = [sys.executable, "-m", "inflight.tools.cli", "demo", "--steps", "1", "--out", str(tmp_path / "run")]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env=os.environ | {"COLUMNS": "300"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY)),
-    )
+    options = ["--steps", "1", "--out", str(tmp_path / "run")]
+    with disk_of(300_000):
+        done = CliRunner().invoke(app, ["demo", *options], env={"COLUMNS": "300"})
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert f"cannot write to {tmp_path}/run: File too large (the disk is full" in line
-    assert "Traceback" not in done.stderr

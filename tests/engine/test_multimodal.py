@@ -79,8 +79,16 @@ def prompts_of(params: SamplingParams, lengths: tuple[int, ...] = (1, 40, 7, 23)
     return [Prompt(rng.integers(11, VOCABULARY, length).tolist(), params) for length in lengths]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", marked(FAMILIES, QUICK, MEDIUM))
+def of_modes(names: list[str]) -> list[Any]:
+    """Return a case for each name and mode. CI runs all modes of the quick names, and one mode of the medium ones."""
+    return [
+        pytest.param(*case.values, mode, marks=case.marks if mode == "whole" or not case.marks else pytest.mark.slow)
+        for case in marked(names, QUICK, MEDIUM)
+        for mode in MODES
+    ]
+
+
+@pytest.mark.parametrize(("name", "mode"), of_modes(FAMILIES))
 def test_greedy_text_is_what_transformers_generates(saved, name, mode):
     model = model_of(name)
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, n=2, ignore_eos=True)

@@ -17,7 +17,7 @@ from inflight.core.rollout import Rollout
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 """The slots lie in shared memory, or in device memory shared by CUDA IPC."""
 SLOTS = [pytest.param(1, marks=pytest.mark.slow), 2]
-NUM_VERSIONS = {"cpu": 300, "cuda": 3000}
+NUM_VERSIONS = {"cpu": 150, "cuda": 3000}
 NUM_KILLS = {"cpu": 12, "cuda": 6}  # each creates a CUDA context
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -79,7 +79,7 @@ def test_truth_teller(truth_teller_dir, slots, device):
     assert status.version == num_versions
     assert status.num_swaps_in_flight > num_versions // 3
     assert len(seen) > num_versions // 3
-    assert spanning > 100
+    assert spanning > 50
     print(
         f"slots={slots}: {num_tokens} tokens, {status.num_swaps} swaps, {status.num_swaps_in_flight} in flight, "
         f"attention {engine.info.attention}, {engine.info.num_graphs} CUDA graphs"

@@ -114,8 +114,7 @@ def main(rank: int, size: int, ports: Any, out: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
     this = Rank(rank)
     cases = [(name, "plain") for name in CASES]
-    if size == 2:
-        cases += [(name, wrapper) for wrapper in ("ddp", "fsdp2") for name in WRAPPED]
+    cases += [(name, wrapper) for wrapper in ("ddp", "fsdp2") for name in WRAPPED]
     results: dict[Any, Any] = {case: this.run(*case) for case in cases}
     results["errors"] = this.errors()
     torch.save(results, f"{out}/{size}-{rank}.pt")
