@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from stand_in_engines import Returning, StandIn
 from tiny_models import make_model
 from waiting import wait_until
 
@@ -21,89 +22,12 @@ from inflight.core.errors import (
     LayoutMismatchError,
     NonFiniteWeightsError,
 )
-from inflight.weights.tensors import layout_of, slot_views
+from inflight.weights.tensors import slot_views
 from inflight.weights.trainer import publisher as publisher_module
 from inflight.weights.trainer.copy_thread import CopyThread, Engines
 from inflight.weights.trainer.engine_link import EngineAddress, LoneEngine, PublishedVersion
 from inflight.weights.trainer.sources import WeightSource
 from inflight.weights.transports.base import Sender, Transport
-
-
-class Returning(LoneEngine):
-    """An engine that ends and comes back, at these endpoints one after another."""
-
-    comes_back = True
-
-    def __init__(self, *endpoints: str):
-        super().__init__(endpoints[0])
-        self.killed: list[str] = []
-        self.followers: list[inflight.Publisher] = []
-        self.unfollow = self.followers.remove
-        self._endpoints = list(endpoints)
-
-    def serving(self) -> list[EngineAddress]:
-        return [EngineAddress(self._endpoints.pop(0), self)]
-
-    def follow(self, publisher: inflight.Publisher) -> None:
-        self.followers.append(publisher)
-
-    def kill(self, endpoint: str) -> None:
-        self.killed.append(endpoint)
-
-
-class StandIn:
-    """An engine that lends `num_slots` slots and keeps those that it is given until `free` is called."""
-
-    def __init__(self, model: torch.nn.Module, num_slots: int = 2):
-        self.layout, self.version = layout_of(model), 0
-        self.buffers = [torch.zeros(self.layout.total_bytes, dtype=torch.uint8) for _ in range(num_slots)]
-        self.address = EngineAddress("stand-in", LoneEngine("stand-in"))
-        self.attached = SimpleNamespace(aliases=[])
-        self.matches = None
-        self.messages = SimpleNamespace(give_up=lambda: None)
-        self.lock = SimpleNamespace(unlock=lambda: None)
-        self.welcome = SimpleNamespace(num_slots=num_slots, layout=self.layout)
-        self.announced: list[PublishedVersion] = []
-        self.wants: list[str] = []
-        self.ended = False
-        self.refuses: list[Exception] = []
-        self._free = list(range(num_slots))
-        self._condition = threading.Condition()
-
-    def acquire(self, timeout_s: float, setting: str) -> int:
-        self.wants.append(f"{timeout_s:g} s, {setting}")
-        with self._condition:
-            if self.refuses:
-                raise self.refuses.pop()
-            if not self._condition.wait_for(lambda: self._free, min(timeout_s, 10)):
-                raise EngineBusyError("it lends none")
-            return self._free.pop()
-
-    def announce(self, slot: int, record: PublishedVersion, checksum: int | None = None) -> None:
-        with self._condition:
-            self.announced.append(record)
-            self.version = record.version
-            self._condition.notify_all()
-
-    def map_slots(self) -> list[torch.Tensor]:
-        return list(self.buffers)
-
-    def give_back(self, slot: int) -> None:
-        with self._condition:
-            self._free.append(slot)
-            self._condition.notify_all()
-
-    def wait_for(self, version: int) -> None:
-        with self._condition:
-            assert self._condition.wait_for(lambda: self.version == version, 10)
-
-    def listen(self) -> None:
-        pass
-
-    check = release = listen
-
-    def detach(self) -> None:
-        self.ended = True
 
 
 @pytest.fixture
@@ -267,24 +191,64 @@ def test_an_only_engine_has_the_bound_of_the_publisher(engine, model, transport)
 
 def test_weights_that_may_spoil_an_only_slot_go_through_a_staging_buffer(monkeypatch, model):
     engine = stand_in(monkeypatch, StandIn(model, num_slots=1))
-    with inflight.Publisher("nowhere", model, check_finite=True, slot_timeout_s=11) as publisher:
+    with inflight.Publisher("nowhere", model, check_finite=True) as publisher:
         publisher.publish()
         engine.wait_for(1)
         assert publisher.sent_bytes in (0, engine.layout.total_bytes)  # it is counted when all engines have it
-    assert engine.wants == ["11 s, timeout_s of the transport"]
+    assert engine.wants == ["60 s, timeout_s of the transport"]
 
 
-def test_an_only_engine_that_comes_back_is_not_ended_because_its_slots_are_pinned(engine, model):
-    """Its successor would not have the versions that requests are pinned to."""
-    returning = Returning("nowhere")
-    engine.address = EngineAddress("nowhere", returning)
-    with inflight.Publisher(returning, model, slot_timeout_s=11) as publisher:
-        engine.refuses.append(EngineBusyError("it lends none"))
+def attachable(monkeypatch, model, *names: str) -> dict[str, StandIn]:
+    """Engines that publishers attach to by these names."""
+    engines = {name: StandIn(model) for name in names}
+    monkeypatch.setattr(publisher_module, "EngineLink", lambda address, *_, **__: engines[address.endpoint])
+    for name, engine in engines.items():
+        engine.address = EngineAddress(name, Returning(name))
+    return engines
+
+
+def test_an_engine_whose_slots_are_pinned_gets_the_newest_version_later(monkeypatch, model):
+    """Its successor would not have the versions that requests are pinned to. The other engine does not wait for it."""
+    engines = attachable(monkeypatch, model, "first", "second")
+    busy = engines["second"]
+    busy.free.clear()
+    both = [engine.address.engine for engine in engines.values()]
+    with inflight.Publisher(both, model, transport=inflight.Slots(timeout_s=0.01)) as publisher:
+        for version in (1, 2):
+            publisher.publish()
+            engines["first"].wait_for(version)
+        assert publisher.is_sending
+        busy.give_back(0)
+        busy.wait_for(2)
+        wait_until(lambda: not publisher.is_sending)
+        assert not publisher.lost
+    assert [record.version for record in busy.announced] == [2]
+    assert not busy.address.engine.killed
+
+
+@pytest.mark.parametrize("names", [["first"], ["first", "second"]])
+def test_engines_that_all_keep_their_slots_are_not_ended(monkeypatch, model, names):
+    engines = attachable(monkeypatch, model, *names)
+    for engine in engines.values():
+        engine.free.clear()
+    returning = [engine.address.engine for engine in engines.values()]
+    transport = inflight.Slots(timeout_s=0.01)
+    with inflight.Publisher(returning, model, transport=transport, slot_timeout_s=0.2) as publisher:
         publisher.publish()
-        with pytest.raises(EngineBusyError, match="it lends none"):
+        with pytest.raises(EngineBusyError, match=r"no engine has lent a slot for 0\.2 s.*it lends none"):
             check_until_it_raises(publisher)
-    assert engine.wants == ["11 s, timeout_s of the transport"]
-    assert not returning.killed
+    assert not any(engine.killed for engine in returning)
+
+
+def test_an_engine_that_never_lends_a_slot_does_not_keep_its_publisher_from_closing(monkeypatch, model):
+    engines = attachable(monkeypatch, model, "first", "second")
+    engines["second"].free.clear()
+    both = [engine.address.engine for engine in engines.values()]
+    publisher = inflight.Publisher(both, model, transport=inflight.Slots(timeout_s=0.01))
+    publisher.publish()
+    engines["first"].wait_for(1)
+    publisher.close(timeout_s=0.2)
+    assert all(engine.ended for engine in engines.values())
 
 
 def test_a_version_is_being_sent_until_each_engine_has_it(engine, model):

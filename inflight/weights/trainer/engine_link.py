@@ -189,6 +189,11 @@ class EngineLink:
         self._written.add(slot)
         return slot
 
+    def lends(self) -> bool:
+        """Return whether a slot is free, without waiting. Raises as `acquire` does."""
+        self.listen()
+        return bool(self.free)
+
     def give_back(self, slot: int) -> None:
         """Return an acquired slot without an announcement. It can be acquired again."""
         self.free.append(slot)

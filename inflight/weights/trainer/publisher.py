@@ -7,7 +7,6 @@ weights in the calling thread before it returns.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -66,8 +65,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         `wait_copied()` or `check()` raises the error of a version that was refused here or by an engine
         (NonFiniteWeightsError, ChecksumError, WeightFileError), once; engines keep their weights. timeout_s: an engine
         that sends nothing for this time hangs (EngineHungError). It must exceed the longest forward pass.
-        slot_timeout_s: bound for a single engine that answers but keeps all its slots, while requests are pinned to
-        versions (EngineBusyError). After one of these errors every call raises it again.
+        slot_timeout_s: bound for engines that answer but all keep their slots, while requests are pinned to versions
+        (EngineBusyError). After one of these errors every call raises it again.
         """
         self._transport = transport = transport or Slots()
         self.closed = False
@@ -88,8 +87,6 @@ class Publisher(AbstractContextManager["Publisher"]):
             for engine in self._engines.all:
                 changing.enter_context(engine.changing)
             link, others = self._engines.attach_first(partial(self._attach, transport=transport))
-            if not others and isinstance(transport, Slots):
-                self._transport = transport = replace(transport, timeout_s=slot_timeout_s)
             # Weights that might not be finite, or might not fit, do not overwrite the only weights of an engine.
             may_spoil = link.welcome.num_slots == 1 and (check_finite or isinstance(source, StateDictSource))
             is_direct = not (others or may_spoil or link.address.engine.comes_back)
@@ -97,7 +94,7 @@ class Publisher(AbstractContextManager["Publisher"]):
                 with_checksum = transport.checksum
                 target = DirectSlots(link, copies.refuse, slot_timeout_s=slot_timeout_s, with_checksum=with_checksum)
             else:
-                target = StagingBuffer(link, transport, source.device, copies.refuse)
+                target = StagingBuffer(link, transport, source.device, copies.refuse, slot_timeout_s=slot_timeout_s)
             self._target = copies.target = target
             self._aliases = link.attached.aliases
             self._adapters = dict.fromkeys(adapter_of(spec.name) for spec in link.layout.tensors if source.adapters)

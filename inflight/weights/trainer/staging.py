@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from inflight.core.errors import EngineBusyError, InflightError, LayoutMismatchError
+from inflight.core.waiting import Wait
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.tensors import slot_views
 from inflight.weights.trainer.engine_link import EngineLink, PublishedVersion
@@ -21,6 +22,8 @@ from inflight.weights.transports.base import Sender, StagedVersion, Transport
 logger = logging.getLogger("inflight.weights")
 
 _LET_GO_S = 5.0
+_AGAIN_S = 0.1
+"""Interval at which engines without a free slot are asked for one."""
 _MAX_BUFFERS = 3
 """One was sent last, one is being sent, one is being filled. Each is allocated on first use."""
 
@@ -29,9 +32,16 @@ class StagingBuffer:
     """Target of a publisher that writes to buffers in the same process."""
 
     def __init__(
-        self, engine: EngineLink, transport: Transport, device: torch.device, refuse: Callable[[Exception], None]
+        self,
+        engine: EngineLink,
+        transport: Transport,
+        device: torch.device,
+        refuse: Callable[[Exception], None],
+        *,
+        slot_timeout_s: float,
     ):
-        """refuse: receives the error of an engine that did not take a version."""
+        """refuse: receives the error of an engine that did not take a version. slot_timeout_s: bound for a time in
+        which all engines answer and keep their slots."""
         self._layout, self._device = engine.layout, device
         self._condition = threading.Condition()  # Its lock is reentrant.
         self._buffers: list[torch.Tensor] = []
@@ -39,7 +49,7 @@ class StagingBuffer:
         self._free: list[int] = []
         self._newest: tuple[int, PublishedVersion] | None = None
         self._sent: tuple[int, StagedVersion] | None = None
-        self._members = _Members(self._condition, refuse)
+        self._members = _Members(self._condition, refuse, slot_timeout_s)
         self._members.arriving.append((engine, transport))
         self.lost = self._members.lost
         self.sent_bytes = self.sent_version = 0
@@ -56,7 +66,8 @@ class StagingBuffer:
     def is_sending(self) -> bool:
         """True if a version is being sent, or will be sent next."""
         with self._condition:
-            return self._error is None and bool(self._in_progress or self._newest or self._members.arriving)
+            members = self._members
+            return self._error is None and bool(self._in_progress or self._newest or members.arriving or members.busy)
 
     def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
         """Add an engine and send it the last version at once. Raises LayoutMismatchError, or the error of `attach`."""
@@ -141,7 +152,8 @@ class StagingBuffer:
                             self._free.append(self._sent[0])
                         self._sent, self._in_progress = (slot, staged), False
                         self.sent_version = staged.version
-                        self.sent_bytes, self._error = self._members.account()
+                        sent_bytes, self._error = self._members.account()
+                        self.sent_bytes = sent_bytes or self.sent_bytes
                         self._condition.notify_all()
         except Exception as error:  # The publisher's next call raises it.
             if not isinstance(error, InflightError):
@@ -151,14 +163,19 @@ class StagingBuffer:
                 self._condition.notify_all()
 
     def _next(self) -> tuple[int, StagedVersion, StagedVersion | None] | None:
-        """Wait for a slot to send; return it, its version and the last version; None once the publisher closes."""
+        """Wait for a slot to send; return it, its version and the last version; None once the publisher closes.
+
+        While engines are busy, the last version is returned again and again, for those that lend a slot by then."""
         with self._condition:
             while not (self._newest or self._closing or (self._members.arriving and self._sent)):
                 self._members.remove_ended()
-                self._condition.wait()
+                if not self._condition.wait(_AGAIN_S if self._members.busy else None):
+                    break
             self._members.remove_ended()
             if self._newest is None and self._closing:
-                return None
+                if self._error is not None or not self._members.busy:
+                    return None
+                self._members.wait_for_busy()  # `give_up` ends that.
             newest, self._newest, self._in_progress = self._newest, None, True
         self._members.admit()
         if newest is None:
@@ -173,9 +190,9 @@ class StagingBuffer:
 class _Members:
     """Engines of a staging buffer, by sender. Engines with equal settings of a transport share one."""
 
-    def __init__(self, condition: threading.Condition, refuse: Callable[[Exception], None]):
+    def __init__(self, condition: threading.Condition, refuse: Callable[[Exception], None], slot_timeout_s: float):
         """condition: notified after each change. Other threads hold it while they read."""
-        self._condition, self._refuse = condition, refuse
+        self._condition, self._refuse, self._slot_timeout_s = condition, refuse, slot_timeout_s
         self._senders: list[tuple[Transport, Sender]] = []
         self.arriving: list[tuple[EngineLink, Transport]] = []
         """Engines that have attached and have no sender yet."""
@@ -183,12 +200,25 @@ class _Members:
         self.ended: set[str] = set()
         """Endpoints of engines to be released."""
         self._fatal: InflightError | None = None
+        self._kept = Wait()
+        """Time in which all engines have kept their slots."""
 
     @property
     def engines(self) -> list[EngineLink]:
         with self._condition:
             sent = [engine for _, sender in self._senders for engine in sender.engines]
             return sent + [engine for engine, _ in self.arriving if engine not in sent]
+
+    @property
+    def busy(self) -> dict[EngineLink, Exception]:
+        """Errors of engines that answer and keep all their slots."""
+        with self._condition:
+            return {engine: error for _, sender in self._senders for engine, error in list(sender.busy.items())}
+
+    def wait_for_busy(self) -> None:
+        """Have the next `send` wait for engines that keep all their slots."""
+        for _, sender in self._senders:
+            sender.busy.clear()
 
     def admit(self) -> None:
         """Give each arriving engine a sender. If a transport cannot be set up, its engine is lost. Raises the error
@@ -236,9 +266,24 @@ class _Members:
                 self._refuse(error)
             for engine, error in sender.lost.items():
                 sender.engines.remove(engine)
+                sender.busy.pop(engine, None)
                 self._lose(engine, error)
         self._drop_idle_senders()
+        self._check_busy()
         return sent_bytes, self._fatal
+
+    def _check_busy(self) -> None:
+        """Set the fatal error if all engines have kept their slots for too long."""
+        busy = self.busy
+        if not busy or len(busy) < len(self.engines):
+            self._kept = Wait()
+            return
+        *_, error = busy.values()
+        self._kept.tick(f"no engine lends a slot: {error}")
+        if self._kept.waited_s > self._slot_timeout_s:
+            self._fatal = EngineBusyError(
+                f"no engine has lent a slot for {self._slot_timeout_s:g} s (slot_timeout_s of the publisher): {error}"
+            )
 
     def remove_ended(self) -> None:
         """Release the engines at the endpoints in `ended`."""
@@ -248,6 +293,7 @@ class _Members:
             self.arriving = [(e, transport) for e, transport in self.arriving if e is not engine]
             for _, sender in self._senders:
                 sender.engines = [e for e in sender.engines if e is not engine]
+                sender.busy.pop(engine, None)
             engine.release()
         self._drop_idle_senders()
         for endpoint in self.ended:

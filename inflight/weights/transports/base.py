@@ -5,6 +5,7 @@ receiver in the engine's. These base classes and `SlotFiller` contain the common
 numbers, slots, checksums, retries and time limits. docs/transports.md contains a whole transport.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ import msgspec
 import torch
 
 from inflight.core.connection import Answer
-from inflight.core.errors import EngineDiedError, InflightError, ProtocolError
+from inflight.core.errors import EngineBusyError, EngineDiedError, InflightError, ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Fill, Prepare, to_raw
 from inflight.weights import delta
 from inflight.weights.comparison import checksum
 from inflight.weights.trainer.engine_link import EngineLink, PublishedVersion
+
+logger = logging.getLogger("inflight.weights")
 
 _ATTEMPTS = 3
 """Attempts per engine and version. A later version starts again."""
@@ -73,8 +76,8 @@ class Sender(ABC):
     """True if engines check a version only after its announcement, and report during the next one."""
 
     def __init__(self, *, timeout_s: float, delta: bool = False):
-        """timeout_s: bound for an engine to lend a slot, to prepare or to fill. A slower engine is dropped. delta:
-        lets `changes` return deltas."""
+        """timeout_s: bound for an engine to prepare or to fill, and a slower engine is dropped; and for others to wait
+        for one that lends no slot. delta: lets `changes` return deltas."""
         self.timeout_s, self._delta = timeout_s, delta
         self.engines: list[EngineLink] = []
         self.sent_bytes = 0
@@ -83,6 +86,9 @@ class Sender(ABC):
         """Engines that ended or did not answer in time during this version."""
         self.refused: dict[EngineLink, Exception] = {}
         """Errors of engines that did not take this version."""
+        self.busy: dict[EngineLink, Exception] = {}
+        """Errors of engines that answer and keep all their slots, as for pinned requests. The others do not wait for
+        them. They get the newest version when they lend a slot."""
         self._slots: dict[EngineLink, int] = {}
         self._fills: dict[EngineLink, tuple[Fill, Answer]] = {}
         """Requests of `fill` in this attempt."""
@@ -162,7 +168,14 @@ class Sender(ABC):
 
     def _acquire(self, engine: EngineLink) -> None:
         engine.check()
-        self._slots[engine] = engine.acquire(self.timeout_s, "timeout_s of the transport")
+        if engine in self.busy and not engine.lends():
+            return
+        self.busy.pop(engine, None)
+        try:
+            self._slots[engine] = engine.acquire(self.timeout_s, "timeout_s of the transport")
+        except EngineBusyError as error:
+            logger.warning("publishing goes on without an engine until it lends a slot: %s", error)
+            self.busy[engine] = error.with_traceback(None)
 
     def _attempt(self, staged: StagedVersion, base: StagedVersion | None) -> None:
         self._slots, self._fills = {}, {}

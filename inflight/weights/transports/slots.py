@@ -22,8 +22,8 @@ class Slots(Transport):
     """Compare a checksum of the slot before it goes live. If it differs, an engine with one slot waits for the next
     version."""
     timeout_s: float = 60.0
-    """Bound for one of several engines to lend a slot. A slower engine is dropped. For a single engine the publisher's
-    `slot_timeout_s` is the bound."""
+    """Time for which other engines wait for one that answers but keeps its slots. It gets the newest version when it
+    lends one. The publisher's `slot_timeout_s` is the bound for all engines."""
 
     writes_to_slots: ClassVar[bool] = True
 
