@@ -1,6 +1,7 @@
 """Messages on the control socket: MessagePack, tagged by type, never pickle.
 
-Client → engine: Hello, Call; publisher → engine: Attach, SlotRequest, Prepare, Fill, SlotReady, Detach.
+Client → engine: Hello, Call; publisher → engine: Attach, SlotRequest, SlotReturn, Prepare, Fill, SlotReady,
+Detach.
 Engine → client: Welcome, Result, Failed; engine → publisher: Attached, SlotFree, Done, Failed.
 
 A Call names a verb of the engine (`inflight/engine/process/verbs.py`). A request carries a `ticket`
@@ -23,7 +24,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.core.version import PACKAGE, __version__
 
 LIVE_VERSION = -1
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of these messages and of frames. Raise it with every incompatible change."""
 MAX_MESSAGE_BYTES = 32 << 20
 MAX_TEXT = 2000
@@ -139,6 +140,13 @@ class Attach(_Message, frozen=True):
 
 class SlotRequest(_Message, frozen=True):
     """The publisher has a version to write and no slot to write it to. An engine with one slot passes that slot."""
+
+
+class SlotReturn(_Message, frozen=True):
+    """The publisher has not used the slot. An engine with one slot continues with it. If the slot was written to, the
+    engine passes it to the publisher again."""
+
+    slot: int
 
 
 class Prepare(_Message, frozen=True):
@@ -300,7 +308,7 @@ class Done(_Message, frozen=True):
     publisher, which announces it."""
 
 
-ToEngine = Hello | Call | Attach | SlotRequest | Prepare | Fill | SlotReady | Detach
+ToEngine = Hello | Call | Attach | SlotRequest | SlotReturn | Prepare | Fill | SlotReady | Detach
 FromEngine = Welcome | Result | Failed | Attached | SlotFree | Done
 Answer = TypeVar("Answer", Welcome, Result, Attached)
 

@@ -10,7 +10,7 @@ import torch
 from tiny_models import make_model
 from waiting import PATIENCE_S, wait_until
 
-from inflight.core.errors import ProtocolError
+from inflight.core.errors import ProtocolError, WeightFileError
 from inflight.core.messages import Status
 from inflight.engine.process.client import EngineClient
 from inflight.engine.process.control_socket import ControlSocket
@@ -21,6 +21,7 @@ from inflight.weights.comparison import checksum
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.trainer.publisher import Publisher
 from inflight.weights.transports import AcceptedTransports
+from inflight.weights.transports.files import Files
 from inflight.weights.transports.slots import Slots
 
 
@@ -83,3 +84,23 @@ def test_a_version_whose_publisher_closes_before_its_checksum_is_compared_goes_l
         finally:
             may_compare.set()
         wait_until(lambda: client.call("status", returns=Status).versions == [1])
+
+
+def versions(client: EngineClient) -> list[int]:
+    return client.call("status", returns=Status).versions
+
+
+def test_an_engine_with_one_slot_goes_on_after_a_version_that_was_not_sent(make_engine, tmp_path, monkeypatch):
+    transport = Files(directory=tmp_path / "weights")
+    with (
+        serving(make_engine(slots=1), tmp_path) as client,
+        Publisher(client.endpoint, make_model("qwen3", seed=1), transport=transport) as publisher,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr("inflight.weights.transports.files.bytes_left", lambda directory: 0)
+            publisher.publish()
+            with pytest.raises(WeightFileError, match="version 1 could not be written"):
+                wait_until(publisher.check)
+        wait_until(lambda: versions(client) == [0], "it has no weights", seconds=20)
+        publisher.publish()
+        wait_until(lambda: versions(client) == [2])

@@ -151,6 +151,24 @@ def test_the_latest_version_wins():
     assert sorted(slot_table.lend()) == [0, first]
 
 
+def test_the_only_slot_is_live_again_when_it_comes_back_unwritten():
+    slot_table = make_receiver(1)
+    for written in (False, True):
+        slot_table.request()
+        slot_table.take()
+        assert slot_table.lend() == [0]
+        if written:
+            slot_table.written()
+        assert slot_table.take_back(0) != written
+        assert slot_table.versions == ([] if written else [0])
+        if not written:
+            with pytest.raises(ProtocolError, match="slot 0 is not lent"):
+                slot_table.take_back(0)
+    slot_table.ready(ready(0, 1))  # the publisher has it again
+    slot_table.take()
+    assert slot_table.versions == [1]
+
+
 @pytest.mark.parametrize("lends", [True, False])
 def test_the_only_slot_is_live_again_where_its_publisher_left_it_as_it_was(lends):
     """lends: the publisher may have been told that the slot is its own; else a pass still reads it."""

@@ -19,6 +19,7 @@ from inflight.core.messages import (
     SlotFree,
     SlotReady,
     SlotRequest,
+    SlotReturn,
 )
 from inflight.engine.backend import Backend
 from inflight.engine.process.control_socket import ControlSocket
@@ -28,7 +29,7 @@ from inflight.weights.transports import AcceptedTransports
 
 logger = logging.getLogger("inflight.engine")
 
-FromPublisher = Attach | SlotRequest | Prepare | Fill | SlotReady | Detach
+FromPublisher = Attach | SlotRequest | SlotReturn | Prepare | Fill | SlotReady | Detach
 
 
 class PublisherService:
@@ -66,6 +67,9 @@ class PublisherService:
                 self._slot_table.written()
             case SlotRequest():
                 self._slot_table.request()
+            case SlotReturn():
+                if not self._slot_table.take_back(message.slot):
+                    self._control.send(sender, SlotFree(slot=message.slot))
             case SlotReady(checksum=None):
                 self._slot_table.ready(message)
             case SlotReady():

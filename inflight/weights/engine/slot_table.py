@@ -119,6 +119,15 @@ class SlotTable:
         """Note that the publisher, or a receiver, writes to a slot."""
         self._only_slot_is_whole = False
 
+    def take_back(self, slot: int) -> bool:
+        """Make the only slot live again, if it is still unwritten. Return whether it was. Raises ProtocolError if the
+        slot is not lent."""
+        self._check_lent(slot)
+        was_whole, self._only_slot_is_whole = self._only_slot_is_whole, False
+        if was_whole:
+            self._make_live(slot, self.version)
+        return was_whole
+
     def withdraw(self, written: Sequence[int] = ()) -> None:
         """Note that the publisher has detached. written: slots that it might have written to unannounced. If the only
         slot is not among them it becomes live again, so that the engine need not wait for the next publisher."""
@@ -143,8 +152,7 @@ class SlotTable:
     def check(self, message: Fill | SlotReady) -> None:
         """Raise ProtocolError if the slot is not lent, the layout differs, or the version is not newer or too large."""
         slot, version = message.slot, message.version
-        if not 0 <= slot < len(self.slots) or self.states[slot] is not SlotState.LENT:
-            raise ProtocolError(f"slot {slot} is not lent to a publisher")
+        self._check_lent(slot)
         if message.fingerprint != self.layout.fingerprint:
             raise ProtocolError(
                 f"slot {slot} was filled in layout {message.fingerprint[:12]}, the engine has "
@@ -185,6 +193,10 @@ class SlotTable:
         for slot in idle:
             self.states[slot] = SlotState.LENT
         return idle
+
+    def _check_lent(self, slot: int) -> None:
+        if not 0 <= slot < len(self.slots) or self.states[slot] is not SlotState.LENT:
+            raise ProtocolError(f"slot {slot} is not lent to a publisher")
 
     def _make_live(self, slot: int, version: int) -> None:
         self.states[slot] = SlotState.LIVE

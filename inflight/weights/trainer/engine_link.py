@@ -28,6 +28,7 @@ from inflight.core.messages import (
     SlotFree,
     SlotReady,
     SlotRequest,
+    SlotReturn,
     Status,
     ToEngine,
     Welcome,
@@ -195,8 +196,12 @@ class EngineLink:
         return bool(self.free)
 
     def give_back(self, slot: int) -> None:
-        """Return an acquired slot without an announcement. It can be acquired again."""
-        self.free.append(slot)
+        """Return an acquired slot without an announcement. It can be acquired again. An engine with one slot continues
+        with it, if this process could not write to it."""
+        if self.welcome.num_slots == 1 and not self.attached.slots:
+            self.messages.send(SlotReturn(slot=slot))
+        else:
+            self.free.append(slot)
 
     def listen(self) -> None:
         """Process messages that have arrived. Raises as `acquire` does."""
