@@ -5,8 +5,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
-from inflight.core.errors import LayoutMismatchError
+from inflight.core.errors import BackendError, LayoutMismatchError
+from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
+from inflight.core.text import listed
+from inflight.core.waiting import Wait
+from inflight.engine.process.client import EngineClient
 from inflight.fleet.calls import ENDED, FleetCalls, client_status
 from inflight.fleet.fleet import Fleet
 from inflight.fleet.fleet_stream import FleetStream
@@ -19,6 +23,9 @@ from inflight.fleet.publishing import PublishedFleet
 Started = TypeVar("Started")
 _NOTED_S = 2.0
 """Bound for a publisher to note that it has sent a version."""
+_AGAIN_S = 0.01
+_BEGINNINGS = {"first": 1 << 16, "dtypes": {}}
+"""Elements of each tensor that are compared. Weights of different training differ almost everywhere."""
 
 
 class Membership:
@@ -55,6 +62,8 @@ class Membership:
                 if not versions:
                     return False
                 self._compare_versions(member.status().version, min(versions))
+                if not self._compare_weights(member):
+                    return False
             monitor = EngineMonitor(member, fleet, self._published, self._stream)
             try:
                 with fleet.lock:
@@ -93,6 +102,28 @@ class Membership:
         if difference is not None:
             raise LayoutMismatchError(f"all members of an engine hold the same tensors: {difference}")
 
+    def _compare_weights(self, member: Member) -> bool:
+        """Raise LayoutMismatchError if a member has other weights than the others, and no publisher sends it theirs.
+        Return False if no other member serves."""
+        if any(publisher.kind == "weights" and publisher.sent_version for publisher in self._published.open_publishers):
+            return True
+        for other, frames in self._fleet.usable.items():
+            try:
+                theirs = self._calls.reach(other, frames, checksums)
+                if theirs is ENDED:
+                    continue
+                own = checksums(member.process.client)
+            except BackendError:  # Such weights cannot be compared.
+                return True
+            differing = [name for name, checksum in own.tensors.items() if theirs.tensors.get(name) != checksum]
+            if differing and own.version == theirs.version:  # else a publish in progress reaches both
+                raise LayoutMismatchError(
+                    f"all members of an engine draw with the same weights, and {member.name} has others than "
+                    f"{other.name} ({listed(differing)}): launch all from one checkpoint, or publish first"
+                )
+            return True
+        return False
+
     def check_version(self, own: int) -> None:
         """Raise ValueError if a member with this version could not get the version of the others."""
         self._compare_versions(own, min(status.version for status in self._calls.statuses().values()))
@@ -110,6 +141,15 @@ class Membership:
                 f"the member has version {own} and the engine {live}, and no open publisher has sent {kinds} that it "
                 "could send to this member; call publish() of a publisher of this engine first"
             )
+
+
+def checksums(client: EngineClient) -> Digests:
+    """Return checksums of the beginning of each tensor of the live weights. Raises BackendError if there are none."""
+    waited = Wait()
+    while not (found := client.call("checksums", {"asked": _BEGINNINGS}, list[Digests])):
+        sleep(_AGAIN_S)
+        waited.tick("an engine computes checksums of its weights")
+    return found[0]
 
 
 def check_members(

@@ -67,6 +67,18 @@ def test_the_placement_of_a_member_that_joins_is_checked_connected_and_undone(mo
     assert events[2:] == ["connect", "disconnect"]
 
 
+def test_a_member_with_other_weights_of_the_same_version_is_refused(model_dir, tmp_path):
+    make_model("qwen3", seed=1).save_pretrained(tmp_path)
+    with inflight.launch(model_dir("qwen3"), device="cpu", dtype="float32", threads=1, restarts=1) as engine:
+        other = msgspec.structs.replace(engine.options, model=str(tmp_path))
+        with pytest.raises(LayoutMismatchError, match=r"draw with the same weights.*\(model\.embed_tokens\.weight, "):
+            engine.add(other)
+        assert len(engine.members) == 1
+        with engine.publisher(make_model("qwen3", seed=2)) as publisher:
+            engine.wait_for_version(publisher.publish())
+            assert engine.add(other) in engine.members
+
+
 def test_an_engine_is_a_member_once():
     membership: Any = Membership(Fleet(), *[SimpleNamespace()] * 3)  # type: ignore[arg-type]
     first, second = (
@@ -97,7 +109,9 @@ class Dying:
     def usable(self) -> bool:
         return self.failure is None
 
-    def call(self, verb: str, returns: Any) -> Any:
+    def call(self, verb: str, *arguments: Any, returns: Any = None) -> Any:
+        if verb == "checksums":
+            return [Digests(0, {})]
         if not self._deaths:
             return SimpleNamespace(version=0)
         self._deaths -= 1
@@ -117,6 +131,7 @@ def test_a_member_joins_when_the_only_other_one_has_been_restarted(monkeypatch):
     membership: Any = Membership(fleet, published, SimpleNamespace(), FleetCalls(fleet))  # type: ignore[arg-type]
     member, dying = (SimpleNamespace(name="new", death=None), Dying(fleet))
     member.info, member.status = SimpleNamespace(engine_id="new", layout=None), lambda: SimpleNamespace(version=0)
+    member.process = SimpleNamespace(client=SimpleNamespace(call=lambda *_: [Digests(0, {})]))
     fleet.members.append(dying)  # type: ignore[arg-type]
     membership.monitors.append(SimpleNamespace(member=dying))
     joining = threading.Thread(target=membership.join, args=[member], daemon=True)
