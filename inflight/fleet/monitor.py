@@ -42,7 +42,7 @@ class EngineMonitor:
             publishers = self._published.open_publishers
             for publisher in publishers:
                 if address.endpoint not in publisher.endpoints:
-                    publisher.add(address)
+                    publisher.add(address, transport=self._published.transport_to(member, publisher))
             newest = max((publisher.sent_version for publisher in publishers), default=0)
             lost = [] if least_version is None else self._published.lost_kinds
             if newest < (least_version or 0) or lost:

@@ -1,12 +1,14 @@
 """A fleet as its publishers see it."""
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from inflight.core.errors import EngineHungError, InflightError
 from inflight.core.waiting import Wait
 from inflight.fleet.fleet import Fleet
+from inflight.fleet.member import Member
 from inflight.fleet.process.base import Process, lives
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.weights.trainer.engine_link import EngineAddress, PublishedEngine
@@ -88,13 +90,16 @@ class PublishedFleet(PublishedEngine):
         it writes to the memory of an engine that another process launched."""
         members = [member for member in self._fleet.members if member.death is None]
         chosen = asked or next((m.placement.transport for m in members if m.placement.transport), None)
-        is_elsewhere = not all(member.process.shares_memory for member in members)
-        if is_elsewhere and (chosen is None or chosen.writes_to_slots):
-            raise ValueError(
-                "the engine was launched by another process, and its memory cannot be written to from here; "
-                "publish with transport=inflight.Files(directory), which both machines see, or "
-                "inflight.Broadcast(host=…, allow_unencrypted=True), which sends weights as they are"
-            )
+        _check_reach(members, chosen)
+        return chosen
+
+    def transport_to(self, member: Member, publisher: "Publisher") -> "Transport | None":
+        """Return the transport of a publisher to a member that joins; None: the publisher's own. Raises ValueError as
+        above."""
+        chosen = None
+        if publisher.transport.writes_to_slots and not member.process.shares_memory:
+            chosen = member.placement.transport
+            _check_reach([member], chosen)
         return chosen
 
     def follow(self, publisher: "Publisher") -> None:
@@ -118,3 +123,14 @@ class PublishedFleet(PublishedEngine):
                 hung = EngineHungError("its publisher could not send it weights in time")
                 if not self._fleet.lose_if_spared(member, frames, hung):
                     frames.process.kill()
+
+
+def _check_reach(members: Sequence[Member], transport: "Transport | None") -> None:
+    """Raise ValueError if a transport writes to the memory of an engine that does not share it with this process."""
+    is_elsewhere = not all(member.process.shares_memory for member in members)
+    if is_elsewhere and (transport is None or transport.writes_to_slots):
+        raise ValueError(
+            "the engine was launched by another process, and its memory cannot be written to from here; "
+            "publish with transport=inflight.Files(directory), which both machines see, or "
+            "inflight.Broadcast(host=…, allow_unencrypted=True), which sends weights as they are"
+        )

@@ -79,6 +79,35 @@ def test_a_member_with_other_weights_of_the_same_version_is_refused(model_dir, t
             assert engine.add(other) in engine.members
 
 
+class Elsewhere(Local):
+    """Engines whose memory this process is not to write to."""
+
+    def __init__(self, transport: inflight.Files | None):
+        self._transport = transport
+
+    @property
+    def transport(self) -> inflight.Files | None:
+        return self._transport
+
+    def start(self, options, closing):
+        process = super().start(options, closing)
+        process.shares_memory = False
+        return process
+
+
+def test_a_member_elsewhere_gets_versions_over_the_transport_of_its_placement(model_dir, tmp_path):
+    with (
+        inflight.launch(model_dir("qwen3"), device="cpu", threads=1, restarts=1) as engine,
+        engine.publisher(make_model("qwen3")) as publisher,
+    ):
+        engine.wait_for_version(publisher.publish())
+        with pytest.raises(ValueError, match="its memory cannot be written to from here"):
+            engine.add(placement=Elsewhere(None))
+        assert len(engine.members) == 1
+        assert engine.add(placement=Elsewhere(inflight.Files(directory=tmp_path))).status().version == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["version-1.safetensors"]
+
+
 def test_an_engine_is_a_member_once():
     membership: Any = Membership(Fleet(), *[SimpleNamespace()] * 3)  # type: ignore[arg-type]
     first, second = (

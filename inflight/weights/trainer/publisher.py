@@ -196,6 +196,11 @@ class Publisher(AbstractContextManager["Publisher"]):
         return self._source.publishes(model.parameters())
 
     @property
+    def transport(self) -> Transport:
+        """The transport to engines that were added without one."""
+        return self._transport
+
+    @property
     def is_direct(self) -> bool:
         """True if it writes straight to the slots of one engine, so that no other engine can be added."""
         return isinstance(self._target, DirectSlots)
