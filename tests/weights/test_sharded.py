@@ -122,3 +122,12 @@ def test_the_policy_loss_of_a_spread_model_has_the_gradient_of_a_plain_one(tmp_p
         pytest.skip("the deepspeed extra is not installed")
     outputs = run_ranks("sharded_loss.py", 2, tmp_path / "store", spread)
     assert all("the gradient is that of a plain model" in output for output in outputs)
+
+
+def test_a_model_is_classified_by_its_shards_after_a_forward_pass(alone):
+    """FSDP2 leaves the root's parameters whole until the next backward pass."""
+    layer = fully_shard(nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
+    with torch.no_grad():
+        layer(torch.ones(1, 3))
+    has_changed = classify(layer).has_changed()  # An assertion would show whole parameters, whose memory is freed.
+    assert not has_changed

@@ -100,20 +100,23 @@ class PublishedModel:
 def classify(model: nn.Module) -> PublishedModel:
     """Classify a model. Raises LayoutMismatchError for adapters on a model that is spread over ranks."""
     root = unwrap(model)
+    has_adapters = "peft" in sys.modules and any(is_of_peft(module) for module in root.modules())
+    # This shards FSDP2's parameters again that a forward pass has left whole.
+    tensors = {} if has_adapters else published_tensors(root)
     objects = _objects(root)
     kind = "full"
     if any(is_in_zero(tensor) for tensor in objects):
         kind = "zero"
     elif any(isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1 for tensor in objects):
         kind = "fsdp"
-    if "peft" in sys.modules and any(is_of_peft(module) for module in root.modules()):
+    if has_adapters:
         if kind != "full":
             raise LayoutMismatchError(
                 "adapters on a model that is spread over ranks cannot be published; shard the model without them, or "
                 "train them on one rank"
             )
         kind = "peft"
-    return PublishedModel(root, kind, {} if kind == "peft" else published_tensors(root), objects)
+    return PublishedModel(root, kind, tensors, objects)
 
 
 def is_in_zero(tensor: torch.Tensor) -> bool:
