@@ -348,6 +348,18 @@ def test_an_engine_with_a_larger_version_is_refused_after_a_publish(monkeypatch,
         engines["second"].wait_for(6)
 
 
+def test_a_publisher_of_which_all_engines_were_removed_says_so(monkeypatch, model):
+    engines = attachable(monkeypatch, model, "first", "second")
+    for engine in engines.values():
+        engine.address = EngineAddress(engine.address.endpoint, LoneEngine(engine.address.endpoint))
+    with inflight.Publisher(["first", "second"], model) as publisher:
+        publisher.remove("first")
+        publisher.check()
+        publisher.remove("second")
+        with pytest.raises(InflightError, match=r"has no engine any more.*add\(\)"):
+            publisher.publish()
+
+
 class Broken(Transport):
     """A transport that cannot be set up in the trainer's process."""
 

@@ -128,7 +128,8 @@ class StagingBuffer:
         with self._condition:
             self.listen()
             if not self.engines:
-                raise list(self.lost.values())[-1]
+                none_left = InflightError("this publisher has no engine any more; add() one")
+                raise [none_left, *self.lost.values()][-1]
 
     def close(self) -> None:
         with self._condition:
