@@ -348,6 +348,15 @@ def test_an_engine_with_a_larger_version_is_refused_after_a_publish(monkeypatch,
         engines["second"].wait_for(6)
 
 
+def test_whether_the_weights_matched_is_said_of_the_time_before_the_first_publish(monkeypatch, model):
+    engines = attachable(monkeypatch, model, "first", "its successor")
+    engines["first"].matches, engines["its successor"].matches = True, False
+    with inflight.Publisher(engines["first"].address.engine, model) as publisher:
+        publisher.publish()
+        publisher.add(engines["its successor"].address)
+        assert publisher.matches
+
+
 def test_a_publisher_of_which_all_engines_were_removed_says_so(monkeypatch, model):
     engines = attachable(monkeypatch, model, "first", "second")
     for engine in engines.values():

@@ -140,8 +140,9 @@ class Publisher(AbstractContextManager["Publisher"]):
             transport = transport or self._transports.get(engine.engine, self._transport)
             link = self._target.add(partial(self._attach, engine, transport, is_late=True), transport)
             with copies.condition:
-                self.matches = self.matches and link.matches
-                copies.differs = copies.differs or (link.matches is False and not copies.has_published)
+                if not copies.has_published:
+                    self.matches = self.matches and link.matches
+                    copies.differs = copies.differs or link.matches is False
                 self.version = max(self.version, link.version)
                 self.endpoints = self.endpoints | {engine.endpoint}
             return
