@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_adapters import with_adapters
 from tiny_models import make_model
 from waiting import PATIENCE_S, wait_until
 
-from inflight.core.errors import ProtocolError, WeightFileError
+from inflight.core.errors import LayoutMismatchError, ProtocolError, WeightFileError
 from inflight.core.messages import Status
 from inflight.engine.process.client import EngineClient
 from inflight.engine.process.control_socket import ControlSocket
@@ -104,3 +105,20 @@ def test_an_engine_with_one_slot_goes_on_after_a_version_that_was_not_sent(make_
         wait_until(lambda: versions(client) == [0], "it has no weights", seconds=20)
         publisher.publish()
         wait_until(lambda: versions(client) == [2])
+
+
+def test_an_engine_that_does_not_fit_leaves_the_publisher_to_the_others(make_engine, tmp_path):
+    directories = [tmp_path / name for name in ("first", "second")]
+    for directory in directories:
+        directory.mkdir()
+    with (
+        serving(make_engine("llama", lora_rank=4), directories[0]) as first,
+        serving(make_engine("llama"), directories[1]) as second,
+        Publisher(
+            [first.endpoint], with_adapters("llama", "default"), transport=Files(directory=tmp_path)
+        ) as publisher,
+    ):
+        with pytest.raises(LayoutMismatchError, match="all engines of a publisher hold the same tensors"):
+            publisher.add(second.endpoint)
+        publisher.publish()
+        wait_until(lambda: publisher.check() or first.call("status", returns=Status).version == 1)

@@ -7,6 +7,7 @@ weights in the calling thread before it returns.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from copy import copy
 from functools import partial
 from typing import Any, Literal
 
@@ -162,7 +163,9 @@ class Publisher(AbstractContextManager["Publisher"]):
                 "transport must be inflight.Slots(), inflight.Broadcast(), inflight.Files(directory=…) or one of your "
                 f"own (a subclass of inflight.weights.transports.Transport), got {transport!r}"
             )
-        link = EngineLink(address, self._source, transport=transport.name(), timeout_s=self._timeout_s)
+        # An engine that does not fit leaves the source of the others as it is.
+        source = copy(self._source) if is_late else self._source
+        link = EngineLink(address, source, transport=transport.name(), timeout_s=self._timeout_s)
         if is_late and self._copies.has_published and link.version > self.version:
             link.release()
             raise ValueError(
