@@ -332,20 +332,22 @@ def test_a_successor_gets_versions_over_the_transport_of_its_engine(monkeypatch,
     assert engines["its successor"].wants == ["7 s, timeout_s of the transport"]
 
 
-def test_an_engine_with_a_larger_version_is_refused_after_a_publish(monkeypatch, model):
-    engines = {"first": StandIn(model), "second": StandIn(model)}
-    monkeypatch.setattr(publisher_module, "EngineLink", lambda address, *_, **__: engines[address.endpoint])
-    for name, engine in engines.items():
-        engine.address = EngineAddress(name, Returning(name))
-    engines["second"].version = 5
+def test_an_engine_with_a_version_of_another_publisher_is_refused_after_a_publish(monkeypatch, model):
+    """It takes no version that is not larger."""
+    engines = attachable(monkeypatch, model, "first", "second")
     with inflight.Publisher(engines["first"].address.engine, model) as publisher:
         publisher.publish()
-        with pytest.raises(ValueError, match=r"has version 5 of another publisher.*continue_from\(6\)"):
-            publisher.add(engines["second"].address)
+        for version in (1, 5):
+            engines["second"].version = version
+            with pytest.raises(ValueError, match=rf"has version {version} of another.*continue_from\({version + 1}\)"):
+                publisher.add(engines["second"].address)
         publisher.continue_from(6)
         publisher.publish()
         publisher.add(engines["second"].address)
         engines["second"].wait_for(6)
+        wait_until(lambda: not publisher.is_sending)
+        publisher.remove("second")
+        publisher.add(engines["second"].address)  # with a version of this publisher
 
 
 def test_whether_the_weights_matched_is_said_of_the_time_before_the_first_publish(monkeypatch, model):

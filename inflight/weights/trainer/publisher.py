@@ -133,7 +133,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         """Send another engine the last sent version and all later versions. engine: also a process that joins one of
         the engines. transport: also for processes that join the engine later. None uses the transport of this
         publisher. Raises the errors of the constructor, InflightError if this publisher is closed or writes straight to
-        an engine's slots, and ValueError if the engine's version is larger than the published one."""
+        an engine's slots, and ValueError if the engine has the published version, or a larger one, of another
+        publisher."""
         copies = self._copies
         if self.closed:
             raise _closed()
@@ -157,7 +158,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             added.follow(self)
 
     def _attach(self, address: EngineAddress, transport: Transport, *, is_late: bool = False) -> EngineLink:
-        """Attach to an engine. is_late: it gets the last sent version. Raises ValueError if its version is larger."""
+        """Attach to an engine. is_late: it gets the last sent version. Raises ValueError if it takes no such one."""
         if not isinstance(transport, Transport):
             raise TypeError(
                 "transport must be inflight.Slots(), inflight.Broadcast(), inflight.Files(directory=…) or one of your "
@@ -166,11 +167,11 @@ class Publisher(AbstractContextManager["Publisher"]):
         # An engine that does not fit leaves the source of the others as it is.
         source = copy(self._source) if is_late else self._source
         link = EngineLink(address, source, transport=transport.name(), timeout_s=self._timeout_s)
-        if is_late and self._copies.has_published and link.version > self.version:
+        if is_late and self._copies.has_published and link.version >= self.version and not self._target.has_sent(link):
             link.release()
             raise ValueError(
-                f"the engine at {address.endpoint} has version {link.version} of another publisher, and takes no "
-                f"smaller one: this publisher has published version {self.version}. "
+                f"the engine at {address.endpoint} has version {link.version} of another publisher, and takes larger "
+                f"numbers alone: this publisher has published version {self.version}. "
                 f"Call continue_from({link.version + 1}) and publish() first, or add the engine before publishing"
             )
         return link

@@ -82,6 +82,10 @@ class StagingBuffer:
             self._condition.notify_all()
         return engine
 
+    def has_sent(self, engine: EngineLink) -> bool:
+        """Return whether an engine has its version from here, because it was attached before."""
+        return self._members.left.get(engine.welcome.engine_id) == engine.version
+
     def let_go(self, endpoint: str) -> None:
         """Unmap the slots of an engine that has ended. Waits some seconds for that."""
         ended = self._members.ended
@@ -200,6 +204,8 @@ class _Members:
         self.lost: dict[str, Exception] = {}
         self.ended: set[str] = set()
         """Endpoints of engines to be released."""
+        self.left: dict[str, int] = {}
+        """Maps the ids of engines that were attached to their last versions."""
         self._fatal: InflightError | None = None
         self._kept = Wait()
         """Time in which all engines have kept their slots."""
@@ -295,6 +301,7 @@ class _Members:
             for _, sender in self._senders:
                 sender.engines = [e for e in sender.engines if e is not engine]
                 sender.busy.pop(engine, None)
+            self.left[engine.welcome.engine_id] = engine.version
             engine.release()
         self._drop_idle_senders()
         for endpoint in self.ended:
@@ -310,6 +317,7 @@ class _Members:
 
     def _lose(self, engine: EngineLink, error: Exception) -> None:
         logger.warning("publishing goes on without an engine: %s", error)
+        self.left[engine.welcome.engine_id] = engine.version
         # A traceback would keep the slots of a dead engine mapped.
         self.lost[engine.address.endpoint] = error.with_traceback(None)
         if isinstance(error, EngineBusyError) and not self.engines:
