@@ -1,7 +1,5 @@
 """Builds the parts of an engine from its options."""
 
-import logging
-
 import msgspec
 import torch
 from transformers import PreTrainedModel
@@ -28,15 +26,14 @@ from inflight.engine.model.attention.flashinfer import FlashInferAttention, why_
 from inflight.engine.model.attention.paged import PagedAttention
 from inflight.engine.model.device import resolve_device
 from inflight.engine.model.loading import (
+    banned_ids,
     context_limit,
     eos_token_ids,
-    ids_without_token,
     load_model,
     load_tokenizer,
     media_token_ids,
     module_over,
     prefill_limit,
-    ranges_of,
     read_config,
     resolve_dtype,
 )
@@ -47,8 +44,6 @@ from inflight.engine.model.warm_up import warm_up
 from inflight.weights.engine.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 from inflight.weights.towers import drop_towers
-
-logger = logging.getLogger("inflight.engine")
 
 _PREFILL_TOKENS = {"cuda": 2048, "cpu": 256}
 _PREFILL_TOKENS_OF_EXPERTS = 512
@@ -137,23 +132,21 @@ class Parts:
         )
         self.scheduler: Scheduler = Scheduler(self.cache, self.rows, options, order)
         self.stop = StopCondition(eos_ids, tokenizer)
-        banned: list[int] = []
-        if options.model not in SHAPES:  # its tokenizer of bytes has ids without tokens on purpose
-            banned = [token for token in ids_without_token(tokenizer, self.vocab_size) if token not in eos_ids]
-        if banned:
-            logger.info("%d ids of the model's vocabulary are not in the tokenizer and are never drawn", len(banned))
-        banned_ranges = ranges_of(banned)
+        media_ids = media_token_ids(read_config(options.model, trust=options.trust_remote_code))
+        # The tokenizer of built-in shapes has ids without tokens on purpose.
+        own_tokenizer = None if options.model in SHAPES else tokenizer
+        banned = banned_ids(own_tokenizer, media_ids, eos_ids, self.vocab_size)
         self.requests = Requests(
             self.scheduler,
             self.slot_table,
             options,
             vocab_size=self.vocab_size,
             can_read_text=tokenizer is not None,
-            banned=banned_ranges,
-            media_ids=media_token_ids(read_config(options.model, trust=options.trust_remote_code)),
+            banned=banned,
+            media_ids=media_ids,
         )
         own_columns = load_columns(options.columns, vocab_size=self.vocab_size, device=self.device)
-        self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns, banned_ranges)
+        self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns, banned)
         # Logits that are changed before a draw are fp32, and so are all logits of a fused model (fused.py).
         drawn_from = {torch.float32} | ({modules[0].dtype} if self.runner.unfused_reason is not None else set())
         warm_up(drawn_from, self.vocab_size, self.memory)

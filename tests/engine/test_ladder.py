@@ -88,7 +88,8 @@ def test_greedy_tokens_are_those_of_generate(make_kind_engine, kind, name):
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     rollouts = run(make_kind_engine(kind, name, max_prefill_tokens=7), [Prompt(ids, params) for ids in prompts])
     for rollout, prompt in zip(rollouts, prompts, strict=True):
-        generated = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
+        banned = [token for bounds in rollout.banned for token in range(*bounds)] or None
+        generated = model.generate(torch.tensor([prompt]), suppress_tokens=banned, **options)[0, len(prompt) :]
         assert rollout.token_ids.tolist() == generated.tolist()
 
 

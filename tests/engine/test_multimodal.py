@@ -33,7 +33,8 @@ from inflight.engine.model.attention import hook
 from inflight.engine.model.loading import media_token_ids
 from inflight.engine.prompts import encode_prompts
 from inflight.stream.assembler import Assembler
-from inflight.training.model.forward import score_tokens
+from inflight.training.data.batch import pack
+from inflight.training.model.forward import score_tokens, token_logprobs
 from inflight.weights.tensors import published_tensors, slot_views
 from inflight.weights.towers import towers_of
 from inflight.weights.trainer.lora import PeftSource
@@ -99,7 +100,9 @@ def test_greedy_text_is_what_transformers_generates(saved, name, mode):
     model.generation_config.eos_token_id = None
     for together, by_itself in zip(batched, alone, strict=True):
         ids = torch.from_numpy(together.prompt_token_ids).long()[None]
-        generated = model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False)[0, ids.shape[1] :]
+        images = [token for bounds in together.banned for token in range(*bounds)] or None
+        generated = model.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False, suppress_tokens=images)
+        generated = generated[0, ids.shape[1] :]
         assert together.token_ids.tolist() == by_itself.token_ids.tolist() == generated.tolist()
 
 
@@ -245,6 +248,20 @@ def test_images_are_refused_by_a_checkpoint_that_loads_as_its_text(tmp_path):
         for token in (120, 121):
             with pytest.raises(InvalidRequestError, match=f"token id {token} in place of an image"):
                 engine.requests.submit([Prompt([20, token, 30], SamplingParams())])
+
+
+def test_ids_in_place_of_images_are_never_drawn(saved):
+    """A fork or a later turn could not contain them, and some models would not compute them as text."""
+    model = model_of("mistral3")
+    image = model.config.image_token_index
+    with engine_of(saved("mistral3")) as engine:
+        [biased] = run(engine, [Prompt([20, 30], SamplingParams(max_tokens=5, logit_bias={image: 100.0}))])
+        rollouts = run(engine, prompts_of(SamplingParams(n=2, max_tokens=NUM_TOKENS, seed=5, ignore_eos=True)))
+    for rollout in (biased, *rollouts):
+        assert image not in rollout.token_ids
+        assert rollout.banned == ((image, image + 1),)
+    batch = pack(rollouts, [1.0] * len(rollouts))
+    np.testing.assert_allclose(token_logprobs(model, batch).detach(), batch.behavior_logprobs[batch.drawn], atol=2e-4)
 
 
 def test_ids_of_images_by_other_names():

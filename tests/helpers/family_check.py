@@ -135,6 +135,8 @@ def _of_drawn(model: PreTrainedModel, rollout: Rollout) -> torch.Tensor:
     """Log-probabilities f64[T, V] from which the tokens of a rollout were drawn, at its temperature."""
     ids = np.concatenate([rollout.prompt_token_ids, rollout.token_ids])
     logits = _logits(model, ids)[len(rollout.prompt_token_ids) - 1 : -1, :]
+    for begin, end in rollout.banned:
+        logits[:, begin:end] = -torch.inf
     return torch.log_softmax(logits / (rollout.params.temperature or 1.0), -1)
 
 

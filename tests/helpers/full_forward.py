@@ -25,8 +25,9 @@ def ragged_prompts(count: int, params: list[SamplingParams], seed: int = 0) -> l
 
 @torch.no_grad()
 def full_forwards(model: torch.nn.Module, rollouts: list[Rollout]) -> list[np.ndarray]:
-    """Log-probabilities of the drawn tokens of each rollout, from whole forward passes over prompts and answers. A pass
-    takes a few rollouts of about one length. They are padded at their ends. Causal layers do not see that."""
+    """Log-probabilities of the drawn tokens of each rollout, without `Rollout.banned`, from whole forward passes over
+    prompts and answers. A pass takes a few rollouts of about one length. They are padded at their ends. Causal layers
+    do not see that."""
     ids = [torch.from_numpy(np.concatenate([r.prompt_token_ids, r.token_ids])).long() for r in rollouts]
     by_length = sorted(range(len(ids)), key=lambda index: len(ids[index]))
     found: dict[int, np.ndarray] = {}
@@ -36,6 +37,8 @@ def full_forwards(model: torch.nn.Module, rollouts: list[Rollout]) -> list[np.nd
         for index, logits in zip(indices, model(padded, use_cache=False).logits.double(), strict=True):
             rollout, drawn = rollouts[index], torch.from_numpy(rollouts[index].token_ids).long()
             start = len(rollout.prompt_token_ids) - 1
+            for begin, end in rollout.banned:
+                logits[:, begin:end] = -torch.inf
             logprobs = torch.log_softmax(logits[start : start + len(drawn)] / (rollout.params.temperature or 1.0), -1)
             found[index] = logprobs.gather(1, drawn[:, None])[:, 0].numpy()
     return [found[index] for index in range(len(rollouts))]

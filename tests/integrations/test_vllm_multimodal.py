@@ -55,8 +55,8 @@ def model_of(name: str, seed: int = 0) -> PreTrainedModel:
 
 @torch.no_grad()
 def logprobs_of(models: list[PreTrainedModel], rollout: Rollout) -> np.ndarray:
-    """Return the log-probabilities of the drawn tokens. Each is computed by the model of its version, over keys and
-    values of the versions before it."""
+    """Return the log-probabilities of the drawn tokens, without ids that are never drawn. Each is computed by the model
+    of its version, over keys and values of the versions before it."""
     versions = [rollout.weight_versions[0]] * (len(rollout.prompt_token_ids) - 1) + [*rollout.weight_versions]
     ids = torch.from_numpy(np.concatenate([rollout.prompt_token_ids, rollout.token_ids])).long()[None]
     cache, logits, at = None, [], 0
@@ -65,7 +65,10 @@ def logprobs_of(models: list[PreTrainedModel], rollout: Rollout) -> np.ndarray:
         output = models[version](ids[:, at:end], past_key_values=cache, use_cache=True)
         cache, at = output.past_key_values, end
         logits.append(output.logits[0].double())
-    rows = torch.log_softmax(torch.cat(logits), -1)[-len(rollout.token_ids) :]
+    rows = torch.cat(logits)[-len(rollout.token_ids) :]
+    for begin, end in rollout.banned:
+        rows[:, begin:end] = -torch.inf
+    rows = torch.log_softmax(rows, -1)
     return rows.gather(1, torch.from_numpy(rollout.token_ids).long()[:, None])[:, 0].numpy()
 
 
@@ -103,5 +106,6 @@ def test_every_token_is_drawn_by_the_weights_of_its_version(name, tmp_path):
     assert {0, 1} in spans
     assert {1, 2} in spans
     for rollout in rollouts:
+        assert image not in rollout.token_ids
         assert np.abs(logprobs_of(models, rollout) - rollout.logprobs).max() < TOLERANCE
         assert np.abs(logprobs_of(models[1:] + models[:1], rollout) - rollout.logprobs).max() > 100 * TOLERANCE

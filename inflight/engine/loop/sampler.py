@@ -140,7 +140,7 @@ class Sampler:
         own_columns: Mapping[str, ColumnFunction] | None = None,
         banned: Seq[tuple[int, int]] = (),
     ):
-        """banned: ranges [begin, end) of ids that are never drawn, because the tokenizer does not have them."""
+        """banned: ranges [begin, end) of ids that are never drawn (`banned_ids`)."""
         self._vocab_size, self._eos_ids = vocab_size, sorted(eos_ids)
         self._last_tokens = last_tokens
         self._own_columns = own_columns or {}

@@ -267,6 +267,20 @@ def media_token_ids(config: PretrainedConfig) -> frozenset[int]:
     return frozenset(one for one in ids if isinstance(one, int))
 
 
+def banned_ids(
+    tokenizer: PreTrainedTokenizerBase | None, media_ids: frozenset[int], eos_ids: frozenset[int], vocab_size: int
+) -> tuple[tuple[int, int], ...]:
+    """Return ranges [begin, end) of the ids that are never drawn: ids that the tokenizer lacks, and ids in place of
+    images or sound. No prompt can contain the latter, and some models (Gemma 4) do not compute them as text."""
+    missing = {*ids_without_token(tokenizer, vocab_size)} - eos_ids
+    media = {token for token in media_ids if 0 <= token < vocab_size} - eos_ids - missing
+    if missing:
+        logger.info("%d ids of the model's vocabulary are not in the tokenizer and are never drawn", len(missing))
+    if media:
+        logger.info("ids in place of images or sound are never drawn: %s", ", ".join(map(str, sorted(media))))
+    return ranges_of(sorted(missing | media))
+
+
 def ranges_of(token_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return ranges [begin, end) that hold these ids and no others. The ids are in order."""
     if not token_ids:

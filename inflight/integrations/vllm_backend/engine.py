@@ -24,6 +24,7 @@ from inflight.engine.loop.outputs import token_columns
 from inflight.engine.loop.requests import Requests
 from inflight.engine.loop.sequence import Sequence
 from inflight.engine.loop.stopping import StopCondition
+from inflight.engine.model.loading import banned_ids
 from inflight.engine.process.verbs import verb
 from inflight.integrations.vllm_backend.build import Started, start
 from inflight.integrations.vllm_backend.columns import Columns, asked
@@ -67,12 +68,15 @@ class VllmEngine(Backend):
         self.scheduler: VllmScheduler = VllmScheduler(
             self.options.max_sequences, records_columns=started.records_columns
         )
+        banned = banned_ids(None, started.media_ids, started.eos_ids, self.vocab_size)
+        self._banned = [token for bounds in banned for token in range(*bounds)]
         self.requests = Requests(
             self.scheduler,
             self.slot_table,
             self.options,
             vocab_size=self.vocab_size,
             can_read_text=started.tokenizer is not None,
+            banned=banned,
             media_ids=started.media_ids,
         )
         self.headers = FrameHeaders(self.requests)
@@ -205,7 +209,7 @@ class VllmEngine(Backend):
         """Have vLLM start a sequence. If vLLM refuses it, the sequence ends with "error"; the others continue."""
         started = self._started
         try:
-            sampling = request_arguments(sequence, started.eos_ids)
+            sampling = request_arguments(sequence, started.eos_ids, self._banned)
             started.core.add_request(started.request(name, sequence, salt, sampling))
         except Exception as error:  # vLLM can raise any error
             reason = f"{type(error).__name__}: {error}"

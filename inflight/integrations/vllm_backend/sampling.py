@@ -1,5 +1,7 @@
 """Translates our sampling parameters to vLLM's, if both mean the same distribution."""
 
+from collections.abc import Iterable
+from math import inf
 from typing import Any
 
 from inflight.core.errors import InvalidRequestError
@@ -11,9 +13,9 @@ _MAX_SEED = 2**63
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
 """Bounds of vLLM. It raises a smaller temperature to the lower one, and refuses a larger one."""
 
-_MOST_BIASES, _MOST_STOPS = 1024, 120
-"""Bounds of vLLM's second model runner (vllm/v1/worker/gpu/sample/logit_bias.py). More of them end an engine. Stop ids
-are 128 with the end-of-sequence ids."""
+_MOST_BIASES, _MOST_STOPS = 1000, 120
+"""Bounds of vLLM's second model runner (vllm/v1/worker/gpu/sample/logit_bias.py). More of them end an engine. Biases
+are 1,024 with the ids that are never drawn, and stop ids are 128 with the end-of-sequence ids."""
 
 
 def refuse(name: str, sequence: Sequence) -> None:
@@ -43,9 +45,9 @@ def refuse(name: str, sequence: Sequence) -> None:
             raise InvalidRequestError(f'{name} asks for {reason}; launch with backend="inflight" for it')
 
 
-def request_arguments(sequence: Sequence, eos_ids: frozenset[int]) -> dict[str, Any]:
+def request_arguments(sequence: Sequence, eos_ids: frozenset[int], banned: Iterable[int] = ()) -> dict[str, Any]:
     """Return keyword arguments of vLLM's SamplingParams for the rest of a sequence. For vLLM, all tokens of the
-    sequence are its prompt.
+    sequence are its prompt. banned: ids that are never drawn.
 
     vLLM applies logit bias, min_tokens, repetition penalty, temperature, min-p, top-k and top-p in this order.
     End-of-sequence ids are passed as stop ids, so that vLLM needs no tokenizer. We search for stop strings. vLLM seeds
@@ -60,7 +62,7 @@ def request_arguments(sequence: Sequence, eos_ids: frozenset[int]) -> dict[str, 
         "n": 1,
         "temperature": params.temperature,
         "repetition_penalty": params.repetition_penalty,
-        "logit_bias": dict(params.logit_bias) or None,
+        "logit_bias": params.logit_bias | dict.fromkeys(banned, -inf) or None,
         "seed": (sequence.seed ^ (drawn * _MIX)) % _MAX_SEED,
         "max_tokens": sequence.max_tokens - drawn,
         "min_tokens": min(max(0, params.min_tokens - drawn), sequence.max_tokens - drawn),
