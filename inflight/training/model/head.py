@@ -6,6 +6,7 @@ temperatures, and the kernel applies the softcap. H hidden size, V vocabulary, n
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_NUMBERS = 2**24
 """Maximum number of weights, or of logits, that are gathered at once for tokens other than the drawn ones."""
+_FAR, _CAPPED = 20.0, -6e4
+"""A softcap turns the second number, which fp16 can represent, into −softcap. From the first number on, in units of the
+temperature, such a logit has a probability of about 1e-9 / V, and nothing needs to be left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +138,11 @@ def scoring_head(
         tokens, mask = batch.input_ids[drawn], batch.sampling_mask and batch.sampling_mask.expand()
         if batch.banned is not None:
             banned_V = is_banned(torch.arange(len(weight), device=weight.device), batch.banned)
-            if head.softcap is None:
-                bias = (weight.new_zeros(len(weight)) if bias is None else bias).masked_fill(banned_V, -torch.inf)
-            else:  # A softcap would turn −∞ into −softcap.
+            farthest = math.inf if head.softcap is None else head.softcap / float(batch.temperatures.max())
+            if farthest >= _FAR:
+                lowest = -torch.inf if head.softcap is None else _CAPPED
+                bias = (weight.new_zeros(len(weight)) if bias is None else bias).masked_fill(banned_V, lowest)
+            else:  # This copies the weights of the head.
                 weight, bias = weight[~banned_V], bias if bias is None else bias[~banned_V]
                 tokens, mask = _renumbered(tokens, mask, banned_V)
         logprobs, entropies = linear_logprobs(

@@ -158,6 +158,7 @@ def with_bias(model: PreTrainedModel) -> PreTrainedModel:
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "tied": lambda: make_model("qwen3"),
     "softcap": lambda: make_model("gemma2"),
+    "near softcap": lambda: make_model("gemma2", final_logit_softcapping=5.0),
     "bias": lambda: with_bias(make_model("llama")),
 }
 
