@@ -47,8 +47,8 @@ class Task:
 
 
 def file_task(path: Path, *, max_tokens: int) -> Task:
-    """Read a JSON-lines file, each line {"prompt": …, "answer": …}; an answer scores 1 if it is equal, stripped, else
-    0.
+    """Read a JSON-lines file, each line {"prompt": …, "answer": …}, both text or numbers; an answer scores 1 if it is
+    equal, stripped, else 0.
 
     The last 256 prompts, but at most a quarter, are held out. Raises TaskError, naming the line.
     """
@@ -65,12 +65,14 @@ def file_task(path: Path, *, max_tokens: int) -> Task:
             continue
         try:
             row = json.loads(line)
-            if row["prompt"] is None or row["answer"] is None:
-                raise TypeError("null")
-            examples.append(Example(str(row["prompt"]), {"answer": str(row["answer"])}))
+            prompt, answer = row["prompt"], row["answer"]
+            if {type(prompt), type(answer)} - {str, int, float}:
+                raise TypeError("neither text nor a number")
+            examples.append(Example(str(prompt), {"answer": str(answer)}))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise TaskError(
-                f'{path}, line {number}: expected {{"prompt": "…", "answer": "…"}}, got {line[:80]!r}'
+                f'{path}, line {number}: expected {{"prompt": "…", "answer": "…"}}, both text or numbers, got '
+                f"{line[:80]!r}"
             ) from error
     by_prompt = {example.prompt: example for example in examples}
     if len(by_prompt) < _LEAST_PROMPTS:

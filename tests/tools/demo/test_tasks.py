@@ -26,6 +26,12 @@ def test_repeated_lines_of_a_file_are_not_held_out_and_trained_on(tmp_path):
     [
         (b'{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": null}\n', r"rows.jsonl, line 2: expected"),
         (b'{"prompt": "a", "answer": "b"}\n{"prompt": "\xff", "answer": "b"}\n', r"rows.jsonl, line 2 is not UTF-8"),
+        (
+            b'{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}\n',
+            r"line 1: .* text or numbers, got",
+        ),
+        (b'{"prompt": "a", "answer": ["b"]}\n', r"line 1: expected .*, both text or numbers"),
+        (b'{"prompt": "a", "answer": true}\n', r"line 1: expected .*, both text or numbers"),
         (b'{"prompt": "a", "answer": "b"}\n' * 20, "has 1 different prompts; at least 8 are needed"),
     ],
 )
@@ -47,3 +53,10 @@ def test_a_small_task_keeps_most_of_its_prompts_for_training(monkeypatch, size, 
     num_prompts = 7
     with pytest.raises(TaskError, match="'small' has 7 different prompts; at least 8 are needed"):
         gym_task("small", seed=0)
+
+
+def test_numbers_are_read_as_text(tmp_path):
+    rows = [{"prompt": number, "answer": number / 2} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = file_task(tmp_path / "rows.jsonl", max_tokens=4)
+    assert [(one.prompt, one.metadata) for one in task.held_out] == [("6", {"answer": "3.0"}), ("7", {"answer": "3.5"})]
