@@ -166,12 +166,13 @@ def keys(directory: Annotated[Path, typer.Argument(help="Directory that does not
 
 
 def _hand_over(result: dict[str, Any], output: Output, *, series: list[dict[str, Any]] | None = None) -> None:
-    """Write a result to the file of --json, and print it as the last line of output."""
+    """Print a result as the last line of output, and then write it to the file of --json. If the file cannot be
+    written, the result of a long measurement is not lost."""
+    print(json.dumps({key: value for key, value in result.items() if key != "environment"}), flush=True)
     if output.json_file:
         from inflight.tools.environment import write_result
 
         write_result(output.json_file, result, series)
-    print(json.dumps({key: value for key, value in result.items() if key != "environment"}), flush=True)
 
 
 add_command(app, "demo", demo, DemoOptions, Output)

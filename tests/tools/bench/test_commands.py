@@ -10,12 +10,14 @@ from typer.testing import CliRunner
 from vllm_of_a_peer import install
 from waiting import PATIENCE_S
 
-from inflight.core.errors import InflightError
+from inflight.core.errors import FileWriteError, InflightError
+from inflight.tools import cli
 from inflight.tools.bench import stream
 from inflight.tools.bench.options import StreamOptions
 from inflight.tools.bench.peer_worker import Job, Setup, random_requests
 from inflight.tools.bench.peers import Worker, interpreter
 from inflight.tools.cli import app
+from inflight.tools.command_line import Output
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
 TINY = ("--model", "tiny", "--device", "cpu")
@@ -54,6 +56,12 @@ def test_throughput_prints_the_documented_keys_and_writes_them(tmp_path, monkeyp
     assert {"command", "commit", "machine", "versions"} <= set(written.pop("environment"))
     assert written == result
     assert written["sides"]["vllm"]["versions"]["vllm"] == "0.0"
+
+
+def test_a_result_is_printed_if_its_file_cannot_be_written(tmp_path, capsys):
+    with pytest.raises(FileWriteError, match="Is a directory"):
+        cli._hand_over({"tokens_per_s": 1.5}, Output(json_file=tmp_path))
+    assert json.loads(capsys.readouterr().out) == {"tokens_per_s": 1.5}
 
 
 def test_a_stream_whose_sender_fails_ends_with_an_error(tmp_path, monkeypatch):
