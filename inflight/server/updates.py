@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from inflight.core.errors import EngineBusyError, EngineHungError, WeightFileError
 from inflight.server.engine import ServedEngine
+from inflight.training.schedules import LIVE_S
 from inflight.weights.trainer.adapter_files import AdapterFiles
 from inflight.weights.trainer.publisher import Publisher
 from inflight.weights.trainer.state_dict_source import Weights
@@ -80,7 +81,7 @@ class Updates:
             published = publisher.publish(*weights)
             if kind == "adapters":
                 publisher.wait_copied()
-            self._engine.wait_for_version(published)
+            self._engine.wait_for_version(published, timeout_s=LIVE_S)
         except TimeoutError:  # It becomes live later, under this name.
             self._note_base(kind, weights)
             raise

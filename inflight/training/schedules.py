@@ -37,7 +37,7 @@ __all__ = ["SCHEDULES", "Admission", "Example", "RolloutEngine", "Schedule", "We
 _WAIT = "wait for rollouts"
 """Span of the time in which the trainer neither trains nor publishes."""
 LIVE_S = 3600.0
-"""Time that a publisher waits for a slot, because an evaluation can keep it."""
+"""Maximum time for a version to go live. An evaluation can keep its slot, and large weights take minutes to arrive."""
 
 
 class RolloutEngine(PromptEngine, Protocol):

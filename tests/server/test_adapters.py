@@ -277,7 +277,7 @@ def test_a_publisher_that_an_engine_has_ended_by_its_silence_is_replaced(silence
         def status(self):
             return SimpleNamespace(version=3)
 
-        def wait_for_version(self, version):
+        def wait_for_version(self, version, *, timeout_s):
             assert version == 4
 
     updates = Updates(Engine())
