@@ -66,10 +66,16 @@ class EngineRollouts:
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
         """Return one completion for each of `prompts`, which repeat a prompt once per completion: lists of prompt_ids,
         completion_ids, logprobs (one per completion token), and for the reward functions weight_versions (one per
-        completion token) and finish_reason."""
+        completion token) and finish_reason. Warn if the trainer takes steps and publishes nothing."""
         _refuse_unsupported_settings(trainer)
         _enable_trl_correction(trainer)
         training = trainer.model.training
+        if training and trainer.state.global_step and not self._engine.staleness.published_version:
+            warnings.warn(
+                "the trainer has taken steps and published nothing: the engine still draws with the weights that it "
+                "was launched with; add a PublishCallback to the trainer",
+                stacklevel=2,
+            )
         group_ids = self._planned_groups(prompts) if training else None
         if group_ids is None:
             self._engine.wait_for_version(self._engine.staleness.published_version, timeout_s=_LIVE_TIMEOUT_S)

@@ -407,3 +407,24 @@ def test_completions_that_the_context_cuts_are_warned_of_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         integration.check_ended([ended(8), ended(3, finish_reason="stop"), ended(3, is_of_episode=True)])
+
+
+@pytest.mark.parametrize(
+    ("version", "step", "training", "warns"),
+    [(0, 1, True, True), (0, 0, True, False), (0, 1, False, False), (1, 1, True, False)],
+)
+def test_a_trainer_that_publishes_nothing_is_warned(monkeypatch, version, step, training, warns):
+    stream, staleness = SimpleNamespace(collect=lambda ids: []), SimpleNamespace(published_version=version)
+    engine = SimpleNamespace(stream=stream, staleness=staleness, wait_for_version=lambda *_, **__: None)
+    monkeypatch.setattr(EngineRollouts, "_submit", lambda *_: [])
+    trainer = SimpleNamespace(
+        use_vllm=False,
+        args=None,
+        vllm_importance_sampling_correction=False,
+        model=SimpleNamespace(training=training),
+        state=SimpleNamespace(global_step=step),
+    )
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        EngineRollouts(engine)(["p0"], trainer)  # pyright: ignore[reportArgumentType]
+    assert ["add a PublishCallback" in str(warning.message) for warning in seen] == [True] * warns
