@@ -203,8 +203,8 @@ def decode(line: bytes) -> Event | None:
         return None
 
 
-def read_events(directory: Path) -> Iterator[Event]:
+def read_events(directory: str | Path) -> Iterator[Event]:
     """Yield all events of a run, in order; other lines are left out. Raises RunError without a record."""
-    path = directory / EVENTS_FILE
+    path = Path(directory) / EVENTS_FILE
     with file_errors(RunError, f"cannot read {path}"), open(path, "rb") as file:
         yield from (event for line in file if (event := decode(line)) is not None)

@@ -95,7 +95,7 @@ def report(console: Console, options: ReportOptions) -> None:
     """Write the page, and print the comparison of settings and the verdict on each run. Raises ReportError, RunError
     and FileWriteError."""
     runs = runs_of(options.paths)
-    page = page_of(list(options.paths), options.title, runs, options.target)
+    page = page_of(options.paths, options.title, runs, options.target)
     with replacing(options.out) as partial:
         partial.write_text(page)
     told = [*SettingsReport(runs, options.target).lines(), ""]
@@ -115,15 +115,16 @@ def runs_of(paths: Iterable[Path]) -> dict[Path, RecordedRun]:
 
 
 def page_of(
-    paths: list[Path], title: str, runs: dict[Path, RecordedRun] | None = None, target: float | None = None
+    paths: Sequence[str | Path], title: str, runs: dict[Path, RecordedRun] | None = None, target: float | None = None
 ) -> str:
     """Return the HTML of a report. runs: `runs_of(paths)`, read if None. target: reward to reach; None: 0.9 of the
     lowest mean final reward of a setting. Raises ReportError for the first file that is not a benchmark result, and
     RunError for a directory without a record."""
     sections: dict[str, Section] = {}
     compared: dict[str, list[Row]] = {}
-    runs = runs_of(paths) if runs is None else runs
-    for path, name in names_of([path for path in paths if path not in runs]).items():
+    files = [Path(path) for path in paths]
+    runs = runs_of(files) if runs is None else runs
+    for path, name in names_of([path for path in files if path not in runs]).items():
         result = read_json(path, dict[str, Any])
         kind = str(result.pop("bench", path.stem))
         for place, figures in rows_of(result):

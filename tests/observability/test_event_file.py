@@ -44,6 +44,7 @@ def test_what_is_appended_is_read_from_where_one_was(tmp_path):
     second = read_piece(path, first.cursor)
     assert (steps_of(second.lines), second.is_new) == ([2], False)
     assert list(read_events(tmp_path / "run")) == [Began(time=1.0, title="a"), step(1), step(2)]
+    assert list(read_events(str(tmp_path / "run"))) == list(read_events(tmp_path / "run"))
     file.close()
 
 

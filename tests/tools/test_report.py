@@ -125,6 +125,13 @@ def test_a_directory_without_a_record_is_refused(tmp_path):
         page_of([tmp_path], "")
 
 
+def test_paths_can_be_text(tmp_path):
+    files = [write(tmp_path / f"{name}.json", {"bench": "loss", "time_ratio": 2.0}) for name in "ab"]
+    assert page_of([str(file) for file in files], "") == page_of(files, "")
+    with pytest.raises(RunError, match="has no record of a run"):
+        page_of([str(tmp_path)], "")
+
+
 def test_text_of_a_file_is_escaped(tmp_path):
     nasty = {NASTY: NASTY, "points": [{NASTY: i, "b": 1.0} for i in range(4)], "environment": {"commit": NASTY}}
     page = page_of([write(tmp_path / "<b>.json", nasty | {"bench": NASTY})], NASTY)
