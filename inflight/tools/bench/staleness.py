@@ -17,6 +17,7 @@ from inflight.tools.demo.trainer import Threads, load_trainer, split_cores, torc
 from inflight.tools.progress import Progress, untold
 from inflight.training.data.lead import read_ahead
 from inflight.training.grpo import GRPOConfig, grpo
+from inflight.training.schedules import resolve_schedule
 from inflight.weights.trainer.publisher import Publisher
 
 GROUP_SIZE = 4
@@ -34,11 +35,16 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
     The result has {p50, p90, p99, max} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms, swap_ms and
     stall_ms, version_lag {p50, max}, steps_per_s, trainer_wait_share (the share of time in which the trainer waits for
     rollouts), age_over_bound (`TokenStaleness.age_over_bound`), the counts of tokens and swaps, and the distribution of
-    each measure (`spread`). Raises ValueError if `sequences` is not a multiple of 4.
+    each measure (`spread`). Raises ValueError if `sequences` is not a multiple of 4, and for a lead that the schedule
+    does not use.
     """
     if settings.sequences % GROUP_SIZE:
         raise ValueError(
             f"--sequences must be a multiple of {GROUP_SIZE}, the size of a group, got {settings.sequences}"
+        )
+    if settings.ahead != "auto" and resolve_schedule(settings.mode).batches_ahead is not None:
+        raise ValueError(
+            f"--ahead is for --mode inflight; --mode {settings.mode} has its own lead, so leave --ahead out"
         )
     num_groups, device = settings.sequences // GROUP_SIZE, resolve_device(settings.device)
     config = GRPOConfig(

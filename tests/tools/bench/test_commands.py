@@ -122,6 +122,7 @@ def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
         (["throughput", "--prompt-tokens", "0"], "--prompt-tokens must be a positive number or two that rise"),
         (["learning", "--modes", "sync,async"], "unknown schedule 'async'; choose inflight, sync, one_step_off"),
         (["staleness", "--sequences", "6"], "--sequences must be a multiple of 4, the size of a group, got 6"),
+        (["staleness", "--mode", "sync", "--ahead", "4"], "--mode sync has its own lead, so leave --ahead out"),
         (["learning", "--sequences", "4"], "--sequences must be a multiple of 8, the size of a group, got 4"),
         (["learning", "--objective", "decoupled_ppo"], "is for several optimizer steps per batch"),
     ],
