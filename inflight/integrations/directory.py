@@ -1,6 +1,7 @@
 """Sends weights from a trainer to servers through a directory that all of them see."""
 
 import json
+import secrets
 import shutil
 import urllib.error
 import urllib.request
@@ -8,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from time import sleep
+from time import sleep, time
 
 import torch
 from safetensors.torch import save_file
@@ -26,7 +27,9 @@ class DirectoryTransfer:
     publish it. It is a `weight_transfer` for TRL's AsyncGRPOTrainer.
 
     `send_weights` returns when the version is live everywhere, or raises a server's error; then that server keeps its
-    earlier weights. The directory of a version is removed when the next one is live.
+    earlier weights. The directory of a version is removed when the next one is live. Several trainers can write to one
+    directory, because the names of their versions differ. Versions of others are removed when they are older than
+    `timeout_s`.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class DirectoryTransfer:
         if not self._directory.is_absolute():
             raise WeightFileError(f"{directory} is no absolute path, by which the server could find it")
         self._count = 0
+        self._run = secrets.token_hex(4)
+        """Part of the names of this trainer's versions."""
 
     def init_weight_transfer(self) -> None:
         """Return when every server responds. Raises TimeoutError."""
@@ -65,8 +70,8 @@ class DirectoryTransfer:
         """Write the weights, and return when every server draws with them. version: name of the version in spans of
         weight versions. Raises InflightError with a server's message, or WeightFileError if the weights cannot be
         written."""
-        directory = self._directory / f"version-{self._count + 1:08d}"
-        shutil.rmtree(directory, ignore_errors=True)  # of an earlier run
+        directory = self._directory / f"version-{self._count + 1:08d}-{self._run}"
+        shutil.rmtree(directory, ignore_errors=True)  # of an attempt that failed
         tensors = iter(iterator)
         try:
             with file_errors(WeightFileError, f"cannot write to {directory}"):
@@ -79,12 +84,18 @@ class DirectoryTransfer:
             for _ in tensors:  # Other ranks gather each tensor with this one.
                 pass
             raise
-        for other in self._directory.glob("version-" + "[0-9]" * 8):  # the last one, and versions of an earlier run
-            if other != directory:
+        for other in self._directory.glob("version-" + "[0-9]" * 8 + "-" + "[0-9a-f]" * 8):
+            if other != directory and (other.name.endswith(self._run) or self._is_old(other)):
                 shutil.rmtree(other, ignore_errors=True)
         self._count += 1
 
     resume = destroy = pause  # The last version stays in the directory.
+
+    def _is_old(self, directory: Path) -> bool:
+        """Return whether no server can still be reading a version of another trainer."""
+        with suppress(OSError):  # the other trainer has removed it
+            return time() - directory.stat().st_mtime > self._timeout_s
+        return False
 
     def _write(self, directory: Path, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors: dict[str, torch.Tensor] = {}

@@ -62,7 +62,7 @@ def test_server_mode_trains_through_a_directory(path, tmp_path, url, engine, pef
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
     assert logged(trainer, "sampling/importance_sampling_ratio/mean") == pytest.approx([1.0] * 2, abs=1e-4)
     assert engine.status().version == before + 2  # before each generation batch
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version-00000002"]
+    assert [path.name[:16] for path in (tmp_path / "weights").iterdir()] == ["version-00000002"]
 
 
 def test_what_trl_asks_of_the_server_is_the_same_after_the_block():
@@ -184,7 +184,7 @@ def test_a_version_is_live_when_it_was_sent(path, tmp_path, url, engine, monkeyp
         transfer.send_weights(weights_of(path))
         assert engine.status().version == before + 1
         [directory] = tmp_path.iterdir()
-        assert directory.name == f"version-{number:08d}"
+        assert directory.name[:16] == f"version-{number:08d}"
         assert len(list(directory.iterdir())) > 3  # several files, none of which is much larger than the bound
         assert max(file.stat().st_size for file in directory.iterdir()) < 100_000
     transfer.destroy()
@@ -198,7 +198,7 @@ def test_weights_that_do_not_fit_are_told_and_nothing_changes(path, tmp_path, ur
     with pytest.raises(InflightError, match=r"did not take the weights: .*q_proj.*nothing was published"):
         transfer.send_weights(pairs)
     assert engine.status().version == before
-    assert [path.name for path in tmp_path.iterdir()] == ["version-00000001"]
+    assert [path.name[:16] for path in tmp_path.iterdir()] == ["version-00000001"]
     transfer.send_weights(weights_of(path))
     assert engine.status().version == before + 1
 
