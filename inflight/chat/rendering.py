@@ -73,6 +73,8 @@ class Renderer:
 
     def _plain(self, message: Message, form: str) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
+        if not plain.get("tool_calls"):  # Templates can take an empty list for a call, and then lose the content.
+            plain.pop("tool_calls", None)
         if plain.get("role") == "developer":
             plain["role"] = self._developer
         content = plain.setdefault("content", "")
@@ -104,11 +106,13 @@ def with_arguments(call: Any, *, as_text: bool = False) -> Any:
     if not isinstance(function, Mapping):
         return call
     arguments = function.get("arguments")
-    if as_text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments or {}, ensure_ascii=False)
-    elif not as_text and isinstance(arguments, str):
+    if isinstance(arguments, str) and not as_text:
         with suppress(ValueError, RecursionError):  # Text that is not JSON stays.
             arguments = json.loads(arguments or "{}")
+    if arguments is None:  # A call of a function without parameters can leave them out.
+        arguments = {}
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -294,6 +294,26 @@ def test_a_conversation_that_the_template_cannot_render_is_continued():
         assert conversation.extend([65], messages, [NEXT]) == usual
 
 
+@pytest.mark.parametrize("name", STOCK)
+def test_an_empty_list_of_calls_is_no_call(made, name):
+    """Clients that add empty fields send one with every answer."""
+    conversation = made[name][1]
+    empty = [{**message, "tool_calls": []} for message in (USER, SAID)]
+    assert conversation.begin([*empty, NEXT]) == conversation.begin([USER, SAID, NEXT])
+
+
+@pytest.mark.parametrize("name", sorted(set(STOCK) - NO_RESULTS))
+def test_a_call_without_arguments_is_one_with_empty_arguments(made, name):
+    conversation = made[name][1]
+
+    def begun(**arguments):
+        answer = call("c1")
+        answer["tool_calls"][0]["function"] = {"name": "find", **arguments}
+        return conversation.begin([USER, answer])
+
+    assert begun() == begun(arguments=None) == begun(arguments="null") == begun(arguments="{}")
+
+
 def test_results_and_a_user_follow_together(made):
     for name in sorted(set(STOCK) - NO_RESULTS):
         tokenizer, conversation = made[name]
