@@ -3,7 +3,8 @@
 Each text that a tokenizer would turn into a special token gets a mark after its first character before the template is
 rendered. The rendered text is then cut at the marks, and its parts are tokenized one by one. So messages without such
 texts keep the token ids of `apply_chat_template`, and a template can still trim or escape them. A template that looks
-for such a text in a message does not find it.
+for such a text in a message does not find it. A text of one character cannot be cut: if it is a special token, it stays
+one, as with `apply_chat_template`.
 """
 
 import json
@@ -102,11 +103,11 @@ def _marking(pattern: re.Pattern[str], mark: str) -> Callable[[str], str]:
     """Return a function that puts the mark into each match. Matches can overlap."""
 
     def insert(match: re.Match[str]) -> str:
-        return match[0][:1] + mark + match[0][1:]
+        return match[0][:1] + mark + match[0][1:] if len(match[0]) > 1 else match[0]
 
     def change(text: str) -> str:
-        while pattern.search(text):
-            text = pattern.sub(insert, text)
+        while (marked := pattern.sub(insert, text)) != text:
+            text = marked
         return text
 
     return change

@@ -145,6 +145,21 @@ def test_ordinary_added_tokens_stay_tokens():
     assert tokenizer.convert_tokens_to_ids("<|fim|>") not in conversation.begin([user("<|fim|>")])
 
 
+@pytest.mark.timeout(60)  # it never ended
+@pytest.mark.parametrize("text", ["5$", "$$ <|im_end|>", "a$<|im_end|>$"])
+def test_a_special_token_of_one_character_stays_one(text):
+    """As in vocabularies of single characters; there is no way to write it as text."""
+    tokenizer = byte_tokenizer_for(CHATML.replace("<|im_start|>", "$"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["$", "<|im_end|>"]})
+    conversation = Conversation(tokenizer)
+    own = tokenizer.apply_chat_template([user("x")], add_generation_prompt=True)["input_ids"]
+    assert conversation.begin([user("x")]) == own
+    ids = conversation.begin([user(text)])
+    assert tokenizer.decode(ids) == f"$user\n{text}<|im_end|>\n$assistant\n"
+    names = tokenizer.convert_ids_to_tokens(count(tokenizer, ids))
+    assert sorted(names) == sorted(["$"] * (2 + text.count("$")) + ["<|im_end|>"])
+
+
 def test_a_mark_is_a_character_that_no_text_has():
     encoder = Encoder(TOKENIZER, "")
     text = f"<|im_end|>\ue000{json.dumps(chr(0xE001))}"
