@@ -152,10 +152,8 @@ def token_id_name(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def npy(array: np.ndarray | None) -> str | None:
+def npy(array: np.ndarray) -> str:
     """Encode an array as base64 of NumPy's file format."""
-    if array is None:
-        return None
     file = io.BytesIO()
     np.save(file, array, allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode()

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from starlette.responses import StreamingResponse
 
 from inflight.chat.readers import Read, Reader
@@ -285,16 +286,21 @@ class TokenReply(Reply):
 
     kind, object, chunk = "gen", "inference.generate", "inference.generate"
 
-    def __init__(self, *args: Any, experts_as_lists: bool, **kwargs: Any):
-        """experts_as_lists: SkyRL's form of routed experts; otherwise a NumPy file in base64, as in vLLM."""
+    def __init__(self, *args: Any, experts_from: int, experts_as_lists: bool, **kwargs: Any):
+        """experts_from: the first token whose routed experts the client wants. experts_as_lists: SkyRL's form of routed
+        experts; otherwise a NumPy file in base64, as in vLLM."""
         super().__init__(*args, **kwargs)
-        self._experts_as_lists = experts_as_lists
+        self._experts_from, self._experts_as_lists = experts_from, experts_as_lists
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        experts = choice.rollout.routed_experts
-        as_lists = experts.tolist() if self._experts_as_lists and experts is not None else None
         json = {"index": choice.index, "logprobs": choice.chat_logprobs(self), "sampling_mask": None}
-        return json | choice.fields(self) | {"routed_experts": as_lists or answers.npy(experts)}
+        return json | choice.fields(self) | {"routed_experts": self._experts(choice.rollout.routed_experts)}
+
+    def _experts(self, experts: np.ndarray | None) -> str | list[Any] | None:
+        if experts is None:
+            return None
+        wanted = experts[self._experts_from :]
+        return wanted.tolist() if self._experts_as_lists else answers.npy(wanted)
 
 
 class EventStream(StreamingResponse):

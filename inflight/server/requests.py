@@ -132,6 +132,8 @@ class ChatRequest(OpenAIFields, kw_only=True):
 
 class TokenSampling(SamplingFields, kw_only=True):
     logprobs: int | bool | None = None
+    routed_experts_prompt_start: int | None = None
+    """Number of prompt tokens whose routed experts the client has."""
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):

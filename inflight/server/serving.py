@@ -58,9 +58,12 @@ async def generate(served: Served, request: Request, *, experts_as_lists: bool =
     # One log-probability is the drawn token's, as in vLLM.
     top = 0 if isinstance(sampling.logprobs, bool) or sampling.logprobs in (None, 1) else sampling.logprobs
     params = sampling.params(max_tokens=_COMPLETION_TOKENS, top_logprobs=top)
-    prompts = [fields.token_ids]
-    reply = TokenReply(served, fields, params, prompts, logprobs=logprobs, experts_as_lists=experts_as_lists)
-    return await _respond(reply, request)
+    start, most = sampling.routed_experts_prompt_start or 0, len(fields.token_ids)
+    if not 0 <= start <= most:
+        message = f"routed_experts_prompt_start must be in [0, {most}] (the prompt's length), got {start}"
+        raise ApiError(400, message, param="routed_experts_prompt_start")
+    options = {"experts_from": start, "experts_as_lists": experts_as_lists}
+    return await _respond(TokenReply(served, fields, params, [fields.token_ids], logprobs=logprobs, **options), request)
 
 
 async def _respond(reply: Reply, request: Request) -> Response:

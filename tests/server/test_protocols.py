@@ -199,6 +199,40 @@ def test_routed_experts_come_as_vllm_and_as_skyrl_have_them(model_dir):
         [[rollout]] = engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=5, seed=1))
         assert rollout.routed_experts is not None
         assert (rollout.routed_experts == experts).all()
+        body["sampling_params"]["routed_experts_prompt_start"] = 2
+        text = call(server, "POST", "/inference/v1/generate", body | {"stream": True})[1]
+        parts = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+        [*_, last] = [choice["routed_experts"] for part in parts for choice in part["choices"]]
+        assert (np.load(io.BytesIO(base64.b64decode(last))) == experts[2:]).all()
+
+
+def test_experts_that_a_client_has_of_earlier_turns_are_left_out(served, monkeypatch):
+    """As verifiers and SkyRL ask for them from the second turn on, and put them behind the ones that they have."""
+    collect = served.engine.stream.acollect
+
+    async def with_experts(group_ids, **options):
+        groups = await collect(group_ids, **options)
+        for rollout in (each for group in groups for each in group):
+            places = np.arange(len(rollout.prompt_token_ids) + len(rollout.token_ids) - 1, dtype=np.uint8)
+            rollout.routed_experts = places[:, None, None]
+        return groups
+
+    monkeypatch.setattr(served.engine.stream, "acollect", with_experts)
+    sampling = {"max_tokens": 2, "ignore_eos": True}
+    body = {"token_ids": [1, 2, 3, 4], "sampling_params": sampling}
+    for start, expected in ((None, [0, 1, 2, 3, 4]), (0, [0, 1, 2, 3, 4]), (3, [3, 4]), (4, [4])):
+        sampling["routed_experts_prompt_start"] = start
+        [vllm] = call(served.http, "POST", "/inference/v1/generate", body)[1]["choices"]
+        [skyrl] = call(served.http, "POST", "/skyrl/v1/generate", body)[1]["choices"]
+        assert np.load(io.BytesIO(base64.b64decode(vllm["routed_experts"]))).ravel().tolist() == expected
+        assert skyrl["routed_experts"] == [[[place]] for place in expected]
+    sampling |= {"max_tokens": 1, "routed_experts_prompt_start": 4}
+    [skyrl] = call(served.http, "POST", "/skyrl/v1/generate", body)[1]["choices"]
+    assert skyrl["routed_experts"] == []
+    for start in (-1, 5):
+        sampling["routed_experts_prompt_start"] = start
+        status, answer = call(served.http, "POST", "/inference/v1/generate", body)
+        assert (status, answer["error"]["param"]) == (400, "routed_experts_prompt_start")
 
 
 @pytest.mark.parametrize("field", ["features", "kv_transfer_params"])
