@@ -37,6 +37,12 @@ _REFUSED_BY_ALL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "prompt_logprob_token_ids": (),
+    "prompt_logprob_start": (0,),
+    "repetition_detection": (),
+    "thinking_token_budget": (-1,),
+    "trace_decode_token_ids": (),
     "truncate_prompt_tokens": (-1,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
@@ -167,7 +173,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 _REFUSED: dict[type, dict[str, tuple[Any, ...]]] = {
-    CompletionRequest: _REFUSED_BY_ALL | {"suffix": ("",), "prompt_embeds": (), "response_format": ({"type": "text"},)},
+    CompletionRequest: _REFUSED_BY_ALL
+    | {"best_of": (1,), "suffix": ("",), "prompt_embeds": (), "response_format": ({"type": "text"},)},
     ChatRequest: _REFUSED_BY_ALL
     | {
         "echo": (False,),

@@ -295,7 +295,10 @@ def test_tools_that_may_not_be_called_leave_the_text_as_it_is(served):
     [
         ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "without stream"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"prompt": "a", "extra_body": {"thinking_token_budget": 64}}, "thinking_token_budget"),
+        ({"prompt": "a", "extra_body": {"logprob_token_ids": [5]}}, "logprob_token_ids"),
         ({"prompt": "a", "extra_body": {"structured_outputs": {"regex": "a+"}}}, "structured_outputs"),
         ({"prompt": "a", "extra_body": {"prompt_logprobs": 1}, "stream": True}, "without stream"),
         ({"prompt": "a", "extra_body": {"prompt_logprobs": -1}}, "prompt_logprobs"),
@@ -346,7 +349,7 @@ def test_a_model_that_does_not_exist(served):
 
 
 def test_fields_that_nobody_knows_are_ignored(served):
-    extra = {"never_heard_of": {"a": 1}, "echo": False, "best_of": None}
+    extra = {"never_heard_of": {"a": 1}, "echo": False, "best_of": None, "thinking_token_budget": -1}
     answer = served.client.completions.create(model="policy", prompt="<answer>", user="me", extra_body=extra)
     assert answer.choices[0].text == TEXT
 
