@@ -10,8 +10,11 @@ PLACE = "place-"
 """Prefix of places for adapters of clients. A trainer publishes adapters under other names, and clients can use those,
 too."""
 
+OTHER_NAMES = {"api_key": "token"}
+"""Maps vLLM's names of options to ours."""
 
-@named({"api_key": "token"})
+
+@named(OTHER_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """Address, access and limits of a server."""

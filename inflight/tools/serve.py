@@ -13,7 +13,7 @@ from inflight.core.decoders import convert
 from inflight.core.messages import Welcome
 from inflight.core.option import argument, option
 from inflight.core.options import EngineOptions
-from inflight.server.options import PLACE
+from inflight.server.options import OTHER_NAMES, PLACE
 
 logger = logging.getLogger("inflight.server")
 
@@ -73,6 +73,8 @@ class ServedModel:
 def option_hint(name: str) -> str:
     """Return a hint for a flag of vLLM or a field of EngineOptions, such as "; did you mean --slots?", or ""."""
     field = name.removeprefix("--").replace("-", "_")
+    if field in OTHER_NAMES:
+        return f"; did you mean --{OTHER_NAMES[field]}?"
     ours = EngineOptions.OTHER_NAMES.get(field, field)
     if ours not in EngineOptions.__struct_fields__:
         return ""

@@ -205,6 +205,7 @@ def test_every_option_is_on_the_page_of_options(kind):
         ("--max-model-len", "--max-context"),
         ("--max-num-seqs", "--max-sequences"),
         ("--model", "inflight serve MODEL"),
+        ("--api-key", "--token"),
         ("--enable-prefix-caching", "--set prefix_caching=VALUE"),
         ("--prefix-across-versions", "--set prefix_across_versions=VALUE"),
     ],
