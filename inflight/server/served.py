@@ -123,7 +123,11 @@ class Served:
         generation = Generation(self.engine.stream, self._bell, group_ids, partial(self._ended, adapter))
         self.running[generation] = request_id
         if not may_draw:
-            await asyncio.to_thread(self.engine.cancel, group_ids)
+            try:
+                await asyncio.to_thread(self.engine.cancel, group_ids)
+            except BaseException:  # The client has left, or the engine does not answer.
+                generation.end()
+                raise
         return generation
 
     async def _until_drained(self, request_id: str) -> bool:

@@ -1,5 +1,6 @@
 """What clients do wrong: bodies, half-open connections, clients that leave, and those who may not."""
 
+import asyncio
 import http.client
 import json
 import socket
@@ -14,8 +15,10 @@ from http_calls import call
 from waiting import wait_until
 
 import inflight
+from inflight.core.errors import EngineHungError
 from inflight.server import http_server
 from inflight.server.options import ServerOptions
+from inflight.server.served import Served
 from inflight.tools.serve import allow_files
 
 
@@ -228,6 +231,38 @@ def test_a_client_that_reads_nothing_holds_back_no_pause(served):
             assert call(server, "GET", "/load")[1]["server_load"] == 1, "its client has not read it"
         finally:
             served.engine.resume()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_request_that_a_pause_held_back_is_over_after_an_abort_that_fails(served, monkeypatch, leaves):
+    """Otherwise later pauses, and the end of the server, would wait for it."""
+    is_cancelling, may_fail = threading.Event(), threading.Event()
+
+    def cancel(group_ids):
+        is_cancelling.set()
+        may_fail.wait(60)
+        raise EngineHungError("it does not answer")
+
+    monkeypatch.setattr(served.engine, "cancel", cancel)
+    params = inflight.SamplingParams(max_tokens=200, ignore_eos=True)
+
+    async def abort() -> None:
+        other = Served(served.engine, ServerOptions())
+        async with other.open():
+            other._num_draining = 1
+            beginning = asyncio.ensure_future(other.begin([[1]], params, other.adapter_of(None), request_id="1"))
+            await asyncio.sleep(0)
+            assert await other.abort(None) == 1
+            assert await asyncio.to_thread(is_cancelling.wait, 60)
+            if leaves:
+                beginning.cancel()
+            may_fail.set()
+            with pytest.raises(asyncio.CancelledError if leaves else EngineHungError):
+                await beginning
+            assert other.num_open == 0
+
+    asyncio.run(abort())
+    wait_until(lambda: served.engine.stream.outstanding == [])
 
 
 def test_a_pause_waits_within_a_bound(served):
