@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -209,6 +210,18 @@ def test_two_publishers_at_once(engine, transport):
         with pytest.raises(PublisherConflictError, match="another publisher is attached"):
             inflight.Publisher([engine], make_model("qwen3"), transport=inflight.Broadcast())
         engine.wait_for_version(publisher.publish())
+
+
+@pytest.mark.parametrize("transport", [inflight.Slots(), inflight.Broadcast()])
+def test_a_publisher_that_nothing_refers_to_is_closed(engine, transport):
+    """As in `grpo(engine, engine.publisher(model), ...)`, in a notebook cell that runs twice."""
+    model = make_model("qwen3", seed=1)
+    before = threading.active_count()
+    first = engine.publisher(model, transport=transport).publish()
+    with engine.publisher(model, transport=transport) as second:
+        assert second.publish() == first + 1
+        engine.wait_for_version(first + 1)
+    wait_until(lambda: threading.active_count() <= before)
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------

@@ -181,6 +181,15 @@ class CopyThread:
                 engine.lock.unlock()
         self._hook.remove()
 
+    def abandon(self) -> None:
+        """Close. If garbage is collected in this thread, which cannot wait for itself, it closes a moment later."""
+        newest = self._pending or self.copying
+        if threading.current_thread() is self._thread:
+            self._closing = True
+            self._hook.remove()
+        else:
+            self.close(GIVE_UP_S, 0 if newest is None else newest.version)
+
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Before an optimizer changes parameters of this model, wait for the copy."""
         if self._source.is_changed_by(optimizer):

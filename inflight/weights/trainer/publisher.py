@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from copy import copy
 from functools import partial
 from typing import Any, Literal
+from weakref import finalize
 
 from torch import nn
 
@@ -128,6 +129,9 @@ class Publisher(AbstractContextManager["Publisher"]):
             self._engines.stepped()
         copies.differs = self.matches is False
         copies.start()
+        # A publisher to which nothing refers any more, as in a notebook, would keep the engine's lock.
+        self._abandoned = finalize(self, copies.abandon)
+        self._abandoned.atexit = False
 
     def add(self, engine: Engine | EngineAddress, *, transport: Transport | None = None) -> None:
         """Send another engine the last sent version and all later versions. engine: also a process that joins one of
@@ -292,6 +296,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         """Send announced versions and detach. After `timeout_s` seconds the rest is dropped with a warning. Engines
         continue with the newest whole version. Safe to call twice."""
         self.closed = True
+        self._abandoned.detach()
         try:
             self._copies.close(timeout_s, self.version)
         finally:
