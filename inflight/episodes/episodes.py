@@ -12,10 +12,10 @@ from weakref import WeakSet
 
 from inflight.core.arguments import named
 from inflight.core.closing import ClosedAtEnd
-from inflight.core.errors import InflightError
+from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.extras import needing
 from inflight.core.failures import Failures
-from inflight.core.messages import Prompt
+from inflight.core.messages import Prompt, shorten
 from inflight.core.sampling import SamplingParams
 from inflight.core.workers import is_async
 from inflight.episodes.held_loop import HeldLoop
@@ -166,12 +166,17 @@ class Episodes(ClosedAtEnd):
 
         prompts: rows. Each episode gets copies of the dicts and lists in its row. params: of every turn; max_tokens is
         of one turn. metadata: one mapping per row; its rollouts carry it. train: as in `Engine.submit`. Raises
-        ValueError for `version`: each token of an episode is drawn by the newest weights.
+        ValueError for `version`, since each token of an episode is drawn by the newest weights, and InvalidRequestError
+        for a single row.
         """
         if version is not None:
             raise ValueError(
                 'episodes cannot be pinned to a version: no slot keeps it between two turns; use schedule="inflight" '
                 'or "sync"'
+            )
+        if isinstance(prompts, (str, Mapping)):
+            raise InvalidRequestError(
+                f"submit takes a list of rows, got {shorten(repr(prompts), 100)}; wrap it in a list"
             )
         rows, params = list(prompts), params or SamplingParams()
         if metadata is not None and len(metadata) != len(rows):

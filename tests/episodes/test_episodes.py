@@ -11,6 +11,7 @@ from episode_functions import PARAMS, TOOL, collect, three_turns
 from tiny_models import VOCABULARY, make_model
 
 import inflight
+from inflight.core.errors import InvalidRequestError
 from inflight.core.rollout import samples_of
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
@@ -221,6 +222,13 @@ def test_the_stream_runs_episodes_for_prompts(engine):
     assert [batch.num_sequences for batch in batches] == [8, 8, 8]
     assert [batch.num_drawn for batch in batches] == [120] * 3
     assert engine.stream.outstanding == []
+
+
+def test_a_single_row_is_refused(engine):
+    with inflight.Episodes(engine, three_turns) as episodes:
+        for row in ({"question": "a", "answer": "b"}, "abc"):
+            with pytest.raises(InvalidRequestError, match="wrap it in a list"):
+                episodes.submit(row, PARAMS)
 
 
 def test_prompts_without_a_score_are_refused(engine):
