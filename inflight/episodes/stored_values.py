@@ -30,9 +30,10 @@ def encode_error(error: Exception) -> bytes:
     described = [kind.__module__, kind.__qualname__, list(error.args)]
     try:
         copied = _error(described)
-    except (AttributeError, KeyError) as missing:
-        raise TypeError(f"{kind.__qualname__} cannot be found by its name") from missing
-    if type(copied) is not kind or str(copied) != str(error) or vars(copied) != vars(error):
+        is_whole = type(copied) is kind and str(copied) == str(error) and vars(copied) == vars(error)
+    except Exception as failure:  # Its class has no name, takes other arguments, or has fields that are arrays.
+        raise TypeError(f"an exception {kind.__qualname__} is not described by its arguments") from failure
+    if not is_whole:
         raise TypeError(f"an exception {kind.__qualname__} has fields besides its arguments")
     return msgspec.msgpack.encode(msgspec.msgpack.Ext(_ERROR, encode(described)))
 

@@ -25,6 +25,21 @@ RESULTS = {
 }
 
 
+class CodeError(Exception):
+    """Its arguments are not the ones of its constructor."""
+
+    def __init__(self, code):
+        super().__init__(f"code {code:d}")
+
+
+class ArrayError(Exception):
+    """It has a field without a truth value."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.array = np.zeros(3)
+
+
 class World:
     """A process before a restart, `number` 0, and the process after it, `number` 1."""
 
@@ -451,6 +466,7 @@ def test_stored_values_keep_their_types():
 
     with_field = ValueError("x")
     with_field.response = 404
-    for error in (Local(), with_field, ValueError(object()), inflight.EpisodeEnd("closed")):
+    unusual = (CodeError(5), ArrayError("x"))
+    for error in (Local(), with_field, ValueError(object()), inflight.EpisodeEnd("closed"), *unusual):
         with pytest.raises(TypeError):
             encode_error(error)
