@@ -210,7 +210,10 @@ class Session:
             call.cancel()
             self.turns.counts["calls that timed out"] += 1
             logger.warning("%s did not return within %g s, and is left behind", name, self._limits.cleanup_s)
-        elif (error := call.exception()) is not None:
+            return
+        try:
+            call.result()
+        except (Exception, asyncio.CancelledError) as error:
             logger.warning("%s has failed at the end of an episode: %s: %s", name, type(error).__name__, error)
 
     async def use_tools(self, reply: Reply, tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:

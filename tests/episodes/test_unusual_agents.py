@@ -145,3 +145,20 @@ def test_messages_that_are_no_list_are_refused(engine):
 
     outcome(engine, play, n=1)
     assert len(refused) == 3
+
+
+def test_a_cleanup_that_raises_a_cancellation_keeps_the_episode(engine, caplog):
+    async def close():
+        raise asyncio.CancelledError
+
+    async def play(session, row):
+        try:
+            await session.complete(row)
+            return 1.0
+        finally:
+            await session.clean_up(close)
+
+    group, counts = outcome(engine, play, n=2)
+    assert counts["completed"] == 2, counts
+    assert [rollout.reward for rollout in group] == [1.0, 1.0]
+    assert "close has failed at the end of an episode: CancelledError" in caplog.text
