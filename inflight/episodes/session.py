@@ -65,7 +65,9 @@ class Session:
         self.segments = self.conversations.segments
         """Token sequences, in the order of their beginnings."""
         self.num_turns = self.num_tokens = self.num_calls = 0
-        """Numbers of turns, drawn tokens and calls."""
+        """Numbers of turns without cancelled ones, drawn tokens and calls."""
+        self._num_requests = 0
+        """Number of turns that were requested."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Time spent in "turns", "calls", "waits" for rate limits, and "rendering"."""
         self.ended: str | None = None
@@ -356,10 +358,11 @@ class Session:
             most = min(most, limits.max_tokens - self.num_tokens)
             if most <= 0:
                 self._end("max_tokens")
-        seed = sample_seed(self._seed, self.num_turns) & (2**63 - 1)
+        seed = sample_seed(self._seed, self._num_requests) & (2**63 - 1)
         least = self.params.min_tokens - (len(segment.token_ids) - request.num_prompt)  # A fork has some of them.
-        params = self.turns.params_of_turn(self.params, self.num_turns, seed, max(0, least), most)
-        place = Place(self.group_id, self.sample, self.num_turns, segment.digest)
+        params = self.turns.params_of_turn(self.params, self._num_requests, seed, max(0, least), most)
+        place = Place(self.group_id, self.sample, self._num_requests, segment.digest)
+        self._num_requests += 1
         self.num_turns += 1
         segment.is_busy, began_ns = True, now_ns()
         task = asyncio.current_task()
@@ -376,6 +379,9 @@ class Session:
             raise
         except PromptTooLongError:
             self._end("context")
+            raise
+        except asyncio.CancelledError:
+            self.num_turns -= 1
             raise
         finally:
             segment.is_busy = False

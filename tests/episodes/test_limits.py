@@ -307,3 +307,19 @@ def test_each_sequence_of_an_episode_ends_as_its_own_last_turn(engine, order):
     for rollout in group:
         assert rollout.finish_reason == rollout.turns[-1].finish_reason
     assert {rollout.finish_reason for rollout in group} == {"length", "stop"}
+
+
+def test_turns_that_are_cancelled_do_not_count(engine):
+    """As when an agent's client gives up and tries again."""
+
+    async def tries_again(session, row):
+        engine.pause()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.complete(row), 0.05)
+        engine.resume()
+        await session.complete(row)
+        await session.complete(row)
+
+    group, counts = outcome(engine, tries_again, limits=inflight.Limits(max_turns=1, at_limit=2.0), n=1)
+    assert counts["max_turns"] == counts["turns"] == 1, counts
+    assert [rollout.reward for rollout in group] == [2.0]
