@@ -5,7 +5,7 @@ import asyncio
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -153,11 +153,15 @@ class Calls:
     async def _make(self, timeout_s: float, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
         """Call a function within a time, in s, and within its rate limit."""
         rates, limited = self._limits.rates, function
-        while rates and limited not in rates and isinstance(limited, partial):
+        while rates and isinstance(limited, partial) and limited not in rates:
             limited = limited.func
-        rate = rates.get(limited) if rates else None
+        rate = rates.get(limited) if rates and isinstance(limited, Hashable) else None
         if rate is not None:
-            self._seconds["waits"] += await rate.take(timeout_s)
+            began = perf_counter()
+            try:
+                await rate.take(timeout_s)
+            finally:
+                self._seconds["waits"] += perf_counter() - began
         began, call = perf_counter(), None
         self._turns.num_calling += 1
         try:

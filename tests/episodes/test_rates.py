@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -126,3 +127,30 @@ def test_a_score_that_waits_too_long_is_a_timeout(engine):
 def test_rates_that_are_no_limits_of_functions_are_refused(rates):
     with pytest.raises(TypeError, match=r"rates must (map|be)"):
         inflight.Limits(rates=rates)
+
+
+def test_waits_of_simultaneous_calls_are_added_up(engine):
+    async def look(place: int) -> str:
+        return "found"
+
+    @dataclass
+    class Search:
+        """An object with an equality has no hash."""
+
+        found: str
+
+        def __call__(self, place: int) -> str:
+            return self.found
+
+    async def rollout(session, row):
+        reply = await session.complete([5, 6, 7])
+        calls = [{"function": {"name": name, "arguments": {"place": 1}}} for name in ["look"] * 4 + ["Search"]]
+        tools = [look, Search("everywhere")]
+        *_, last = await session.use_tools(replace(reply, message={"tool_calls": calls}), tools)
+        assert last["content"] == "everywhere"
+        return 1.0
+
+    limit = inflight.RateLimit(per_second=50)
+    _, episodes = collect(engine, rollout, inflight.Limits(rates={look: limit}), rows=(None,))
+    assert episodes.counts["completed"] == 4, episodes.counts
+    assert episodes.seconds["waits"] == pytest.approx(limit.waited_s, rel=0.1)
