@@ -267,6 +267,7 @@ class Episodes(ClosedAtEnd):
         reason = "error" if failed else "cancelled"
         # A task that was cancelled before it began has filled nothing. Otherwise this does nothing.
         self.stream.ledger.episodes.fill(group.id, [group.nothing(sample, reason) for sample in range(group.params.n)])
+        self.turns.forget(group.id)
 
     def _cancel(self, group_ids: set[int] | None) -> None:
         for group_id, task in self._groups.items():
@@ -285,9 +286,7 @@ class Episodes(ClosedAtEnd):
 
     async def _run_group(self, group: EpisodeGroup) -> None:
         """Play the episodes of a row, and pass their rollouts to the ledger."""
-        rollouts = await self._player.play(group)
-        self.turns.forget(group.id)
-        self.stream.ledger.episodes.fill(group.id, rollouts)
+        self.stream.ledger.episodes.fill(group.id, await self._player.play(group))
 
 
 def _name_of(function: Any) -> str:

@@ -20,13 +20,12 @@ from inflight.core.workers import Workers
 from inflight.episodes.watching import TurnBell, Watcher, parts_of, parts_until
 from inflight.fleet.engine import Engine
 from inflight.stream.group_table import GroupRecord
+from inflight.stream.open_groups import EPISODE, OpenGroups
 
 PROTECT_S = 60.0
 """`SamplingParams.protect_s` of turns, the default of `Limits.call_s`."""
 _TAIL = 64
 """Tokens of the prompt on which the text of a turn can depend."""
-EPISODE = "inflight.episode"
-"""Key of the place of a turn in the metadata of its group."""
 _SEEN = "inflight.seen"
 """Key of the numbers of tokens of a turn that the function that watches it got, in the metadata of the noted turn."""
 
@@ -57,8 +56,6 @@ class Turns:
         other arguments are as for `Episodes`."""
         self.import_server = import_server
         self._engine, self.adapter, self._across, self.counts = engine, adapter, prefix_across_versions, counts
-        self.episodes = engine.stream.ledger.episodes
-        """Notes turns and calls of episodes in progress."""
         self.workers = Workers("call")
         self.num_calling = 0
         """Number of calls of tools in progress."""
@@ -70,6 +67,11 @@ class Turns:
         self._bell: TurnBell | None = None
         self._drawn: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         """Maps episodes in progress, by group and sample, to the groups of their turns in the engine."""
+
+    @cached_property
+    def episodes(self) -> OpenGroups:
+        """Notes turns and calls of episodes in progress."""
+        return self._engine.stream.ledger.episodes
 
     @cached_property
     def _tokenizer(self) -> Any:

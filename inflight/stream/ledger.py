@@ -106,6 +106,9 @@ class Ledger:
 
     def discard(self, record: GroupRecord) -> bool:
         """Discard a group with the lock held. Returns True if an engine might still draw it."""
+        if record.state is State.OPEN and not record.is_played:  # Nobody continues the turns of a loaded run.
+            for turn in self.episodes.turns_of(record.group_id):
+                self.discard(turn)
         if record.is_finished or record.state in (State.UNASSIGNED, State.OPEN):
             self.table.forget([record])
         elif record.state is not State.GONE:

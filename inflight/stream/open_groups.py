@@ -9,6 +9,8 @@ from inflight.stream.group_table import GroupRecord, GroupTable, Owner, State
 from inflight.stream.held_groups import Group, SavedCall
 from inflight.stream.training_queue import TrainingQueue
 
+EPISODE = "inflight.episode"
+"""Key of the place of a turn in the metadata of the group that draws it: the group of its episode, and so on."""
 PLAYER = "player"
 """Key of the name of the rollout function in the metadata of a prompt."""
 
@@ -43,6 +45,14 @@ class OpenGroups:
             for record in claimed:
                 record.is_played = True
             return claimed
+
+    def turns_of(self, group_id: int) -> list[GroupRecord]:
+        """Return the groups that draw turns of the episodes of a group. Called with the lock held."""
+        return [
+            record
+            for record in self._table.records.values()
+            if record.prompt is not None and (place := record.prompt.metadata.get(EPISODE)) and place[0] == group_id
+        ]
 
     def note_turn(self, turn: Rollout) -> None:
         """Note a turn of an episode in progress, for `snapshot`. Its group_id and its sample are the episode's."""

@@ -14,8 +14,9 @@ from tiny_models import make_model
 import inflight
 from inflight.core.rollout import Turn
 from inflight.episodes.segment import _split
-from inflight.episodes.turns import EPISODE, Place
+from inflight.episodes.turns import Place
 from inflight.episodes.watching import Watcher, parts_of
+from inflight.stream.open_groups import EPISODE
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
 

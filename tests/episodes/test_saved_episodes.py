@@ -142,6 +142,29 @@ def test_episodes_in_progress_are_played_by_those_that_began_them(model_dir, tmp
             assert [group[0].reward for group in engine.stream.collect(list(rewards), timeout_s=60)] == [100.0] * 2
 
 
+def test_turns_end_with_episodes_that_are_cancelled_before_they_continue(model_dir, tmp_path):
+    """As the ones of an evaluation that begins again."""
+
+    async def play(session, row):
+        await session.complete(row)
+        return 1.0
+
+    with launch(model_dir) as engine, inflight.Episodes(engine, play) as episodes:
+        engine.pause()
+        ids = episodes.submit([[1, 2]], PARAMS, train=False)
+        wait_until(lambda: len(engine.stream.outstanding) == 1 + PARAMS.n)
+        inflight.Run(engine, SimpleNamespace(version=0)).save(tmp_path)
+    with launch(model_dir) as engine, inflight.Episodes(engine, play) as episodes:
+        inflight.Run(engine, SimpleNamespace(version=0)).load(tmp_path)
+        episodes._running_loop().call_soon_threadsafe(time.sleep, 0.3)
+        assert episodes.continue_saved() == ids
+        episodes.cancel(ids)
+        [group] = engine.stream.collect(ids, timeout_s=60)
+        assert {rollout.finish_reason for rollout in group} == {"cancelled"}
+        wait_until(lambda: engine.stream.outstanding == [])
+        assert episodes.turns.saved == {}
+
+
 def test_grpo_goes_on_with_the_episodes_of_a_saved_run(model_dir, tmp_path):
     model = make_model("qwen3")
     config = inflight.GRPOConfig(steps=4, groups_per_step=2, sampling=PARAMS, ahead=1, skip_uniform_groups=False)

@@ -17,6 +17,7 @@ from inflight.core.messages import LIVE_VERSION, Ids, Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.stream.group_table import GroupRecord, State
 from inflight.stream.ledger import Ledger
+from inflight.stream.open_groups import EPISODE
 from inflight.stream.training_queue import TrainingQueue
 from inflight.training.data.scoring import Scorer
 
@@ -293,6 +294,23 @@ def test_a_ledger_that_was_saved_goes_on_in_another_one(wire):
     assert other.engines.next_ids == Ids(3, 3)
     with pytest.raises(InflightError, match="submitted already"):
         other.engines.restore([], Ids(0, 0))
+
+
+def test_turns_of_loaded_episodes_are_discarded_with_their_group():
+    ledger, loaded = Ledger(), Ledger()
+    with ledger.table.lock:
+        groups = [ledger.episodes.open(Prompt([], SamplingParams(), {}), reserved=True).group_id for _ in range(2)]
+        for group_id in groups:
+            ledger.engines.begin(Prompt([1], SamplingParams(), {EPISODE: [group_id, 0, 0, ""]}), object())
+        ledger.claim([2, 3], reserved=True)
+    loaded.engines.restore(ledger.engines.snapshot(), ledger.engines.next_ids)
+    assert loaded.outstanding == [0, 1, 2, 3]
+    loaded.drop([0])
+    assert loaded.outstanding == [1, 3]
+    assert [record.group_id for record in loaded.engines.unassigned] == [3]
+    loaded.episodes.claim(())
+    loaded.drop([1])
+    assert loaded.outstanding == [3], "an episode that is played ends its turns itself"
 
 
 def test_a_pinned_group_keeps_its_version_if_the_samples_that_have_begun_have_all_ended():
