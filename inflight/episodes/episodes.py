@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain, count
 from typing import Any
 from weakref import WeakSet
 
@@ -111,7 +112,10 @@ class Episodes(ClosedAtEnd):
         self._groups: dict[int, asyncio.Task[None]] = {}
         """Maps the ids of groups in progress to their tasks. Only the event loop changes it."""
         self._is_closed = False
-        self._name = _name_of(rollout)
+        names = {each._name for each in _OPEN if each.engine is engine and not each._is_closed}
+        name = _name_of(rollout)
+        self._name = next(one for one in chain([name], (f"{name} {i}" for i in count(2))) if one not in names)
+        """Name of the rollout function in a saved run. Open `Episodes` of an engine have different ones."""
         _OPEN.add(self)
 
     can_pin = False

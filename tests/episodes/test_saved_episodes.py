@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import killed_trainer
@@ -100,18 +101,23 @@ def test_a_saved_run_continues_its_episodes_within_a_turn(model_dir, tmp_path):
         assert found[: len(turns)] == turns
 
 
-def test_episodes_in_progress_are_played_by_those_that_began_them(model_dir, tmp_path):
-    """Also if two `Episodes` of an engine continue a saved run, and while no run was loaded."""
+@pytest.mark.parametrize("has_same_name", [False, True])
+def test_episodes_in_progress_are_played_by_those_that_began_them(model_dir, tmp_path, has_same_name):
+    """Also if two `Episodes` of an engine continue a saved run, and while no run was loaded. Functions of one name are
+    told apart by the order of the `Episodes`."""
     held = [True]
 
-    async def train(session, row):
+    async def train(session, row, factor=1.0):
         await session.complete(row)
         while held[0]:
             await asyncio.sleep(0.01)
-        return 1.0
+        return factor
 
     async def evaluate(session, row):
-        return 10 * await train(session, row)
+        return await train(session, row, 10.0)
+
+    if has_same_name:
+        train, evaluate = partial(train, factor=1.0), partial(train, factor=10.0)
 
     async def renamed(session, row):
         return 100 * await train(session, row)
