@@ -176,7 +176,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     if kind in (str, bool, NoneType):
-        return isinstance(value, kind)
+        return isinstance(value, (bool, np.bool_) if kind is bool else kind)
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return any(_fits(value, part) for part in parts)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
+from numbers import Real
 from typing import Any, Literal
 
 from inflight.core.arguments import named
@@ -58,7 +59,7 @@ class Limits:
                 raise TypeError(f"rates must map functions to RateLimits, got {function!r}: {rate!r}")
         for name in ("at_limit", "at_timeout"):
             value = getattr(self, name)
-            if value not in ("keep", "exclude") and not (isinstance(value, int | float) and isfinite(value)):
+            if value not in ("keep", "exclude") and not (isinstance(value, Real) and isfinite(value)):
                 raise ValueError(f'{name} must be "keep", "exclude" or a finite number, got {value!r}')
 
 

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import isfinite
+from numbers import Integral
 from typing import Any, Literal
 
 from inflight.core.arguments import named
@@ -51,6 +52,8 @@ TextOf = Callable[[int], str]
 async def feedback_of(watch: Watch, turn: Rollout) -> Feedback:
     """Return the answer of a function that watches a turn. Raises TypeError for another result."""
     answer: Any = await without_exit(_result_of(watch, turn), "the function that watches a turn")
+    if getattr(answer, "shape", None) == ():  # of NumPy or PyTorch, such as a comparison of log-probabilities
+        answer = answer.item()
     if answer is None or isinstance(answer, bool):
         return Feedback(stop=bool(answer))
     if not isinstance(answer, Feedback):
@@ -69,7 +72,7 @@ class Watcher:
     def __init__(self, watch: Watch, every: Every, fork: Callable[[list[int], int], "asyncio.Future[list[Any]]"]):
         """fork: begins a number of other continuations of the first tokens of the turn. Raises ValueError for `every`
         out of range."""
-        if every != "line" and (type(every) is not int or every < 1):
+        if every != "line" and (not isinstance(every, Integral) or isinstance(every, bool) or every < 1):
             raise ValueError(f'every must be at least 1, or "line", got {every!r}')
         self.every: Every = every
         self._watch, self._fork = watch, fork

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from episode_functions import PARAMS, collect, three_turns
@@ -151,6 +152,12 @@ def test_rewards_that_are_no_finite_numbers_fail_the_episode(engine, value):
     group, counts = outcome(engine, odd)
     assert counts["error: reward"] == 4
     assert {rollout.reward for rollout in group} == {None}
+
+
+def test_rewards_at_limits_can_be_of_numpy():
+    assert inflight.Limits(at_limit=np.float32(0.5), at_timeout=np.int64(-1)).at_limit == 0.5
+    with pytest.raises(ValueError, match="a finite number, got"):
+        inflight.Limits(at_limit=np.float32("nan"))
 
 
 def test_named_parts_add_up(engine):

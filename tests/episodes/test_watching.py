@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from episode_functions import collect
@@ -87,3 +88,25 @@ def test_an_exception_of_a_watching_function_fails_the_episode_and_frees_the_eng
     assert episodes.counts["error: ZeroDivisionError"] == 2
     assert {rollout.finish_reason for rollout in group} == {"error"}
     wait_until(lambda: not chat_engine.status().num_running)
+
+
+@pytest.mark.parametrize("answer", [np.True_, torch.tensor(True), lambda turn: inflight.Feedback(stop=np.True_)])
+def test_answers_and_numbers_can_be_of_numpy_and_pytorch(engine, answer):
+    """Comparisons of log-probabilities and of entropies are such numbers."""
+
+    async def watched(session, row):
+        def watch(turn):
+            engine.pause()
+            return answer(turn) if callable(answer) else answer
+
+        reply = await session.complete(row, watch=watch, every=np.int64(2))
+        engine.resume()
+        assert reply.finish_reason == "stopped"
+        with pytest.raises(TypeError, match="must return a bool, None or Feedback"):
+            await session.complete(row, watch=lambda turn: turn.logprobs < 0)
+        return 1.0
+
+    params = inflight.SamplingParams(n=1, max_tokens=100, ignore_eos=True)
+    episodes = inflight.Episodes(engine, watched)
+    collect(engine, episodes, [[1, 2, 3]], params)
+    assert episodes.counts["completed"] == 1, episodes.counts
