@@ -327,3 +327,18 @@ def test_messages_that_nobody_answers_are_refused(chat_engine):
         return 1.0
 
     collect(chat_engine, wrong)
+
+
+def test_texts_stay_next_to_an_episode_that_has_drawn_nothing(chat_engine):
+    async def play(session, row):
+        if session.sample == 0:
+            raise RuntimeError("no sandbox")
+        await session.chat([{"role": "user", "content": f"Number {session.sample}"}])
+        return 1.0
+
+    params = inflight.SamplingParams(n=4, max_tokens=3, ignore_eos=True)
+    with inflight.Episodes(chat_engine, play) as episodes:
+        [group] = chat_engine.stream.collect(episodes.submit([None], params, train=False), timeout_s=60)
+    first, *others = group
+    assert first.prompt == first.text == ""
+    assert [f"Number {rollout.sample}" in rollout.prompt for rollout in others] == [True] * 3

@@ -24,7 +24,7 @@ class Texts:
         if self._tokenizer is None:
             return group
         with self._lock:  # Several scorers can prepare one group.
-            if group[0].prompt or group[0].text:
+            if any(rollout.prompt or rollout.text for rollout in group):  # Of episodes, the first can be empty.
                 return group
             decode = partial(self._decode, skip_special_tokens=group[0].params.skip_special_tokens)
             ids = group[0].prompt_token_ids.tolist()
