@@ -166,7 +166,7 @@ class Player:
         if task.cancelled() and reason != "completed":
             return "cancelled", None, None
         try:
-            failure = task.exception()
+            failure = _cause(task.exception())
         except asyncio.CancelledError as error:  # Nobody has cancelled the episode: a call has raised it.
             failure = error
         if isinstance(failure, EpisodeEnd):
@@ -193,6 +193,15 @@ class Player:
             )
         elif not task.cancelled():
             task.exception()  # else asyncio logs that nobody has read it
+
+
+def _cause(failure: BaseException | None) -> BaseException | None:
+    """Return the exception in a group of one, or of several EpisodeEnd: `asyncio.TaskGroup` raises groups."""
+    while isinstance(failure, BaseExceptionGroup):
+        if len(failure.exceptions) > 1 and failure.split(EpisodeEnd)[1] is not None:
+            break
+        failure = next(iter(failure.exceptions))
+    return failure
 
 
 def copied(value: Any) -> Any:

@@ -68,6 +68,29 @@ def test_a_rollout_function_can_catch_a_limit_and_return_a_reward(engine):
     assert counts["max_turns"] == 4
 
 
+def test_a_task_group_ends_as_the_exception_in_it(engine):
+    """Also if several of its tasks reach the limit, and with retries of the class of the exception."""
+    tries = Counter()
+
+    async def play(session, row):
+        tries[session.sample] += 1
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(endless(session, row))
+            tasks.create_task(endless(session, [*row, 4]))
+            async with asyncio.TaskGroup() as inner:
+                inner.create_task(endless(session, [*row, 5]))
+                if session.sample == 1 and tries[1] == 1:
+                    raise ConnectionError("try again")
+
+    limits = inflight.Limits(max_turns=4)
+    group, counts = outcome(engine, play, limits=limits, n=2, retries={ConnectionError: 1})
+    assert (counts["max_turns"], counts["retries: ConnectionError"]) == (2, 1), counts
+    for sample in (0, 1):
+        of_sample = [rollout for rollout in group if rollout.sample == sample]
+        drawn = sum(turn.drawn for rollout in of_sample for turn in rollout.turns)
+        assert {rollout.reward for rollout in of_sample} == {float(drawn)}
+
+
 @pytest.mark.medium
 def test_slow_tools_and_episodes_end_at_their_limits(engine):
     async def slow(session, row):
