@@ -25,6 +25,7 @@ from inflight.episodes.playing import EpisodeGroup, Player
 from inflight.episodes.playing import RolloutFunction as RolloutFunction
 from inflight.episodes.turns import Turns
 from inflight.fleet.engine import Engine
+from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.open_groups import PLAYER
 from inflight.training.data.rollout_stream import RolloutStream
 
@@ -49,6 +50,7 @@ class Episodes(ClosedAtEnd):
 
     Each row becomes a group of `SamplingParams.n` episodes. All episodes run in one event loop, in a separate thread.
     Each token is drawn by the newest weights. Failures are logged, counted in `counts`, and never raised into training.
+    On several ranks of a trainer each makes its `Episodes`, and rank 0 plays them.
     """
 
     def __init__(
@@ -83,8 +85,6 @@ class Episodes(ClosedAtEnd):
                 f"{prefix_across_versions} and {max_running}"
             )
         self.engine, self.limits = engine, limits or Limits()
-        self.staleness = engine.staleness
-        """The staleness of the engine's tokens."""
         self.counts: Counter[str] = Counter()
         """Number of episodes by the reason of their end ("completed", "max_turns", "error: ValueError", …); of
         "completed: no reward", "attempts", "turns", "drawn tokens", "prompt tokens", "reused prompt tokens",
@@ -94,7 +94,7 @@ class Episodes(ClosedAtEnd):
             raise ValueError('agents_url needs agents="HOST:PORT", the address to listen on')
         failures = Failures("an episode", logger, retries, self.counts)
         self._address: tuple[socket.socket, str] | None = None
-        if agents is not None:
+        if agents is not None and not engine.rank:
             with needing("serve", "the address of agents"):
                 from inflight.episodes.agent_server import open_address
             self._address = open_address(agents, agents_url)
@@ -132,6 +132,11 @@ class Episodes(ClosedAtEnd):
     def stream(self) -> RolloutStream:
         """The stream of the engine, which returns groups of episodes like any other."""
         return self.engine.stream
+
+    @property
+    def staleness(self) -> StalenessMeter:
+        """The staleness of the engine's tokens."""
+        return self.engine.staleness
 
     @property
     def members(self) -> list[Any]:
@@ -248,6 +253,8 @@ class Episodes(ClosedAtEnd):
         }
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self.engine.rank:
+            raise InflightError(f"rank 0 plays the episodes of all ranks, and this is rank {self.engine.rank}")
         with self._lock:
             if self._is_closed:
                 raise InflightError("these episodes were closed")

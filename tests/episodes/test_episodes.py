@@ -3,6 +3,7 @@ context."""
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tiny_models import VOCABULARY, make_model
 import inflight
 from inflight.core.errors import InvalidRequestError
 from inflight.core.rollout import samples_of
+from inflight.fleet.ranks.attached import AttachedEngine
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
 from inflight.training.model.packing import pack_input
@@ -182,6 +184,19 @@ def test_wrong_arguments_are_named(engine):
 
 
 # ---- training ---------------------------------------------------------------------------------------------------
+
+
+def test_ranks_other_than_0_have_episodes_that_rank_0_plays():
+    """They open no address for agents."""
+    engine = object.__new__(AttachedEngine)
+    engine.rank, engine._shares = 1, SimpleNamespace()
+    with inflight.Episodes(engine, three_turns, agents="127.0.0.1:1") as episodes:
+        assert episodes.stream is engine.stream
+        assert episodes.agents_url is None
+        assert not episodes.can_pin
+        inflight.Evaluation(episodes, [[1]], None).close()
+        with pytest.raises(inflight.InflightError, match="rank 0 plays the episodes of all ranks, and this is rank 1"):
+            episodes.submit([[1]], PARAMS)
 
 
 def test_grpo_learns_from_the_turn_that_was_rewarded(own_engine):

@@ -1,6 +1,7 @@
 """A rank of `grpo` with an engine: python grpo_ranks_run.py RANK SIZE STORE DIRECTORY VERB
 
-learn STEPS: prints the rewards of a tiny model that learns to answer with digits.
+learn STEPS: prints the rewards of a tiny model that learns to answer with digits. episodes STEPS: the same, in the
+second of two turns.
 begin: saves a checkpoint after step 2; rank 1 kills itself after step 3. collective: it kills itself in a forward pass
 of step 4. batches: rank 1 asks for batches, and kills itself. resume: continues until step 6. They print the reports
 and the error that ended the run.
@@ -40,13 +41,20 @@ def launch(**options: Any) -> inflight.Engine:
     return inflight.launch("tiny", device="cpu", dtype="float32", threads=1, max_sequences=32, **options)
 
 
-def learn(steps: int) -> None:
+async def two_turns(session: inflight.Session, row: str) -> float:
+    first = await session.complete(list(row.encode()), max_tokens=2)
+    second = await session.complete([*row.encode(), *first.token_ids, ord("=")])
+    return sum(chr(token).isdigit() for token in second.token_ids) / len(second.token_ids)
+
+
+def learn(steps: int, *, in_episodes: bool) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     config = inflight.GRPOConfig(steps=steps, groups_per_step=4, sampling=SAMPLING, schedule="sync")
     prompts = (f"Number {index}: " for index in count())
-    with launch() as engine, engine.publisher(model) as publisher:
-        reports = inflight.grpo(engine, publisher, model, optimizer, prompts, digits, config)
+    with launch() as engine, engine.publisher(model) as publisher, inflight.Episodes(engine, two_turns) as episodes:
+        drawing, score = (episodes, None) if in_episodes else (engine, digits)
+        reports = inflight.grpo(drawing, publisher, model, optimizer, prompts, score, config)
         print(json.dumps([report.reward for report in reports]), flush=True)
 
 
@@ -94,8 +102,8 @@ def main(rank: int, size: int, store: str, directory: str, verb: str) -> None:
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    if verb.startswith("learn"):
-        learn(int(verb.split()[1]))
+    if verb.startswith(("learn", "episodes")):
+        learn(int(verb.split()[1]), in_episodes=verb.startswith("episodes"))
     else:
         train(rank, Path(directory), verb)
     if size > 1:

@@ -15,8 +15,9 @@ def two_ranks(verb, directory, killed=()):
     return [json.loads(output.splitlines()[-1]) if output else None for output in outputs]
 
 
-def test_two_ranks_learn(tmp_path):
-    rewards, others = two_ranks("learn 25", tmp_path)
+@pytest.mark.parametrize("what", ["learn", "episodes"])
+def test_two_ranks_learn(tmp_path, what):
+    rewards, others = two_ranks(f"{what} 25", tmp_path)
     assert rewards == others
     assert fmean(rewards[-5:]) - fmean(rewards[:5]) > 0.3
 
