@@ -35,6 +35,16 @@ class Conversations:
         if reply is not None or digest not in self._marks:
             self._marks[digest].append(Mark(segment, len(segment.token_ids), reply))
 
+    def take_back(self, segment: Segment) -> None:
+        """Forget the tokens that were given to a segment for a turn that was cancelled."""
+        segment.take_back()
+        for digest, marks in list(self._marks.items()):
+            left = [mark for mark in marks if mark.segment is not segment or mark.length <= len(segment.token_ids)]
+            if left:
+                self._marks[digest] = left
+            else:
+                del self._marks[digest]
+
     def continue_messages(
         self,
         conversation: Conversation,

@@ -97,12 +97,17 @@ class Segment:
     num_routed: int = 0
     """Number of leading tokens whose experts are in the drawn turns."""
 
-    _hash: blake2b = field(default_factory=lambda: blake2b(digest_size=16))
+    _hash: blake2b = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.adapter is not None:  # Policies with equal tokens draw different turns.
-            self._hash.update(self.adapter.encode())
-        self._append(self.prompt)
+        self._begin(self.prompt)
+
+    def _begin(self, token_ids: Sequence[int]) -> None:
+        """Set the first tokens."""
+        # Policies with equal tokens draw different turns.
+        self._hash = blake2b(b"" if self.adapter is None else self.adapter.encode(), digest_size=16)
+        self.token_ids = []
+        self._append(token_ids)
 
     @property
     def digest(self) -> str:
@@ -128,6 +133,12 @@ class Segment:
         if token_ids:
             self._append(token_ids)
             self._parts.append(len(token_ids))
+
+    def take_back(self) -> None:
+        """Remove the tokens that were given after the last drawn turn, if there is one."""
+        if self.drawn and isinstance(given := self._parts[-1], int):
+            self._parts.pop()
+            self._begin(self.token_ids[:-given])
 
     def origin(self, length: int) -> "tuple[Segment, int]":
         """Return the segment that contains the end of the first `length` tokens, and the number of its tokens after its

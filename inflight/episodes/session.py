@@ -382,6 +382,7 @@ class Session:
             raise
         except asyncio.CancelledError:
             self.num_turns -= 1
+            self.conversations.take_back(segment)
             raise
         finally:
             segment.is_busy = False

@@ -342,3 +342,30 @@ def test_texts_stay_next_to_an_episode_that_has_drawn_nothing(chat_engine):
     first, *others = group
     assert first.prompt == first.text == ""
     assert [f"Number {rollout.sample}" in rollout.prompt for rollout in others] == [True] * 3
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_conversation_continues_its_sequence_after_a_cancelled_turn(chat_engine, changes):
+    """Also with other messages than before, and with tokens."""
+
+    async def cancelled(turn):
+        chat_engine.pause()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(turn, 0.05)
+        chat_engine.resume()
+
+    async def talk(session, row):
+        messages = [USER, (first := await session.chat([USER])).message]
+        await cancelled(session.chat([*messages, {"role": "user", "content": "Now?"}]))
+        second = await session.chat([*messages, {"role": "user", "content": "Then?" if changes else "Now?"}])
+        tokens = [*session.segments[0].token_ids, 7]
+        await cancelled(session.complete(tokens))
+        third = await session.complete([*tokens, 8] if changes else tokens)
+        assert [reply.place for reply in (first, second, third)] == [(session.segments[0], i) for i in range(3)]
+        return 1.0
+
+    params = inflight.SamplingParams(n=1, max_tokens=3, ignore_eos=True)
+    [[rollout]], episodes = collect(chat_engine, talk, params=params)
+    assert episodes.counts["conversations rendered again"] == 0
+    assert ("Then?" in rollout.text, "Now?" in rollout.text) == (changes, not changes)
+    assert [turn.drawn for turn in rollout.turns] == [True, False, True, False, True]
