@@ -110,10 +110,13 @@ def _with_mrope_section(model: nn.Module) -> Any:
 
 
 def transformers_class(model: nn.Module) -> type[PreTrainedModel]:
-    """Return the class that decides how the model is made or run, without the classes that FSDP derives from it."""
-    kinds = (kind for kind in type(model).__mro__ if issubclass(kind, PreTrainedModel))
-    made = (kind for kind in kinds if not vars(kind).keys().isdisjoint(("__init__", "forward")))
-    return next(made, type(model))  # pyright: ignore
+    """Return the class that decides how the model is made or run, without the classes that FSDP derives from it. It can
+    inherit both methods from a class that is no model (`GenericForTokenClassification`)."""
+    own: Any = type(model)
+    same = [
+        kind for kind in own.__mro__ if (kind.__init__, getattr(kind, "forward", None)) == (own.__init__, own.forward)
+    ]
+    return next((kind for kind in reversed(same) if issubclass(kind, PreTrainedModel)), own)
 
 
 def row_errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from inflight.core.text import first_line
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward_mode import Way, scoring_way
 from inflight.training.model.head import check_at, plain_head, scoring_head
-from inflight.training.model.packing import has_states, is_packable, pack_input, packed_attention
+from inflight.training.model.packing import has_states, pack_input, packed_attention
 from inflight.training.model.replay import end_failed_backward, replay_routed_experts
 from inflight.training.model.sampling_mask import is_banned
 from inflight.weights.tensors import is_peft, unwrap
@@ -131,8 +131,6 @@ def bf16_on_gpu(model: nn.Module, wanted: bool = True) -> AbstractContextManager
 def try_way(model: Any, batch: PackedBatch, way: Way) -> torch.Tensor:
     if way == "fused" and plain_head(model) is None:
         raise UnsupportedModelError("its logits are not a plain head's")
-    if way != "rows" and not is_packable(model):
-        raise UnsupportedModelError("not all of its layers are attention that is computed through an interface")
     return _score(model, model, batch, way, False).logprobs
 
 

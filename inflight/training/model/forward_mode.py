@@ -19,6 +19,7 @@ from inflight.core.text import first_line
 from inflight.model_checks.lengths import length_limit, row_limit
 from inflight.model_checks.twin import TOLERANCE, NoTwinError, Twin, transformers_class, twin_of
 from inflight.training.data.batch import PackedBatch, given_rollout, pack
+from inflight.training.model.packing import is_packable
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,8 @@ Way = Literal["fused", "packed", "rows", "alone"]
 """Packed, from hidden states to log-probabilities without logits; packed with logits; padded on the right, where
 causality hides the padding; one by one."""
 TryWay = Callable[[Any, PackedBatch, Way], torch.Tensor]
-"""Computes the log-probabilities f32[n] of a batch under a model in one way, or raises if the model cannot."""
+"""Computes the log-probabilities f32[n] of a batch under a model in one way, or values of its tokens, or raises if the
+model cannot."""
 
 _ways: WeakKeyDictionary[nn.Module, Way] = WeakKeyDictionary()
 
@@ -111,10 +113,12 @@ def _check_itself(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _try(name: str, twin: Twin, try_way: TryWay) -> Way:
-    batch, expected = _batch(twin)
-    reason = ""
+    batch = _batch(twin)
+    expected, reason = try_way(twin.plain, batch, "alone"), ""
     for way in ("fused", "packed", "rows"):
         try:
+            if way != "rows" and not is_packable(twin.plain):
+                raise UnsupportedModelError("not all of its layers are attention that is computed through an interface")
             error = float((try_way(twin.plain, batch, way) - expected).abs().max())
         except Exception as raised:  # The code of a foreign model can raise any exception.
             reason = f"{type(raised).__name__}: {first_line(raised)}"
@@ -123,7 +127,7 @@ def _try(name: str, twin: Twin, try_way: TryWay) -> Way:
             if reason:
                 logger.warning("the loss of %s feeds its sequences %s: %s", name, _HOW[way], reason)
             return way
-        reason = f"{_HOW[way]}, log-probabilities are off by {error:.2g}"
+        reason = f"{_HOW[way]}, results are off by {error:.2g}"
     logger.warning("the loss of %s feeds its sequences one by one: %s", name, reason)
     return "alone"
 
@@ -131,19 +135,17 @@ def _try(name: str, twin: Twin, try_way: TryWay) -> Way:
 _HOW = {"fused": "packed and without logits", "packed": "packed, with logits", "rows": "in padded rows"}
 
 
-def _batch(twin: Twin) -> tuple[PackedBatch, torch.Tensor]:
+def _batch(twin: Twin) -> PackedBatch:
     """Return the twin's sequences as rollouts, each a second time as another sample of its prompt and a third time as a
-    branch in the middle of the answer, and the log-probabilities f32[n] of the tokens after the prompts."""
-    rollouts, expected = [], []
-    for group, (ids, logits) in enumerate(zip(twin.sequences, twin.logits, strict=True)):
+    branch in the middle of the answer."""
+    rollouts = []
+    for group, ids in enumerate(twin.sequences):
         prompt = max(1, len(ids) * 2 // 5)
         if len(ids) == prompt:
             continue
-        logprobs = torch.log_softmax(logits[prompt - 1 : -1], -1).gather(1, ids[prompt:, None])[:, 0]
         for sample, begin in enumerate((prompt, prompt, (prompt + len(ids)) // 2)):
             places = {"request_id": len(rollouts), "group_id": group, "sample": sample}
             rollouts.append(given_rollout(ids[:begin].numpy(), ids[begin:].numpy(), **places))
-            expected.append(logprobs[begin - prompt :])
     if not rollouts:
         raise UnsupportedModelError("the sequences that the model takes are too short to train on")
-    return pack(rollouts, [0.0] * len(rollouts)), torch.cat(expected)
+    return pack(rollouts, [0.0] * len(rollouts))

@@ -4,6 +4,7 @@ B sequences, T tokens of a batch, F fed tokens.
 """
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -54,18 +55,27 @@ def token_values(module: nn.Module, batch: PackedBatch) -> torch.Tensor:
     check_adapters(module)
     inner = transformers_model(module)
     check_vocabulary(inner, batch)
-    way = scoring_way(inner, batch, try_way)
+    get_head: Any = getattr(inner, "get_output_embeddings", lambda: None)
+    way = scoring_way(inner, batch, _try_way if get_head() is None else try_way)
     with uncompiled(module, inner), without_softcap(inner) if isinstance(inner, PreTrainedModel) else nullcontext():
-        return _compute(module, inner, batch, way)
+        return _compute(module, inner, batch, way, _values)
 
 
-def _compute(module: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way) -> torch.Tensor:
-    """Return the values f[T]. inner: the Transformers model inside the wrappers of `module`."""
+def _try_way(model: Any, batch: PackedBatch, way: Way) -> torch.Tensor:
+    """Return the outputs f[T, …] of a model whose head is no language model's, such as one for token classification."""
+    return _compute(model, model, batch, way, lambda out: out.logits)
+
+
+def _compute(
+    module: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way, read: Callable[[Any], torch.Tensor]
+) -> torch.Tensor:
+    """Return the values f[T]. inner: the Transformers model inside the wrappers of `module`. read: converts an output
+    of the module to the values f[B, S]."""
     device = next(module.parameters()).device
     if way in ("fused", "packed"):
         packed = pack_input(batch, device, states=has_states(inner))
         with packed_attention(inner) as packed_in_backward_too:
-            values_1F = _values(
+            values_1F = read(
                 module(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed=packed)
             )
             packed_in_backward_too(values_1F)
@@ -74,11 +84,11 @@ def _compute(module: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way) 
     options = {"use_cache": False} if hasattr(inner, "config") else {}
     if way == "alone":
         bounds = pairwise(batch.cu_seqlens.tolist())
-        return torch.cat([_values(module(input_ids=batch.input_ids[None, a:b], **options))[0] for a, b in bounds])
+        return torch.cat([read(module(input_ids=batch.input_ids[None, a:b], **options))[0] for a, b in bounds])
     rows, columns = batch.sequence_ids, batch.position_ids
     ids_BS = batch.input_ids.new_zeros(batch.num_sequences, int(columns.max()) + 1)
     ids_BS[rows, columns] = batch.input_ids  # Causality hides the padding on the right.
-    return _values(module(input_ids=ids_BS, **options))[rows, columns]
+    return read(module(input_ids=ids_BS, **options))[rows, columns]
 
 
 def _values(out: Any) -> torch.Tensor:

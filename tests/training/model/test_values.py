@@ -10,9 +10,9 @@ from family_weights import make_model as make_family
 from hybrids import OF_EACH_KIND, model_of
 from made_batches import make_batch
 from peft import LoraConfig, get_peft_model
-from tiny_models import VOCABULARY, make_model
+from tiny_models import CONFIGS, VOCABULARY, make_model
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GPT2Config, OPTConfig
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.training.data.batch import PackedBatch
@@ -122,6 +122,23 @@ def test_a_head_that_is_narrower_than_the_layers():
     config = OPTConfig(vocab_size=VOCABULARY, num_hidden_layers=2, do_layer_norm_before=False, **shape)
     module, batch = with_head(AutoModelForCausalLM.from_config(config).eval()), make_batch()
     torch.testing.assert_close(token_values(module, batch), one_by_one(module, batch), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_a_head_for_token_classification_is_packed(name):
+    config, batch, calls = CONFIGS[name](), make_batch(), []
+    config.num_labels = 1
+    module = AutoModelForTokenClassification.from_config(config).eval()
+    module.register_forward_hook(lambda *call: calls.append(call))
+    values = token_values(module, batch)
+    assert len(calls) == 1
+    alone = [module(input_ids=ids[None], use_cache=False).logits[0, :, 0] for ids in split(batch)]
+    torch.testing.assert_close(values, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+def split(batch: PackedBatch) -> list[torch.Tensor]:
+    """The token ids of each sequence."""
+    return list(batch.input_ids.split(batch.cu_seqlens.diff().tolist()))
 
 
 def test_a_value_model_is_a_copy_that_begins_at_0_and_leaves_the_model_as_it_was():

@@ -25,7 +25,7 @@ import inflight
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.rollout import Rollout, SamplingMask
 from inflight.training.data.batch import PackedBatch, pack
-from inflight.training.model import forward
+from inflight.training.model import forward_mode
 from inflight.training.model.forward import TokenScores, score_tokens
 from inflight.training.model.head import PlainHead, plain_head
 from inflight.training.model.packing import is_packable
@@ -156,7 +156,7 @@ def test_models_with_other_mixing_than_attention_are_packed(name, masked):
 
 
 def test_routing_is_not_replayed_in_padded_rows(monkeypatch):
-    monkeypatch.setattr(forward, "is_packable", lambda model: False)
+    monkeypatch.setattr(forward_mode, "is_packable", lambda model: False)
     model, batch = make_model(HYBRIDS["qwen3-next"]()), make_batch(make_rollouts(masked=False))
     model.config.rms_norm_eps = 2e-6  # so that its twin is not the one of other tests
     batch.routed_experts = torch.zeros(len(batch.input_ids), 2, 2, dtype=torch.int16)
