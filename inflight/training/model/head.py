@@ -87,7 +87,7 @@ def check_at(k: int, vocab_size: int) -> None:
 def _try(model: Any, config: Any, head: nn.Linear) -> PlainHead | None:
     """Replace the head's output by fixed numbers, and compare the resulting logits with them."""
     softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
-    given = torch.linspace(-2, 2, 8, device=head.weight.device).view(1, 4, 2)
+    given = torch.linspace(-2, 2, 8, dtype=torch.float32, device=head.weight.device).view(1, 4, 2)
     calls = []
 
     def give(*call: Any) -> torch.Tensor:  # The output of a forward hook replaces the module's output.

@@ -147,6 +147,16 @@ def test_logits_that_are_not_the_heads_are_materialised(caplog):
     assert "materialises its logits" in caplog.text
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_plain_head_is_found_under_another_default_dtype(dtype):
+    model, default = make_model(Qwen3Config(head_dim=8, **SHAPE)), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert plain_head(model) == PlainHead(1.0, None)
+    finally:
+        torch.set_default_dtype(default)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_models_with_other_mixing_than_attention_are_packed(name, masked):
