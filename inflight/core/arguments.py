@@ -16,7 +16,6 @@ from types import MappingProxyType, NoneType, SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-import numpy as np
 
 Called = TypeVar("Called", bound=Any)
 NO_OTHERS: Mapping[str, str] = MappingProxyType({})
@@ -54,15 +53,20 @@ def check_type(what: str, value: Any, kind: Any) -> None:
         raise TypeError(f"{what} must be {_described(kind)}, got {value!r} ({type(value).__name__})")
 
 
-def without_numpy(value: Any) -> Any:
-    """Return a value with Python's numbers in place of NumPy's, which cannot be encoded, also in lists and dicts."""
-    if isinstance(value, np.generic):
-        return value.item()
+def plain_number(value: Any) -> Any:
+    """Return a number of NumPy or PyTorch as Python's. Raises TypeError for other values. An `enc_hook` of msgspec."""
+    if getattr(value, "shape", None) != ():
+        raise TypeError(f"values of type {type(value).__name__} cannot be encoded")
+    return value.item()
+
+
+def with_plain_numbers(value: Any) -> Any:
+    """Return a value with Python's numbers in place of NumPy's and PyTorch's, also in lists and dicts."""
     if type(value) in (list, tuple):
-        return type(value)(map(without_numpy, value))
+        return type(value)(map(with_plain_numbers, value))
     if type(value) is dict:
-        return {without_numpy(key): without_numpy(item) for key, item in value.items()}
-    return value
+        return {with_plain_numbers(key): with_plain_numbers(item) for key, item in value.items()}
+    return plain_number(value) if getattr(value, "shape", None) == () else value
 
 
 def named(others: Mapping[str, str] = NO_OTHERS) -> Callable[[Called], Called]:
@@ -133,7 +137,7 @@ class CheckedStruct(msgspec.Struct, metaclass=_NamingMeta, frozen=True):
             check_type(f"{type(self).__name__}.{name}", value, kind)
             if isinstance(value, Real):
                 value = int(value) if isinstance(value, Integral) else float(value)
-            msgspec.structs.force_setattr(self, name, without_numpy(value))
+            msgspec.structs.force_setattr(self, name, with_plain_numbers(value))
 
 
 @cache

@@ -8,7 +8,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from inflight.chat.conversation import conversation_of
-from inflight.core.arguments import without_numpy
+from inflight.core.arguments import with_plain_numbers
 from inflight.core.errors import InvalidRequestError
 from inflight.core.messages import Prompt, shorten
 from inflight.core.rollout import Rollout
@@ -39,7 +39,7 @@ def make_prompts(
         fields = columns | dict(metadata[index] if metadata else {})
         if other := [name for name in fields if not isinstance(name, str)]:
             raise InvalidRequestError(f"metadata of prompt {index} must have strings as keys, got {other[0]!r}")
-        made.append(Prompt(ids, params, without_numpy(fields), without_numpy(version), adapter))
+        made.append(Prompt(ids, params, with_plain_numbers(fields), with_plain_numbers(version), adapter))
     return made
 
 
@@ -55,7 +55,7 @@ def prompt_of_fork(
     return Prompt(
         [*rollout.prompt_token_ids.tolist(), *rollout.token_ids[:at].tolist()],
         params or msgspec.structs.replace(rollout.params, seed=None, prompt_logprobs=None),
-        without_numpy(dict(rollout.metadata if metadata is None else metadata)),
+        with_plain_numbers(dict(rollout.metadata if metadata is None else metadata)),
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from inflight.core.arguments import plain_number
 from inflight.core.columns import SCORES
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InvalidRequestError, ProtocolError
@@ -73,18 +74,11 @@ def make_rollout(header: RolloutHeader, arrays: Mapping[str, np.ndarray]) -> Rol
     )
 
 
-def _plain_number(value: Any) -> Any:
-    """Return a number of NumPy or PyTorch as Python's. Raises TypeError for other values."""
-    if getattr(value, "shape", None) != ():
-        raise TypeError(f"values of type {type(value).__name__} cannot be encoded")
-    return value.item()
-
-
 def encode_header(header: msgspec.Struct) -> bytes:
     """Encode fields without arrays. Numbers of NumPy and PyTorch become plain ones. Raises InvalidRequestError for
     values that cannot be encoded, or not be decoded, such as keys that are not strings."""
     try:
-        plain = msgspec.msgpack.encode(header, enc_hook=_plain_number)
+        plain = msgspec.msgpack.encode(header, enc_hook=plain_number)
         msgpack_decoder(type(header)).decode(plain)
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise InvalidRequestError(

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
-from inflight.core.arguments import named
+from inflight.core.arguments import named, plain_number
 from inflight.core.clock import now_ns
 from inflight.core.decoders import convert
 from inflight.core.errors import InflightError
@@ -234,7 +234,7 @@ class GRPOProgress(Submitted, frozen=True):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a dict, JSON-like if the examples are. `Run.save` raises for examples that are not."""
-        plain = msgspec.to_builtins(msgspec.structs.replace(self, unsubmitted=[]))
+        plain = msgspec.to_builtins(msgspec.structs.replace(self, unsubmitted=[]), enc_hook=plain_number)
         return plain | {"unsubmitted": self.unsubmitted}
 
 

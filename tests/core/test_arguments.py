@@ -9,9 +9,10 @@ from typing import Literal, Union, get_args, get_origin
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 import inflight
-from inflight.core.arguments import did_you_mean, named
+from inflight.core.arguments import did_you_mean, named, with_plain_numbers
 from inflight.core.sampling import SamplingParams
 from inflight.fleet.engine import Engine
 from inflight.server.options import ServerOptions
@@ -143,6 +144,11 @@ def test_numbers_of_numpy_become_those_of_python():
     params = SamplingParams(n=np.int64(3), temperature=np.float32(0.5), stop_token_ids=[1, 2])
     assert (type(params.n), type(params.temperature)) == (int, float)
     assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams).temperature == 0.5
+    given = {"a": [torch.tensor(3), np.array(0.5)], "b": (np.bool_(True), "text"), np.int64(1): {"c": np.arange(2)}}
+    plain = with_plain_numbers(given)
+    assert plain["b"] == (True, "text")
+    assert [type(each) for each in (*plain["a"], *plain["b"], list(plain)[2])] == [int, float, bool, str, int]
+    assert plain[1]["c"] is given[1]["c"]  # no number
     bias = {np.int64(5): np.float32(1), 6: 2.0}
     params = SamplingParams(stop_token_ids=(np.int64(5),), logit_bias=bias)
     assert msgspec.json.encode((params.stop_token_ids, params.logit_bias)) == b'[[5],{"5":1.0,"6":2.0}]'

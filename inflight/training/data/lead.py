@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from math import ceil, inf, isnan, nan
+from numbers import Integral
 from typing import Any, Literal
 
 from inflight.training.data.lead_law import WAIT_SHARE, LeadLaw, Step
@@ -251,7 +252,7 @@ class LeadController:
 
 def check_ahead(ahead: int | str) -> None:
     """Raise ValueError unless it is "auto" or a number of batches."""
-    if ahead != "auto" and not (isinstance(ahead, int) and not isinstance(ahead, bool) and ahead >= 0):
+    if ahead != "auto" and not (isinstance(ahead, Integral) and not isinstance(ahead, bool) and ahead >= 0):
         raise ValueError(f'ahead must be "auto" or a number of batches of at least 0, got {ahead!r}')
 
 

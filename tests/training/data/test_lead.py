@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,6 +135,7 @@ def test_refused_groups_count_nowhere():
 def test_other_values_than_auto_and_numbers_are_named(ahead):
     with pytest.raises(ValueError, match='ahead must be "auto" or a number of batches'):
         check_ahead(ahead)
+    check_ahead(np.int64(2))
 
 
 def figures(world, ahead, skip=20):

@@ -13,7 +13,7 @@ from made_batches import make_batch
 from train_steps import train_step
 
 import inflight
-from inflight.training.grpo import GRPOConfig
+from inflight.training.grpo import GRPOConfig, GRPOProgress
 from inflight.training.objective.objective import Objective
 
 TARGET, DELTA = 2.003, 0.02
@@ -95,6 +95,14 @@ def test_it_continues_where_a_run_was_saved():
     assert report.entropy_weight == whole.reports[4].entropy_weight == 2 * DELTA
     run.progress["grpo"] |= {"step": 0, "in_flight": [], "entropy_weight": None}  # saved with a fixed weight
     assert run_with(weight_of(coefficient=0.01), run=run, steps=1).reports[0].entropy_weight == 0.01
+
+
+def test_a_state_of_numpys_numbers_is_saved_as_plain_ones():
+    weight = inflight.AdaptiveEntropy(target=np.float64(0.2), delta=np.float64(0.001))
+    weight.observe(np.float64(0.1))
+    assert json.dumps(GRPOProgress(entropy_weight=weight.state_dict()).as_dict()["entropy_weight"]) == (
+        '{"coefficient": 0.001, "is_active": true}'
+    )
 
 
 def test_a_step_without_a_token_in_the_loss_or_with_a_loss_that_is_not_finite_is_not_observed():
