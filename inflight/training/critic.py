@@ -18,7 +18,7 @@ from inflight.training.data.gae import Step, drawn_turns, gae
 from inflight.training.model.forward import bf16_on_gpu
 from inflight.training.model.values import token_values
 from inflight.training.ranks.group import equal_micro_batches
-from inflight.training.step import clip_and_step
+from inflight.training.step import check_trains, clip_and_step
 
 VALUES, RETURNS = "critic_values", "critic_returns"
 """Columns of a critic's batches: V of the state before a step, and the return of the step that V is compared with."""
@@ -85,6 +85,7 @@ class Critic:
         for name, least in (("clip", 0), ("updates", 1), ("micro_batch_tokens", 0), ("max_grad_norm", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_trains(self.optimizer, self.module, "module")
         gae([], [], discount=self.discount, lam=self.lam, per=self.per)
         # Micro-batches of all rollouts since the last call of `step`. `included` marks the tokens that have a value in
         # the loss: every drawn token, or with per="turn" the first token of every drawn turn.

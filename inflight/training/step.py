@@ -245,14 +245,19 @@ def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.
     return norm
 
 
+def check_trains(optimizer: torch.optim.Optimizer, module: nn.Module, name: str) -> None:
+    """Raise ValueError if the optimizer changes no parameter of a module, called `name`."""
+    ours = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(f"the optimizer has no trainable parameter of the {name}; make it from {name}.parameters()")
+
+
 def check_belong(model: nn.Module, optimizer: torch.optim.Optimizer, publisher: object) -> None:
     """Raise ValueError if the optimizer changes no parameter of the model, or the publisher publishes another model,
     and TypeError for a publisher that cannot publish."""
     if not callable(getattr(publisher, "publish", None)):
         raise TypeError(f"publisher must be made by engine.publisher(model), got {type(publisher).__name__}")
-    ours = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("the optimizer has no trainable parameter of the model; make it from model.parameters()")
+    check_trains(optimizer, model, "model")
     reads = getattr(publisher, "reads", None)  # A custom publisher does not have it.
     if reads is not None and reads(model) is False:
         raise ValueError(

@@ -280,6 +280,8 @@ def test_mistakes_are_refused_by_name():
         made_critic(per="turns")
     with pytest.raises(TypeError, match="Critic has no argument 'gamma'"):
         made_critic(gamma=1.0)
+    with pytest.raises(ValueError, match=r"no trainable parameter of the module; make it from module.parameters\(\)"):
+        Critic(ValueTable(), made_critic().optimizer)
     groups = made_groups()
     groups[1][0] = replace(groups[1][0], reward=None)
     with pytest.raises(ValueError, match="has no reward"):
