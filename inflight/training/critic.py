@@ -140,6 +140,7 @@ class Critic:
         )
         if not len(returns):
             return None
+        self.optimizer.zero_grad()  # Another loop can have left gradients.
         first: tuple[float, float] | None = None
         for _ in range(self.updates):
             loss = sum(self._backward(part, len(returns)) for part in parts)

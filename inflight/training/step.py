@@ -74,6 +74,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self._objective = resolve(self.config.objective)
+        self.optimizer.zero_grad()  # Another loop can have left gradients, such as supervised training before.
         self._begin()
 
     def _begin(self) -> None:

@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from made_batches import make_batch
 from tiny_models import make_model
+from train_steps import train_step
 
 from inflight.core.errors import NonFiniteWeightsError
+from inflight.training.config import GRPOConfig
 from inflight.training.step import check_finite, clip_and_step
 
 
@@ -41,3 +44,14 @@ def test_clip_and_step_clips_steps_and_zeroes(max_grad_norm):
         assert parameter.grad is None or not parameter.grad.any()
     with pytest.raises(ValueError, match="max_grad_norm must be at least 0"):
         clip_and_step(optimizer, max_grad_norm=-1.0)
+
+
+def test_gradients_that_another_loop_has_left_are_not_in_the_first_step():
+    norms, batch = [], make_batch(shape=((2, 5),))
+    for has_left in (False, True):
+        model = make_model("qwen3")
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) if has_left else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        norms.append(train_step(model, optimizer, batch, GRPOConfig(objective="none")).grad_norm)
+    assert norms[0] == norms[1] > 0
