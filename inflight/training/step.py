@@ -74,6 +74,11 @@ class Learner:
 
     def __post_init__(self) -> None:
         self._objective = resolve(self.config.objective)
+        if isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau follows a number, and grpo gives it none: leave lr_scheduler out, and call "
+                "scheduler.step(report.reward) after each report"
+            )
         self.optimizer.zero_grad()  # Another loop can have left gradients, such as supervised training before.
         self._begin()
 

@@ -10,7 +10,7 @@ from train_steps import train_step
 
 from inflight.core.errors import NonFiniteWeightsError
 from inflight.training.config import GRPOConfig
-from inflight.training.step import check_finite, clip_and_step
+from inflight.training.step import Learner, check_finite, clip_and_step
 
 
 def test_check_finite_sees_every_value_and_may_leave_out_what_is_frozen():
@@ -55,3 +55,10 @@ def test_gradients_that_another_loop_has_left_are_not_in_the_first_step():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         norms.append(train_step(model, optimizer, batch, GRPOConfig(objective="none")).grad_norm)
     assert norms[0] == norms[1] > 0
+
+
+def test_a_scheduler_that_follows_a_number_is_refused():
+    optimizer = torch.optim.SGD(make_model("qwen3").parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match=r"call scheduler.step\(report.reward\) after each report"):
+        Learner(torch.nn.Linear(1, 1), optimizer, GRPOConfig(), scheduler)
