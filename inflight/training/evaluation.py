@@ -17,9 +17,10 @@ from inflight.core.rollout import Rollout, samples_of
 from inflight.core.sampling import SamplingParams
 from inflight.core.workers import Workers
 from inflight.stream.held_groups import Group
+from inflight.training.data.examples import as_example, check_examples
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scoring import GroupScorer, Score, Scorer
-from inflight.training.schedules import LIVE_S, RolloutEngine, as_example
+from inflight.training.schedules import LIVE_S, RolloutEngine
 from inflight.training.step import trained_adapter
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Evaluation:
         self._engine, self._adapter = engine, adapter
         self._trained: str | None = None
         """The adapter that `grpo` trains."""
+        check_examples(examples)
         self._examples = [as_example(example) for example in examples]
         if not self._examples:
             raise ValueError("an evaluation needs at least one prompt")

@@ -8,7 +8,7 @@ import numpy as np
 
 from inflight.core.arguments import named
 from inflight.core.rollout import Rollout, samples_of
-from inflight.training.data.examples import Example, as_example
+from inflight.training.data.examples import Example, as_example, check_examples
 
 PROMPT = "inflight.prompt"
 """Key of a prompt's index in the metadata of its rollouts."""
@@ -42,6 +42,7 @@ class Curriculum:
         """prompts: each a prompt for `engine.submit` or an `Example`; a list, or a `datasets.Dataset`. explore, keep:
         from 0 to 1. rewards: of a failure and of a pass; others are clipped to this range. Raises ValueError for no
         prompts, and for numbers outside their ranges."""
+        check_examples(prompts)
         if not len(prompts):
             raise ValueError("a curriculum needs at least one prompt")
         for name, value in {"explore": explore, "keep": keep}.items():

@@ -12,6 +12,7 @@ from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
+from inflight.core.text import listed
 from inflight.stream.ledger import Ledger
 from inflight.training.data.concurrency import Concurrency
 
@@ -31,6 +32,17 @@ class Example(NamedTuple):
 def as_example(example: Any) -> Example:
     """Return an example unchanged, or make one of a prompt for `engine.submit`."""
     return example if isinstance(example, Example) else Example(example, {})
+
+
+def check_examples(examples: Any) -> None:
+    """Raise TypeError for a text, a mapping or a table. Their elements are no prompts, but characters, keys or names of
+    columns."""
+    if isinstance(examples, (str, Mapping)) or type(examples).__name__ == "DataFrame":
+        raise TypeError(
+            f"examples are a list or another iterable of prompts, got {type(examples).__name__} of "
+            f"{listed([repr(each) for each in examples])}: put one prompt into a list, take one split of a "
+            'DatasetDict, or the rows of a table (frame.to_dict("records"))'
+        )
 
 
 class Submitted(msgspec.Struct, frozen=True):
@@ -79,6 +91,7 @@ class Examples:
     """
 
     def __init__(self, examples: Iterable[Any], submitted: Submitted):
+        check_examples(examples)
         self._source, self._observe = examples, getattr(examples, "observe", None)
         self.buffer: deque[Any] = deque(submitted.unsubmitted)
         """Examples that were read and not submitted."""

@@ -11,7 +11,7 @@ from tiny_models import make_model
 
 import inflight
 from inflight.training.data.curriculum import PROMPT
-from inflight.training.data.examples import Example
+from inflight.training.data.examples import NOTHING_SUBMITTED, Example, Examples
 from inflight.training.data.submitter import Submitter
 
 SAMPLING = inflight.SamplingParams(n=2, max_tokens=5, ignore_eos=True)
@@ -341,3 +341,21 @@ def test_rewards_of_another_range_are_scaled():
     curriculum = inflight.Curriculum([1], rewards=(-1, 1))
     curriculum.observe(group({PROMPT: 0}, [-1, 1, 0, -3]))
     assert curriculum.state_dict()["counts"] == [[1.5, 2.5]]
+
+
+class DataFrame:
+    """A table as pandas and Polars have it: its elements are names of columns."""
+
+    def __iter__(self):
+        return iter(["question", "answer"])
+
+
+@pytest.mark.parametrize("wrong", [{"train": [[1]], "test": [[2]]}, "a prompt", DataFrame()], ids=type)
+def test_mappings_tables_and_text_are_no_examples(wrong):
+    for take in (
+        inflight.Curriculum,
+        lambda examples: Examples(examples, NOTHING_SUBMITTED),
+        lambda examples: inflight.Evaluation(None, examples, lambda rollout: 0.0),
+    ):
+        with pytest.raises(TypeError, match=f"iterable of prompts, got {type(wrong).__name__} of '"):
+            take(wrong)
