@@ -177,7 +177,7 @@ class ScoredGroups:
 
     def last_is_uniform(self, advantages: str | Advantages = "grpo") -> bool:
         """Return True if the last group has no advantage: all of its advantages, without other groups, are 0."""
-        return not any(map(np.any, resolve_advantages(advantages)([self.groups[-1]])))
+        return not any(map(np.any, _advantages_of([self.groups[-1]], advantages)))
 
     def replace_last(self) -> None:
         """Remove the last group, which another one replaces."""
@@ -205,8 +205,8 @@ class ScoredGroups:
         differs from the number of rollouts.
         """
         rollouts = self.rollouts
-        function = resolve_advantages(advantages)
-        values = list(function(self.groups)) if self.groups else []  # Functions concatenate the values of groups.
+        # Functions concatenate the values of groups.
+        values = _advantages_of(self.groups, advantages) if self.groups else []
         if len(values) != len(rollouts):
             raise ValueError(
                 f"the advantages' function returned {len(values)} for {len(rollouts)} rollouts; it returns one for "
@@ -253,6 +253,11 @@ class ScoredGroups:
                 self.dropped.num_truncated_rollouts += len(truncated)
                 found.update(truncated)
         return found
+
+
+def _advantages_of(groups: Sequence[Sequence[Rollout]], advantages: str | Advantages) -> list[np.ndarray]:
+    """Return the advantages of each rollout, a number or f[T], also of a function that computes them by PyTorch."""
+    return [np.asarray(value) for value in resolve_advantages(advantages)(groups)]
 
 
 class NothingToLearn:

@@ -41,6 +41,20 @@ def test_failed_groups_and_rollouts_without_a_reward_are_left_out_and_counted_ap
     assert scored.mean_reward == 1.0
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_function_can_compute_advantages_by_pytorch(per_token):
+    def advantages(groups):
+        rewards = torch.tensor([rollout.reward for group in groups for rollout in group])
+        centred = rewards - rewards.mean()
+        lengths = [len(rollout.token_ids) for group in groups for rollout in group]
+        return [a.expand(length) for a, length in zip(centred, lengths, strict=True)] if per_token else centred
+
+    scored = ScoredGroups(groups_with([[1.0, 0.0], [2.0, 0.0]]))
+    batch = scored.pack(trainer_version=3, advantages=advantages, skip_uniform=True)
+    assert batch.advantages[batch.drawn].unique().tolist() == [-0.75, 0.25, 1.25]
+    assert not scored.last_is_uniform(advantages)
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "group", "constant"])
 def test_groups_of_equal_rewards_are_left_out_of_the_forward_pass_and_still_count(aggregation):
