@@ -11,6 +11,8 @@ logger = logging.getLogger("inflight.waiting")
 
 LOG_EVERY_S = 10.0
 _LONGEST_TICK_S = 1.0
+SOCKET_S = 2e6
+"""Time limit of a socket in place of longer ones, and of infinity, which sockets refuse: 23 days."""
 
 
 class Wait:

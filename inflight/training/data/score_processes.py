@@ -28,6 +28,7 @@ from inflight.core.child import command
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import ScoreError
 from inflight.core.rollout import Rollout, Turn
+from inflight.core.waiting import SOCKET_S
 from inflight.stream.rollout_codec import (
     RolloutHeader,
     arrays_of,
@@ -173,7 +174,7 @@ class _Process:
 
     def _exchange(self, data: bytes | None, timeout_s: float) -> _Answer:
         """Send `data`, if given, and return the next message of the process. Wait at most `timeout_s`."""
-        self._socket.settimeout(timeout_s)
+        self._socket.settimeout(min(timeout_s, SOCKET_S))
         try:
             if data is not None:
                 _write_message(self._file, data)

@@ -28,6 +28,7 @@ from inflight.core.errors import (
 )
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
+from inflight.core.waiting import SOCKET_S
 from inflight.core.workers import Workers, is_async
 from inflight.stream.held_groups import Group
 from inflight.training.data.scoring import GroupScorer, Prepare, Reward, Score, Scorer
@@ -305,7 +306,7 @@ class ServerSource:
         body = None if fields is None else json.dumps(fields).encode()
         try:
             with urllib.request.urlopen(
-                urllib.request.Request(self._url + path, body, self._headers), timeout=self._timeout_s
+                urllib.request.Request(self._url + path, body, self._headers), timeout=min(self._timeout_s, SOCKET_S)
             ) as response:
                 return json.loads(response.read())
         except urllib.error.HTTPError as error:

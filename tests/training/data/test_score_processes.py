@@ -1,6 +1,7 @@
 """Score functions in processes: they run at the same time and apart from this process, and what hangs or dies costs its
 own rollouts alone."""
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -79,7 +80,7 @@ def alive(pid: int) -> bool:
 
 
 def test_calls_run_at_the_same_time_in_processes_that_are_kept_and_end_with_the_scorer(functions):
-    scorer = Scorer(functions.process_id, processes=2)
+    scorer = Scorer(functions.process_id, processes=2, timeout_s=math.inf)
     first = scorer.start(make_rollouts(4)).result(60)
     second = scorer.start(make_rollouts(2)).result(60)
     assert len(set(first)) == 2

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -282,7 +283,7 @@ def test_a_teacher_that_hangs_is_left_after_its_time():
 
 
 def test_nobody_at_the_address():
-    scorer = TeacherScorer(Teacher("http://127.0.0.1:9", retries=0))
+    scorer = TeacherScorer(Teacher("http://127.0.0.1:9", retries=0, timeout_s=math.inf))
     with pytest.raises(TeacherError, match=r"teacher at http://127.0.0.1:9/v1/models does not answer"):
         scorer.check(None, VOCABULARY, PARAMS)
     assert rewards_of(scorer, plain_rollouts(1)) == [None]
