@@ -165,10 +165,17 @@ class Objective:
         return any(declares(part, ranks_tokens) for part in self._parts)
 
     def policy_terms(self, tokens: DrawnTokens) -> torch.Tensor:
-        """Return the policy terms w_t · m_t · L_t, f[n] with gradient to `tokens.logprobs`."""
-        terms = self.correction(tokens) * self.surrogate(tokens)
+        """Return the policy terms w_t · m_t · L_t, f[n] with gradient to `tokens.logprobs`. Raises ValueError for a
+        part that returns another shape."""
+        losses = self.surrogate(tokens)
+        terms = self.correction(tokens) * losses
         for trust_region in self.trust_regions:
             terms = torch.where(trust_region(tokens), terms, 0.0)
+        if not losses.shape == terms.shape == tokens.logprobs.shape:
+            raise ValueError(
+                f"parts of an objective return one value per token, {list(tokens.logprobs.shape)}: the surrogate has "
+                f"returned {list(losses.shape)}, and with correction and trust regions there are {list(terms.shape)}"
+            )
         return terms
 
     def terms_without_bounds(self, tokens: DrawnTokens) -> torch.Tensor | None:

@@ -132,6 +132,21 @@ def test_a_part_sees_age_group_and_columns_of_each_token(left_out):
     assert torch.equal(seen["groups"], batch.groups[batch.sequence_ids[rows]])
 
 
+@pytest.mark.parametrize(
+    ("part", "shapes"),
+    [
+        ({"surrogate": lambda tokens: (tokens.log_ratios.exp() * tokens.advantages).mean()}, r"\[\], .* \[\d+\]"),
+        ({"surrogate": lambda tokens: tokens.logprobs[:, None]}, r"\[(\d+), 1\], .* \[\1, \1\]"),
+        ({"trust_regions": (lambda tokens: tokens.advantages[:, None] > 0,)}, r"\[(\d+)\], .* \[\1, \1\]"),
+    ],
+    ids=["a mean", "a column", "a mask"],
+)
+def test_a_part_that_returns_another_shape_than_one_value_per_token_is_refused(part, shapes):
+    model, batch, _ = aged_batch()
+    with pytest.raises(ValueError, match=f"one value per token, .*: the surrogate has returned {shapes}"):
+        policy_loss(model, batch, objective=Objective(**part))
+
+
 def test_what_a_batch_lacks_is_named():
     model, batch, _ = aged_batch()
     for column in ("nothing", "reference_logprobs", "cu_seqlens", "rollouts"):
