@@ -16,6 +16,7 @@ from types import MappingProxyType, NoneType, SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+import numpy as np
 
 Called = TypeVar("Called", bound=Any)
 NO_OTHERS: Mapping[str, str] = MappingProxyType({})

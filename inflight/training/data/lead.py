@@ -252,7 +252,7 @@ class LeadController:
 
 def check_ahead(ahead: int | str) -> None:
     """Raise ValueError unless it is "auto" or a number of batches."""
-    if ahead != "auto" and not (isinstance(ahead, Integral) and not isinstance(ahead, bool) and ahead >= 0):
+    if ahead != "auto" and (isinstance(ahead, str | bool) or not isinstance(ahead, Integral) or ahead < 0):
         raise ValueError(f'ahead must be "auto" or a number of batches of at least 0, got {ahead!r}')
 
 

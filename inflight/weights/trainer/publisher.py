@@ -171,7 +171,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         # An engine that does not fit leaves the source of the others as it is.
         source = copy(self._source) if is_late else self._source
         link = EngineLink(address, source, transport=transport.name(), timeout_s=self._timeout_s)
-        if is_late and self._copies.has_published and link.version >= self.version and not self._target.has_sent(link):
+        target = self._target if is_late and self._copies.has_published and link.version >= self.version else None
+        if isinstance(target, StagingBuffer) and not target.has_sent(link):
             link.release()
             raise ValueError(
                 f"the engine at {address.endpoint} has version {link.version} of another publisher, and takes larger "
