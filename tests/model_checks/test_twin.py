@@ -281,7 +281,7 @@ def test_packed_training_that_ignores_the_window_is_not_used(monkeypatch, caplog
     monkeypatch.setattr(twin, "_twins", type(twin._twins)())
     model = make_model(RIGHT["phimoe-sliding"]())
     scores = score_tokens(model, batch)
-    assert "PhimoeForCausalLM feeds its sequences in padded rows: packed, with logits, log-probabilities" in caplog.text
+    assert "PhimoeForCausalLM feeds its sequences in padded rows: packed, with logits, results" in caplog.text
     torch.testing.assert_close(scores.logprobs, expected, atol=1e-4, rtol=1e-4)
 
 
