@@ -36,7 +36,9 @@ class Conversations:
             self._marks[digest].append(Mark(segment, len(segment.token_ids), reply))
 
     def take_back(self, segment: Segment) -> None:
-        """Forget the tokens that were given to a segment for a turn that was cancelled."""
+        """Forget the tokens that were given to a segment for a cancelled turn, unless a branch has them, too."""
+        if any(other.forked_from is not None and other.forked_from[0] is segment for other in self.segments):
+            return
         segment.take_back()
         for digest, marks in list(self._marks.items()):
             left = [mark for mark in marks if mark.segment is not segment or mark.length <= len(segment.token_ids)]

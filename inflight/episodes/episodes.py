@@ -99,7 +99,7 @@ class Episodes(ClosedAtEnd):
                 from inflight.episodes.agent_server import open_address
             self._address = open_address(agents, agents_url)
         self.agents_url = self._address and self._address[1]
-        """Base URL of the endpoints of sessions, and of workers; None without `agents`."""
+        """Base URL of the endpoints of sessions, and of workers; None without `agents`, and on ranks other than 0."""
         self.turns = Turns(engine, adapter, prefix_across_versions, self.counts, partial(_import_server, self._address))
         """Draws the turns."""
         self._player = Player(rollout, self.turns, self.limits, failures, min_share=min_share, max_running=max_running)

@@ -5,11 +5,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
-from inflight.core.errors import BackendError, LayoutMismatchError
+from inflight.core.errors import BackendError, LayoutMismatchError, ProtocolError
 from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
 from inflight.core.text import listed
 from inflight.core.waiting import Wait
+from inflight.engine.model.shapes import SHAPES
 from inflight.engine.process.client import EngineClient
 from inflight.fleet.calls import ENDED, FleetCalls, client_status
 from inflight.fleet.fleet import Fleet
@@ -23,7 +24,7 @@ from inflight.fleet.publishing import PublishedFleet
 Started = TypeVar("Started")
 _NOTED_S = 2.0
 """Bound for a publisher to note that it has sent a version."""
-_AGAIN_S = 0.01
+_AGAIN_S, _COMPARING_S = 0.01, 60.0
 _BEGINNINGS = {"first": 1 << 16, "dtypes": {}}
 """Elements of each tensor that are compared. Weights of different training differ almost everywhere."""
 
@@ -107,13 +108,17 @@ class Membership:
         Return False if no other member serves."""
         if any(publisher.kind == "weights" and publisher.sent_version for publisher in self._published.open_publishers):
             return True
+        if (
+            member.options.model in SHAPES
+        ):  # Its random weights depend on seed and device, until a publisher sends some.
+            return True
         for other, frames in self._fleet.usable.items():
             try:
                 theirs = self._calls.reach(other, frames, checksums)
                 if theirs is ENDED:
                     continue
                 own = checksums(member.process.client)
-            except BackendError:  # Such weights cannot be compared.
+            except (BackendError, ProtocolError, TimeoutError):  # Such weights cannot be compared.
                 return True
             differing = [name for name, checksum in own.tensors.items() if theirs.tensors.get(name) != checksum]
             if differing and own.version == theirs.version:  # else a publish in progress reaches both
@@ -144,11 +149,14 @@ class Membership:
 
 
 def checksums(client: EngineClient) -> Digests:
-    """Return checksums of the beginning of each tensor of the live weights. Raises BackendError if there are none."""
+    """Return checksums of the beginning of each tensor of the live weights. Raises BackendError if there are none, and
+    TimeoutError after a minute."""
     waited = Wait()
     while not (found := client.call("checksums", {"asked": _BEGINNINGS}, list[Digests])):
         sleep(_AGAIN_S)
         waited.tick("an engine computes checksums of its weights")
+        if waited.waited_s > _COMPARING_S:
+            raise TimeoutError("an engine computes checksums of its weights for too long")
     return found[0]
 
 

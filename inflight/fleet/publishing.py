@@ -97,7 +97,7 @@ class PublishedFleet(PublishedEngine):
         """Return the transport of a publisher to a member that joins; None: the publisher's own. Raises ValueError as
         above."""
         chosen = None
-        if publisher.transport.writes_to_slots and not member.process.shares_memory:
+        if publisher.transport_to(self).writes_to_slots and not member.process.shares_memory:
             chosen = member.placement.transport
             _check_reach([member], chosen)
         return chosen
@@ -106,10 +106,10 @@ class PublishedFleet(PublishedEngine):
         with self._fleet.lock:
             self.publishers.add(publisher)
 
-    def unfollow(self, publisher: "Publisher") -> None:
+    def unfollow(self, kind: str, sent_version: int) -> None:
         with self._fleet.lock:
-            if publisher.sent_version:
-                self._sent_by_closed.add(publisher.kind)
+            if sent_version:
+                self._sent_by_closed.add(kind)
 
     def forget_process(self, endpoint: str) -> None:
         """Stop publishers from sending to an ended process."""

@@ -162,6 +162,8 @@ def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | str:
                 plain = _build(kind, make_small(config), "eager", towers=has_towers)
                 _randomize(plain, relative=relative)
                 sequences, logits = try_sequences(plain)
+                if any(len(ids) != len(row) for ids, row in zip(sequences, logits, strict=True)):
+                    raise ValueError(f"{len(sequences[0])} tokens give {len(logits[0])} rows of logits")
                 is_causal = _is_causal(plain, sequences[0], logits[0])
             except Exception as error:  # models of other packages can raise any error
                 reasons.append(f"{type(error).__name__}: {first_line(error)}")

@@ -79,7 +79,6 @@ class Learner:
                 "ReduceLROnPlateau follows a number, and grpo gives it none: leave lr_scheduler out, and call "
                 "scheduler.step(report.reward) after each report"
             )
-        self.optimizer.zero_grad()  # Another loop can have left gradients, such as supervised training before.
         self._begin()
 
     def _begin(self) -> None:
@@ -102,6 +101,8 @@ class Learner:
         """Add the gradient of a part. share: the expected share of the step that has arrived with this part; 1 if it is
         the only one. It decides the estimate of N, which the result does not depend on, except for rounding."""
         config = self.config
+        if not self.has_batch:
+            self.optimizer.zero_grad()  # Another loop can have left gradients, such as supervised training before.
         self.has_batch = True
         self.count(batch.totals)
         self._estimate = self._estimate or self._count / share or 1.0

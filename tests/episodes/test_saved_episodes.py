@@ -162,9 +162,11 @@ def test_turns_end_with_episodes_that_are_cancelled_before_they_continue(model_d
         inflight.Run(engine, SimpleNamespace(version=0)).save(tmp_path)
     with launch(model_dir) as engine, inflight.Episodes(engine, play) as episodes:
         inflight.Run(engine, SimpleNamespace(version=0)).load(tmp_path)
-        episodes._running_loop().call_soon_threadsafe(time.sleep, 0.3)
+        held = threading.Event()
+        episodes._running_loop().call_soon_threadsafe(held.wait, 60)
         assert episodes.continue_saved() == ids
         episodes.cancel(ids)
+        held.set()
         [group] = engine.stream.collect(ids, timeout_s=60)
         assert {rollout.finish_reason for rollout in group} == {"cancelled"}
         wait_until(lambda: engine.stream.outstanding == [])

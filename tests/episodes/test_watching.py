@@ -91,22 +91,22 @@ def test_an_exception_of_a_watching_function_fails_the_episode_and_frees_the_eng
 
 
 @pytest.mark.parametrize("answer", [np.True_, torch.tensor(True), lambda turn: inflight.Feedback(stop=np.True_)])
-def test_answers_and_numbers_can_be_of_numpy_and_pytorch(engine, answer):
+def test_answers_and_numbers_can_be_of_numpy_and_pytorch(chat_engine, answer):
     """Comparisons of log-probabilities and of entropies are such numbers."""
 
     async def watched(session, row):
         def watch(turn):
-            engine.pause()
+            chat_engine.pause()
             return answer(turn) if callable(answer) else answer
 
         reply = await session.complete(row, watch=watch, every=np.int64(2))
-        engine.resume()
+        chat_engine.resume()
         assert reply.finish_reason == "stopped"
         with pytest.raises(TypeError, match="must return a bool, None or Feedback"):
             await session.complete(row, watch=lambda turn: turn.logprobs < 0)
         return 1.0
 
-    params = inflight.SamplingParams(n=1, max_tokens=100, ignore_eos=True)
-    episodes = inflight.Episodes(engine, watched)
-    collect(engine, episodes, [[1, 2, 3]], params)
+    params = inflight.SamplingParams(n=1, max_tokens=4000, ignore_eos=True)
+    episodes = inflight.Episodes(chat_engine, watched)
+    collect(chat_engine, episodes, [[1, 2, 3]], params)
     assert episodes.counts["completed"] == 1, episodes.counts

@@ -158,7 +158,7 @@ def test_a_member_joins_when_the_only_other_one_has_been_restarted(monkeypatch):
     monkeypatch.setattr("inflight.fleet.membership.EngineMonitor", lambda *_: monitor)
     fleet, published = Fleet(), SimpleNamespace(open_publishers=[], lost_kinds=[])
     membership: Any = Membership(fleet, published, SimpleNamespace(), FleetCalls(fleet))  # type: ignore[arg-type]
-    member, dying = (SimpleNamespace(name="new", death=None), Dying(fleet))
+    member, dying = (SimpleNamespace(name="new", death=None, options=SimpleNamespace(model="a")), Dying(fleet))
     member.info, member.status = SimpleNamespace(engine_id="new", layout=None), lambda: SimpleNamespace(version=0)
     member.process = SimpleNamespace(client=SimpleNamespace(call=lambda *_: [Digests(0, {})]))
     fleet.members.append(dying)  # type: ignore[arg-type]

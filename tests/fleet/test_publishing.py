@@ -29,7 +29,7 @@ def follow(published: PublishedFleet, kind: str, sent_version: int) -> Publisher
 
 def close(published: PublishedFleet, publisher: Publisher) -> None:
     publisher.closed = True
-    published.unfollow(publisher)  # type: ignore[arg-type]
+    published.unfollow(publisher.kind, publisher.sent_version)
 
 
 @pytest.mark.parametrize(("first", "second"), [("weights", "adapters"), ("adapters", "weights")])

@@ -20,7 +20,6 @@ class Returning(LoneEngine):
         super().__init__(endpoints[0])
         self.killed: list[str] = []
         self.followers: list[inflight.Publisher] = []
-        self.unfollow = self.followers.remove
         self._endpoints = list(endpoints)
 
     def serving(self) -> list[EngineAddress]:
@@ -28,6 +27,9 @@ class Returning(LoneEngine):
 
     def follow(self, publisher: inflight.Publisher) -> None:
         self.followers.append(publisher)
+
+    def unfollow(self, kind: str, sent_version: int) -> None:
+        self.followers.pop()
 
     def kill(self, endpoint: str) -> None:
         self.killed.append(endpoint)

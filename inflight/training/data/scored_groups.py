@@ -257,7 +257,8 @@ class ScoredGroups:
 
 def _advantages_of(groups: Sequence[Sequence[Rollout]], advantages: str | Advantages) -> list[np.ndarray]:
     """Return the advantages of each rollout, a number or f[T], also of a function that computes them by PyTorch."""
-    return [np.asarray(value) for value in resolve_advantages(advantages)(groups)]
+    found = resolve_advantages(advantages)(groups)
+    return [np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value) for value in found]
 
 
 class NothingToLearn:

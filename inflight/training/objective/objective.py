@@ -167,7 +167,7 @@ class Objective:
     def policy_terms(self, tokens: DrawnTokens) -> torch.Tensor:
         """Return the policy terms w_t · m_t · L_t, f[n] with gradient to `tokens.logprobs`. Raises ValueError for a
         part that returns another shape."""
-        losses = self.surrogate(tokens)
+        losses = torch.as_tensor(self.surrogate(tokens))
         terms = self.correction(tokens) * losses
         for trust_region in self.trust_regions:
             terms = torch.where(trust_region(tokens), terms, 0.0)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ logger = logging.getLogger("inflight.weights")
 
 _LISTEN_EVERY_S = 0.5
 """Interval at which an idle publisher processes messages of its engine."""
-GIVE_UP_S = 5.0
-"""Time limit for a thread to end."""
+CLOSE_S, GIVE_UP_S = 30.0, 5.0
+"""Time limits for a thread to end, and to end after an error."""
 
 
 class Engines:
@@ -170,25 +171,29 @@ class CopyThread:
         with self.condition:
             self._closing = True
             self.condition.notify_all()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.warning("closing a publisher that could not send version %d in %g s", version, timeout_s)
-            for engine in self.target.engines:
-                engine.messages.give_up()
-            self._thread.join(GIVE_UP_S)
-        if self._thread.is_alive():  # It is inside a copy or a broadcast.
-            for engine in self.target.engines:
-                engine.lock.unlock()
-        self._hook.remove()
+        try:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                logger.warning("closing a publisher that could not send version %d in %g s", version, timeout_s)
+                for engine in self.target.engines:
+                    engine.messages.give_up()
+                self._thread.join(GIVE_UP_S)
+            if self._thread.is_alive():  # It is inside a copy or a broadcast.
+                for engine in self.target.engines:
+                    engine.lock.unlock()
+            self._hook.remove()
+        finally:
+            for engine in self._engines.all:
+                engine.unfollow("adapters" if self._source.adapters else "weights", self.target.sent_version)
 
     def abandon(self) -> None:
-        """Close. If garbage is collected in this thread, which cannot wait for itself, it closes a moment later."""
+        """Close after nothing refers to the publisher any more."""
         newest = self._pending or self.copying
-        if threading.current_thread() is self._thread:
-            self._closing = True
-            self._hook.remove()
+        close = partial(self.close, CLOSE_S, self.target.sent_version if newest is None else newest.version)
+        if threading.current_thread().name.startswith("inflight-"):  # Such a thread might have to wait for itself.
+            threading.Thread(target=close, name="inflight-closing", daemon=True).start()
         else:
-            self.close(GIVE_UP_S, 0 if newest is None else newest.version)
+            close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Before an optimizer changes parameters of this model, wait for the copy."""

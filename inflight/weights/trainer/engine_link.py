@@ -73,8 +73,8 @@ class PublishedEngine:
         """Call `publisher.add` with each process that joins, and `publisher.remove` when it has ended. Called with
         `changing` held."""
 
-    def unfollow(self, publisher: Any) -> None:
-        """Note that a publisher was closed."""
+    def unfollow(self, kind: str, sent_version: int) -> None:
+        """Note that a publisher of weights or adapters was closed, and the last version that it has sent (0: none)."""
 
     def published(self, version: int, called_ns: int, adapters: Collection[str] = ()) -> None:
         """Note a publish. adapters: the adapters that the version changes; empty: it changes everything."""

@@ -17,7 +17,7 @@ from torch import nn
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, InflightError
-from inflight.weights.trainer.copy_thread import GIVE_UP_S, CopyThread, Engines, adapter_of
+from inflight.weights.trainer.copy_thread import CLOSE_S, GIVE_UP_S, CopyThread, Engines, adapter_of
 from inflight.weights.trainer.engine_link import (
     DirectSlots,
     EngineAddress,
@@ -143,7 +143,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         if self.closed:
             raise _closed()
         if isinstance(engine, EngineAddress):
-            transport = transport or self._transports.get(engine.engine, self._transport)
+            transport = transport or self.transport_to(engine.engine)
             link = self._target.add(partial(self._attach, engine, transport, is_late=True), transport)
             with copies.condition:
                 if not copies.has_published:
@@ -205,10 +205,9 @@ class Publisher(AbstractContextManager["Publisher"]):
         """Return whether it publishes parameters of this model; None for given weights and custom sources."""
         return self._source.publishes(model.parameters())
 
-    @property
-    def transport(self) -> Transport:
-        """The transport to engines that were added without one."""
-        return self._transport
+    def transport_to(self, engine: PublishedEngine) -> Transport:
+        """Return the transport to an engine."""
+        return self._transports.get(engine, self._transport)
 
     @property
     def is_direct(self) -> bool:
@@ -293,16 +292,12 @@ class Publisher(AbstractContextManager["Publisher"]):
         """Raise the error of a publish, if there is one."""
         self._copies.check()
 
-    def close(self, timeout_s: float = 30.0) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Send announced versions and detach. After `timeout_s` seconds the rest is dropped with a warning. Engines
         continue with the newest whole version. Safe to call twice."""
         self.closed = True
         self._abandoned.detach()
-        try:
-            self._copies.close(timeout_s, self.version)
-        finally:
-            for engine in self._engines.all:
-                engine.unfollow(self)
+        self._copies.close(timeout_s, self.version)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close() if kind is None else self.close(GIVE_UP_S)

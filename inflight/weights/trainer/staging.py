@@ -66,8 +66,7 @@ class StagingBuffer:
     def is_sending(self) -> bool:
         """True if a version is being sent, or will be sent next."""
         with self._condition:
-            members = self._members
-            return self._error is None and bool(self._in_progress or self._newest or members.arriving or members.busy)
+            return self._error is None and bool(self._in_progress or self._newest or self._members.arriving)
 
     def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
         """Add an engine and send it the last version at once. Raises LayoutMismatchError, or the error of `attach`."""
@@ -248,6 +247,7 @@ class _Members:
                     )
                 engine.detach()
                 continue
+            sender.slot_timeout_s = min(sender.timeout_s, self._slot_timeout_s)
             ended: InflightError | None = None
             try:
                 sender.add(engine)

@@ -27,6 +27,7 @@ logger = logging.getLogger("inflight.weights")
 
 _ATTEMPTS = 3
 """Attempts per engine and version. A later version starts again."""
+_PATIENCE_S = 1.0
 
 
 class Transport(ABC):
@@ -79,6 +80,8 @@ class Sender(ABC):
         """timeout_s: bound for an engine to prepare or to fill, and a slower engine is dropped; and for others to wait
         for one that lends no slot. delta: lets `changes` return deltas."""
         self.timeout_s, self._delta = timeout_s, delta
+        self.slot_timeout_s = timeout_s
+        """Bound for the first wait for a slot of an engine. From its second time busy on, it is `_PATIENCE_S`."""
         self.engines: list[EngineLink] = []
         self.sent_bytes = 0
         """Bytes that `deliver` sent of this version. Bytes for several engines count once."""
@@ -89,6 +92,10 @@ class Sender(ABC):
         self.busy: dict[EngineLink, Exception] = {}
         """Errors of engines that answer and keep all their slots, as for pinned requests. The others do not wait for
         them. They get the newest version when they lend a slot."""
+        self._slow: set[EngineLink] = set()
+        """Engines that were busy once."""
+        self._refused_at: dict[EngineLink, int] = {}
+        """Maps engines to the last version that they refused. They are not sent it again."""
         self._slots: dict[EngineLink, int] = {}
         self._fills: dict[EngineLink, tuple[Fill, Answer]] = {}
         """Requests of `fill` in this attempt."""
@@ -165,6 +172,7 @@ class Sender(ABC):
             self._attempt(staged, base)
         if not self.refused_later:
             self.refused = {e: error for e, error in self.refused.items() if e.version < staged.version}
+        self._refused_at |= {e: staged.version for e in self.refused if e.version < staged.version}
 
     def _acquire(self, engine: EngineLink) -> None:
         engine.check()
@@ -172,15 +180,18 @@ class Sender(ABC):
             return
         self.busy.pop(engine, None)
         try:
-            self._slots[engine] = engine.acquire(self.timeout_s, "timeout_s of the transport")
+            patience_s = min(self.slot_timeout_s, _PATIENCE_S) if engine in self._slow else self.slot_timeout_s
+            self._slots[engine] = engine.acquire(patience_s, "timeout_s of the transport")
         except EngineBusyError as error:
             logger.warning("publishing goes on without an engine until it lends a slot: %s", error)
             self.busy[engine] = error.with_traceback(None)
+            self._slow.add(engine)
 
     def _attempt(self, staged: StagedVersion, base: StagedVersion | None) -> None:
         self._slots, self._fills = {}, {}
         for engine in self.engines:
-            if engine not in self.lost and engine.version < staged.version:
+            has_refused = self._refused_at.get(engine) == staged.version
+            if engine not in self.lost and engine.version < staged.version and not has_refused:
                 self._try(engine, partial(self._acquire, engine))
         if not self._slots:
             return
