@@ -123,8 +123,8 @@ class Engine(ClosedAtEnd):
 
     def add(self, options: EngineOptions | None = None, placement: Placement | None = None) -> Member:
         """Start another member. It takes prompts once it has the weights of the others. options and placement: None
-        takes those of the first member. Raises the errors of `Engine(…)`, LayoutMismatchError for other tensors,
-        ValueError for versions that differ, and InflightError if an open publisher writes to the slots of a member."""
+        takes those of the first member. Raises the errors of `Engine(…)`, LayoutMismatchError for other tensors or
+        weights, ValueError for other versions, and InflightError if a publisher writes straight to a member's slots."""
         if self._journal is not None:
             raise InflightError("a journal is of one engine; launch without one to add others")
         self._published.check_can_add()

@@ -42,7 +42,8 @@ class Broadcast(Transport):
     delta: bool = False
     """Send changes since the last version to engines that have it."""
     timeout_s: float = 60.0
-    """Bound of each step of a broadcast. A slower engine is dropped."""
+    """Bound of each step of a broadcast. A slower engine is dropped. If it lends no slot, it gets the newest version
+    later."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:

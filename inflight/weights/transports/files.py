@@ -49,7 +49,7 @@ class Files(Transport):
     keep: int = 2
     """Number of newest versions whose files are kept."""
     timeout_s: float = 600.0
-    """Bound for reading a file. A slower engine is dropped."""
+    """Bound for reading a file. A slower engine is dropped. One that lends no slot gets the newest version later."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
