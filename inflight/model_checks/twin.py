@@ -111,7 +111,7 @@ def _with_mrope_section(model: nn.Module) -> Any:
 
 def transformers_class(model: nn.Module) -> type[PreTrainedModel]:
     """Return the class that decides how the model is made or run, without the classes that FSDP derives from it. It can
-    inherit both methods from a class that is no model (`GenericForTokenClassification`)."""
+    inherit both methods from a class that is not a model (`GenericForTokenClassification`)."""
     own: Any = type(model)
     same = [
         kind for kind in own.__mro__ if (kind.__init__, getattr(kind, "forward", None)) == (own.__init__, own.forward)
