@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
@@ -92,7 +91,7 @@ class Player:
         episodes = [self._result(group, sample, task) for sample, task in zip(samples, running, strict=True)]
         num_scored = sum(episode[0].reward is not None for episode in episodes)
         rollouts = [rollout for episode in episodes for rollout in episode]
-        if 0 < num_scored < math.ceil(self._min_share * group.params.n):
+        if num_scored and num_scored / group.params.n < self._min_share:
             self._counts["groups with too few episodes"] += 1
             for rollout in rollouts:
                 rollout.reward, rollout.finish_reason = None, "cancelled"

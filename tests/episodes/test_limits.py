@@ -166,6 +166,16 @@ def test_a_group_needs_a_share_of_its_episodes(engine):
     assert [rollout.reward for rollout in group] == [None, 1.0, None, 1.0]
 
 
+def test_a_share_of_a_group_is_not_rounded_up(engine):
+    async def some(session, row):
+        return 1.0 if session.sample < 7 else None
+
+    group, counts = outcome(engine, some, n=25, min_share=0.28)
+    assert 0.28 * 25 > 7  # in floating point
+    assert sum(rollout.reward == 1.0 for rollout in group) == 7
+    assert counts["groups with too few episodes"] == 0
+
+
 @pytest.mark.parametrize("value", [float("nan"), "high", {"a": float("inf")}])
 def test_rewards_that_are_no_finite_numbers_fail_the_episode(engine, value):
     async def odd(session, row):

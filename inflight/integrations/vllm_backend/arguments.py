@@ -58,6 +58,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "prefill_context_parallel_size": (None, "workers are counted by tensor_parallel_size alone"),
     "worker_extension_cls": (f"{StagedWeights.__module__}.StagedWeights", "inflight has one of its own"),
     "lora_modules": (None, "adapters are those of the options lora_rank and adapters, and are published"),
+    "enable_eplb": (None, "it moves experts, and published experts would be copied to their former places"),
     "enable_sleep_mode": (None, "sleep() frees the KV cache without it"),
     "language_model_only": (True, "the engine draws text from text"),
     "limit_mm_per_prompt": (None, "the engine draws text from text"),
