@@ -168,6 +168,7 @@ def test_a_group_needs_a_share_of_its_episodes(engine):
 
 def test_a_share_of_a_group_is_not_rounded_up(engine):
     async def some(session, row):
+        await session.complete(row)
         return 1.0 if session.sample < 7 else None
 
     group, counts = outcome(engine, some, n=25, min_share=0.28)
