@@ -143,8 +143,8 @@ class Rollout:
     prefix_version: int | None = None
     """The oldest version that computed some of the reused keys and values; None if none were reused."""
     banned: tuple[tuple[int, int], ...] = ()
-    """Ranges [begin, end) of token ids, in order, that the engine never draws: the tokenizer lacks them, or they stand
-    for images or sound. The log-probabilities are of the distribution without them."""
+    """Ranges [begin, end) of token ids, in order, that the engine never draws: the tokenizer lacks them, or they are
+    placeholders of images or sound. The log-probabilities are of the distribution without them."""
     adapter: str | None = None
     """Name of the LoRA adapter that drew its tokens; None: the weights alone drew them."""
     prompt: str = ""

@@ -123,7 +123,7 @@ class Engine(ClosedAtEnd):
 
     def add(self, options: EngineOptions | None = None, placement: Placement | None = None) -> Member:
         """Start another member. It takes prompts once it has the weights of the others. options and placement: None
-        takes those of the first member. Raises the errors of `Engine(…)`, LayoutMismatchError for other tensors or
+        copies the first member's. Raises the errors of `Engine(…)`, LayoutMismatchError for other tensors or
         weights, ValueError for other versions, and InflightError if a publisher writes straight to a member's slots."""
         if self._journal is not None:
             raise InflightError("a journal is of one engine; launch without one to add others")

@@ -5,11 +5,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
-from inflight.core.errors import BackendError, LayoutMismatchError, ProtocolError
+from inflight.core.errors import BackendError, EngineBusyError, LayoutMismatchError, ProtocolError
 from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
 from inflight.core.text import listed
-from inflight.core.waiting import Wait
 from inflight.engine.model.shapes import SHAPES
 from inflight.engine.process.client import EngineClient
 from inflight.fleet.calls import ENDED, FleetCalls, client_status
@@ -20,11 +19,11 @@ from inflight.fleet.monitor import EngineMonitor
 from inflight.fleet.process.base import Placement
 from inflight.fleet.process.local import Local
 from inflight.fleet.publishing import PublishedFleet
+from inflight.weights.trainer.engine_link import wait_for_checksums
 
 Started = TypeVar("Started")
 _NOTED_S = 2.0
 """Bound for a publisher to note that it has sent a version."""
-_AGAIN_S, _COMPARING_S = 0.01, 60.0
 _BEGINNINGS = {"first": 1 << 16, "dtypes": {}}
 """Elements of each tensor that are compared. Weights of different training differ almost everywhere."""
 
@@ -108,9 +107,7 @@ class Membership:
         Return False if no other member serves."""
         if any(publisher.kind == "weights" and publisher.sent_version for publisher in self._published.open_publishers):
             return True
-        if (
-            member.options.model in SHAPES
-        ):  # Its random weights depend on seed and device, until a publisher sends some.
+        if member.options.model in SHAPES:  # Its weights are random: they depend on the seed and the device.
             return True
         for other, frames in self._fleet.usable.items():
             try:
@@ -118,7 +115,7 @@ class Membership:
                 if theirs is ENDED:
                     continue
                 own = checksums(member.process.client)
-            except (BackendError, ProtocolError, TimeoutError):  # Such weights cannot be compared.
+            except (BackendError, EngineBusyError, ProtocolError):  # Such weights cannot be compared.
                 return True
             differing = [name for name, checksum in own.tensors.items() if theirs.tensors.get(name) != checksum]
             if differing and own.version == theirs.version:  # else a publish in progress reaches both
@@ -149,15 +146,10 @@ class Membership:
 
 
 def checksums(client: EngineClient) -> Digests:
-    """Return checksums of the beginning of each tensor of the live weights. Raises BackendError if there are none, and
-    TimeoutError after a minute."""
-    waited = Wait()
-    while not (found := client.call("checksums", {"asked": _BEGINNINGS}, list[Digests])):
-        sleep(_AGAIN_S)
-        waited.tick("an engine computes checksums of its weights")
-        if waited.waited_s > _COMPARING_S:
-            raise TimeoutError("an engine computes checksums of its weights for too long")
-    return found[0]
+    """Return checksums of the beginning of each tensor of the live weights. Raises BackendError if there are none."""
+    return wait_for_checksums(
+        lambda: client.call("checksums", {"asked": _BEGINNINGS}, list[Digests]), f"the engine at {client.endpoint}"
+    )
 
 
 def check_members(

@@ -68,7 +68,7 @@ class StreamWriter:
         self.state = ""
         """State of the engine, sent to the reader when no frame was sent for a while."""
         self.engine_id = ""
-        """Sent to readers, so that they notice another engine at the address of theirs."""
+        """Sent to readers. A reader notices by it that another engine has taken the address of its engine."""
         self.trainer = Held()
         """The reader's last report of unconsumed output."""
         self._reader: str | None = None

@@ -125,7 +125,8 @@ def test_an_engine_is_a_member_once():
 class Dying:
     """A member that dies when it is asked for its status, and is restarted once `changing` is free."""
 
-    name, death, can_restart, options = "dying", None, True, SimpleNamespace(restarts=1, answer_timeout_s=1.0)
+    name, endpoint, death, can_restart = "dying", "dying", None, True
+    options = SimpleNamespace(restarts=1, answer_timeout_s=1.0)
 
     def __init__(self, fleet: Fleet):
         layout = SimpleNamespace(difference=lambda *_, **__: None)
@@ -160,7 +161,7 @@ def test_a_member_joins_when_the_only_other_one_has_been_restarted(monkeypatch):
     membership: Any = Membership(fleet, published, SimpleNamespace(), FleetCalls(fleet))  # type: ignore[arg-type]
     member, dying = (SimpleNamespace(name="new", death=None, options=SimpleNamespace(model="a")), Dying(fleet))
     member.info, member.status = SimpleNamespace(engine_id="new", layout=None), lambda: SimpleNamespace(version=0)
-    member.process = SimpleNamespace(client=SimpleNamespace(call=lambda *_: [Digests(0, {})]))
+    member.process = SimpleNamespace(client=SimpleNamespace(endpoint="new", call=lambda *_: [Digests(0, {})]))
     fleet.members.append(dying)  # type: ignore[arg-type]
     membership.monitors.append(SimpleNamespace(member=dying))
     joining = threading.Thread(target=membership.join, args=[member], daemon=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -103,6 +103,10 @@ class CopyThread:
         self._changed_at: dict[str, int] = {}
         """Maps adapters to the last version that changed them."""
 
+    @property
+    def kind(self) -> Literal["weights", "adapters"]:
+        return "adapters" if self._source.adapters else "weights"
+
     def start(self) -> None:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         self._thread = threading.Thread(target=self._run, name="inflight-publisher", daemon=True)
@@ -184,10 +188,10 @@ class CopyThread:
             self._hook.remove()
         finally:
             for engine in self._engines.all:
-                engine.unfollow("adapters" if self._source.adapters else "weights", self.target.sent_version)
+                engine.unfollow(self.kind, self.target.sent_version)
 
     def abandon(self) -> None:
-        """Close after nothing refers to the publisher any more."""
+        """Close. Called when the publisher is collected as garbage."""
         newest = self._pending or self.copying
         close = partial(self.close, CLOSE_S, self.target.sent_version if newest is None else newest.version)
         if threading.current_thread().name.startswith("inflight-"):  # Such a thread might have to wait for itself.

@@ -343,15 +343,11 @@ class EngineMessages:
 
     def checksums(self, request: ChecksumRequest) -> dict[str, str]:
         """Wait for checksums of the engine's weights. Raises BackendError if it has none."""
-        wait, found = waiting.Wait(), list[Digests]()
-        while not found:
-            found = read(_DIGESTS, expect(self.ask(self._call("checksums", {"asked": request})), Result).value)
-            wait.tick(f"{self._engine} computes checksums of its weights")
-            if wait.waited_s > _CHECKSUMS_S:
-                raise EngineBusyError(f"the engine has no checksums of its weights after {_CHECKSUMS_S:.0f} s")
-            if not found:
-                time.sleep(_POLL_MS / 1e4)
-        return found[0].tensors
+
+        def ask() -> list[Digests]:
+            return read(_DIGESTS, expect(self.ask(self._call("checksums", {"asked": request})), Result).value)
+
+        return wait_for_checksums(ask, self._engine).tensors
 
     def _call(self, verb: str, arguments: dict[str, object]) -> Call:
         return Call(ticket=self.ticket(), verb=verb, arguments=to_raw(arguments, "nothing"))
@@ -362,6 +358,17 @@ class EngineMessages:
             status = read(_STATUS, result.value)
             pinned = len(status.versions) > 1 and f"; requests are pinned to versions among {status.versions}"
             self._keeps_slots_because = pinned or ("; it is paused" if status.paused else "")
+
+
+def wait_for_checksums(ask: Callable[[], list[Digests]], engine: str) -> Digests:
+    """Ask for checksums of an engine's weights until it has computed them. Raises EngineBusyError after ten minutes."""
+    wait = waiting.Wait()
+    while not (found := ask()):
+        wait.tick(f"{engine} computes checksums of its weights")
+        if wait.waited_s > _CHECKSUMS_S:
+            raise EngineBusyError(f"{engine} has no checksums of its weights after {_CHECKSUMS_S:.0f} s")
+        time.sleep(_POLL_MS / 1e4)
+    return found[0]
 
 
 class DirectSlots:

@@ -199,7 +199,7 @@ class Publisher(AbstractContextManager["Publisher"]):
     @property
     def kind(self) -> Literal["weights", "adapters"]:
         """The tensors that engines get."""
-        return "adapters" if self._source.adapters else "weights"
+        return self._copies.kind
 
     def reads(self, model: nn.Module) -> bool | None:
         """Return whether it publishes parameters of this model; None for given weights and custom sources."""

@@ -28,6 +28,7 @@ logger = logging.getLogger("inflight.weights")
 _ATTEMPTS = 3
 """Attempts per engine and version. A later version starts again."""
 _PATIENCE_S = 1.0
+"""Bound of a wait for a slot of an engine that was busy before."""
 
 
 class Transport(ABC):
@@ -81,7 +82,7 @@ class Sender(ABC):
         for one that lends no slot. delta: lets `changes` return deltas."""
         self.timeout_s, self._delta = timeout_s, delta
         self.slot_timeout_s = timeout_s
-        """Bound for the first wait for a slot of an engine. From its second time busy on, it is `_PATIENCE_S`."""
+        """Bound of the wait for a slot of an engine that was never busy."""
         self.engines: list[EngineLink] = []
         self.sent_bytes = 0
         """Bytes that `deliver` sent of this version. Bytes for several engines count once."""
